@@ -18,7 +18,8 @@ from chaos.results import read_record
 from docs import markdown as pages
 from docs.markdown import ROOT, table
 
-from benchmarks.common import cell, markdown, read_result, title
+from actmat.report.words import plural
+from benchmarks.common import RESULTS, cell, markdown, read_lines, read_result, title
 from benchmarks.evidence.choice import measured_table
 from benchmarks.evidence.picture import picture
 from benchmarks.evidence.small import small_table
@@ -94,8 +95,42 @@ def demo(_: str) -> str:
     return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
 
 
+def few(subject: str) -> str:
+    """Accuracy and answers kept by kind and number of inputs, means over tasks and draws, as `benchmarks.few` wrote."""
+    rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject]
+    kinds = {
+        ("average", 0.0): "average, no inputs",
+        ("actmat", 0.0): "`actmat`, no inputs",
+        ("own", 0.0): "`regmean`, own inputs",
+        ("own", 1.0): "with a prior of 1 / n",
+        ("own", 4.0): "with a prior of 4 / n",
+        ("other", 0.0): "`regmean`, another task's inputs",
+        ("mixed", 0.0): "`regmean`, inputs of all tasks",
+        ("random", 0.0): "`regmean`, random inputs",
+    }
+    numbers = sorted({r["n"] for r in rows} - {0})
+    lines = []
+    for kind, name in kinds.items():
+        own = [r for r in rows if (r["kind"], r["prior"]) == kind]
+        cells = {n: _percents([r for r in own if r["n"] == n]) for n in (0, *numbers)}
+        shown = [cells[0]] * len(numbers) if cells[0] else [cells[n] for n in numbers]
+        lines += [[name, *shown]] if own else []
+    draws = 1 + max(r["draw"] for r in rows)
+    machine = sorted({f"{r['processor']}, {r['date']}" for r in rows})
+    said = f"Accuracy (answers kept) in %, means of {plural(len(rows[0]['tasks']), 'task')} and {plural(draws, 'draw')}"
+    header = ["inputs of each expert", *map(str, numbers)]
+    return f"{table(header, lines)}\n{said}; `python -m benchmarks.few {subject}`, {'; '.join(machine)}.\n"
+
+
+def _percents(rows: list[dict[str, Any]]) -> str:
+    """Mean accuracy and mean share of answers kept, over tasks and draws."""
+    means = ([sum(r[key]) / len(r[key]) for r in rows] for key in ("accuracy", "kept"))
+    return "{:.1f} ({:.1f})".format(*(100 * sum(m) / len(m) for m in means)) if rows else ""
+
+
 KINDS: pages.Kinds = {
     "result": result,
+    "few": few,
     "evidence": evidence_table,
     "measured": measured_table,
     "small": small_table,

@@ -15,8 +15,8 @@ from docs.markdown import table
 from scipy.stats import spearmanr
 
 from actmat.extras.tune.evaluate import Evaluator, Trial
-from actmat.extras.tune.search import SearchBudget, Varied, choose, search
-from actmat.extras.tune.space import TuneCandidate, make_space
+from actmat.extras.tune.search import SearchBudget, choose, search
+from actmat.extras.tune.space import DEFAULT_METHODS, TuneCandidate, make_space
 from benchmarks.common import RESULTS, read_lines
 from benchmarks.evidence.intervals import interval
 from benchmarks.tune.choices import HEADER, choices, evidence_goal, evidence_rows
@@ -27,10 +27,6 @@ SUITES = {
     "vision-small": "images, four tasks",
     "reasoning-small": "puzzles by reinforcement learning, three",
 }
-OF_SHARE = {0.125: "own_8", 0.25: "own_16", 0.5: "own_32", 1.0: "own_64"}
-"""Share of the 64 inputs that choose -> the loss on so many."""
-NEW_TOKENS = 4
-"""Predictions for an input of the language model."""
 ALLOWED = 0.5
 """Points: the goal for the mean regret, and for being below the average."""
 
@@ -138,40 +134,39 @@ class _Recorded:
 
     def __init__(self, row: Row) -> None:
         self.candidates = {(c["method"], c["scale"]): c for c in row["candidates"]}
-        self.shares: dict[str, float] = {}
+        self.tried = 0
 
-    def trial(self, candidate: TuneCandidate, share: float) -> Trial:
-        """The loss on the inputs of a round."""
+    def trial(self, candidate: TuneCandidate) -> Trial:
+        """The loss on 64 inputs."""
         found = self.candidates.get((candidate.merge.method, candidate.scale))
-        if found:
-            self.shares[candidate.key] = share
-        return Trial(candidate, share, {"all": found[OF_SHARE[share]] if found else math.inf}, {"all": 1.0})
+        self.tried += found is not None
+        return Trial(candidate, {"all": found["own_64"] if found else math.inf}, {"all": 1.0})
 
 
-def replayed(row: Row) -> tuple[float, float]:
-    """Test accuracy of the candidate that the rounds of the search choose, and their work in whole evaluations."""
+def replayed(row: Row, methods: Sequence[str] = ()) -> tuple[float, int]:
+    """Test accuracy of the candidate that the search chooses, and the number of its trials."""
     recorded = _Recorded(row)
-    methods = list(dict.fromkeys(method for method, _ in recorded.candidates))
-    space = make_space({"methods": methods, "scales": sorted({scale for _, scale in recorded.candidates})})
-    tokens = NEW_TOKENS if row["suite"] == "reasoning-small" else 1
-    varied = Varied(row["inputs"] * tokens)
-    chosen, _ = choose(search(space, space.merges(), cast(Evaluator, recorded), SearchBudget(), varied))
+    known = dict.fromkeys(method for method, _ in recorded.candidates)
+    space = make_space(
+        {
+            "methods": [m for m in methods or known if m in known],
+            "scales": sorted({scale for _, scale in recorded.candidates}),
+        }
+    )
+    chosen, _ = choose(search(space, space.merges, cast(Evaluator, recorded), SearchBudget()))
     key = (chosen.candidate.merge.method, chosen.candidate.scale)
-    return float(recorded.candidates[key]["test"]), sum(recorded.shares.values())
+    return float(recorded.candidates[key]["test"]), recorded.tried
 
 
 def replay_lines(rows: Sequence[Row]) -> str:
-    """How the rounds of the search, without refined scales, compare with all candidates on all inputs."""
-    found = [(*replayed(r), r) for r in rows]
-    regret = mean(100 * (best(r) - test) for test, _, r in found)
+    """How the search, without refined scales, compares with all candidates: by all methods, and by the usual five."""
     whole = mean(100 * (best(r) - picked(r, "own_64")) for r in rows)
-    same = sum(test == picked(r, "own_64") for test, _, r in found)
-    work, all_work = mean(asked for _, asked, _ in found), mean(len(r["candidates"]) for r in rows)
-    return (
-        f"* Regret of the rounds, without refined scales: {regret:.2f} points; of all candidates on all 64 inputs: "
-        f"{whole:.2f}. The choice is the same in {same} of {len(rows)} subjects.\n"
-        f"* Work: {work:.0f} evaluations on all inputs in place of {all_work:.0f}.\n"
-    )
+    lines = [f"* All candidates: regret {whole:.2f} points in {mean(len(r['candidates']) for r in rows):.0f} trials."]
+    for name, methods in (("The search among all methods", ()), ("The search among the usual five", DEFAULT_METHODS)):
+        found = [(*replayed(r, methods), r) for r in rows]
+        regret, tried = mean(100 * (best(r) - test) for test, _, r in found), mean(tried for _, tried, _ in found)
+        lines.append(f"* {name}: regret {regret:.2f} points in {tried:.0f} trials.")
+    return "\n".join(lines) + "\n"
 
 
 def _grid_best(row: Row) -> float:

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
     from actmat.extras.averaging.average import average as average
-    from actmat.extras.collect.on_data import agreement as agreement
     from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.models.in_memory import MemoryMerge as MemoryMerge
     from actmat.extras.research.matrices import merge_matrices as merge_matrices
+    from actmat.extras.tune.kept import agreement as agreement
     from actmat.extras.tune.tuning import tune as tune
     from actmat.extras.tune.tuning import tune_scale as tune_scale
     from actmat.run import MergeReport as MergeReport
@@ -64,11 +64,12 @@ _NAMES = {
         "StatisticsError",
     ),
     "actmat.extras.averaging.average": ("average",),
-    "actmat.extras.collect.on_data": ("agreement", "residual_on_data"),
+    "actmat.extras.collect.on_data": ("residual_on_data",),
     "actmat.extras.collect.staged": ("staged_statistics",),
     "actmat.api.held": ("merge_adapters",),
     "actmat.extras.models.in_memory": ("MemoryMerge",),
     "actmat.extras.research.matrices": ("merge_matrices",),
+    "actmat.extras.tune.kept": ("agreement",),
     "actmat.extras.tune.tuning": ("tune", "tune_scale"),
     "actmat.run": ("MergeReport",),
 }

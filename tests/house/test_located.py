@@ -22,7 +22,6 @@ ENTRIES: dict[str, str] = {
     "api.extracting.extract_recipe": "a model that is LoRA already has nothing to extract",
     "cli.inspect._print_content": "the start of `actmat inspect`",
     "extras.collect.collect._bound": "the checkpoint and the adapter of a model in memory",
-    "extras.collect.on_data._is_adapter": "a base that is given for full models",
     "extras.collect.on_data.residual_on_data": "an output",
     "extras.collect.staged.staged_statistics": "the start of a measurement",
     "extras.collect.staged._Job.put_merged": "an output of its own",
@@ -38,6 +37,7 @@ ENTRIES: dict[str, str] = {
     "extras.pages.comparison.merges._opened_base": "the base that two manifests name",
     "extras.pages.comparison.merges.open_output": "an output",
     "extras.stack.adapted.merged": "the adapter of model+adapter",
+    "extras.tune.kept._looked_at": "a base that is given for full models, and its config",
     "extras.tune.merges.search_inputs": "the start of a search",
     "extras.tune.with_inputs.merge_with_inputs": "the start of a merge with inputs",
 }

@@ -40,7 +40,6 @@ LONG: dict[str, str] = {
 WIDE: dict[str, str] = {
     "actmat_experiments.adamerging.learn": "keyword arguments of a public function",
     "actmat_experiments.commands.experiment.run": "a parameter is a flag",
-    "actmat.extras.collect.on_data.agreement": "keyword arguments of a public function",
     "actmat.methods.actmat.rule": "options of a method are parameters of its function",
     "actmat.extras.research.knots.merge": "options of a method are parameters of its function",
     "actmat.extras.research.knots.merge_lowrank": "options of a method are parameters of its function",

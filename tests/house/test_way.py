@@ -47,7 +47,7 @@ def tune(root: Path) -> Run:
     from tests.helpers.docs_fixture import write_models
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    for module in ("actmat.extras.tune.tuning", "accelerate", "datasets", "optuna", "peft", "scipy.stats"):
+    for module in ("actmat.extras.tune.tuning", "accelerate", "datasets", "peft", "scipy.stats"):
         importlib.import_module(module)  # imports take long while calls are watched
     write_models(root)
     LlamaForCausalLM.from_pretrained(root / "base")

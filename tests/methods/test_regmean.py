@@ -6,6 +6,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError, StatisticsError
+from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.methods.regmean import REGMEAN
 
@@ -65,6 +66,20 @@ def test_off_diagonal():
     diagonal = merge(deltas, statistics={"gram": grams}, off_diagonal=0.0).value
     weights = [g.diagonal() for g in grams]
     assert relative_error(diagonal, sum(d * w for d, w in zip(deltas, weights, strict=True)) / sum(weights)) < 1e-12
+
+
+@pytest.mark.parametrize("tiny", [1.0, 1e-30])
+def test_a_prior_adds_the_deltas_own_gram_of_equal_trace(tiny):
+    """Of no samples at all the prior would be ACTMat with normalized Grams; a delta of zeros has none."""
+    grams, deltas = given(inputs(3, 2, 6))["gram"], [tiny * d for d in random_deltas(3, 9, 6)]
+    deltas[2] = torch.zeros_like(deltas[2])
+    more = [g + 4 * g.trace() * (d.T @ d) / d.square().sum() for g, d in zip(grams[:2], deltas, strict=False)]
+    expected = merge(deltas, statistics={"gram": [*more, grams[2]]}).value
+    found = merge(deltas, statistics={"gram": grams}, prior=4.0)
+    assert relative_error(found.value, expected) < 1e-12
+    pairs = [LowRank(d, torch.eye(6, dtype=d.dtype)) for d in deltas]
+    low = get_method("regmean").lowrank.merge(pairs, statistics={"gram": grams}, prior=4.0)
+    assert relative_error(low.value.dense(), expected) < 1e-10
 
 
 def test_normalize_trace_makes_the_number_of_tokens_irrelevant():

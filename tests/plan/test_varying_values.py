@@ -266,9 +266,9 @@ def test_aliases_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_search_wants_plain_numbers(tmp_path: Path) -> None:
-    from actmat.extras.tune.space import SearchSpace
+    from actmat.extras.tune.space import make_space
     from actmat.extras.tune.tuning import tune_recipe
 
     recipe = make_recipe({"base": "b", "experts": ["e"], "scale": [0, 1], "out": str(tmp_path / "out")})
     with pytest.raises(MergeError, match="plain numbers"):
-        tune_recipe(recipe, SearchSpace.model_validate({"methods": [{"method": "ties"}]}), {})
+        tune_recipe(recipe, make_space({"methods": ["ties"]}), {})

@@ -181,8 +181,12 @@ def test_with_answers_it_is_what_was_measured() -> None:
     page = page_of(agreement=[ANSWERS])
     text = text_of(page, "good")
     assert page.problems == []
-    assert "Answers kept on unlabeled inputs: code 75 %." in text
-    assert re.search(r"code\s*75 %\s*0\.125\s*640\s*d\.jsonl", text)
+    assert "Answers kept: code 75 %." in text
+    assert re.search(r"code\s*75 %\s*–\s*–\s*–\s*d\.jsonl", text)
+    more = {"inputs": 8, "measured": True, "low": 0.4, "high": 0.9, "average": 0.5, "accuracy": [0.25, 1.0, None]}
+    text = text_of(page_of(agreement=[ANSWERS | more]), "good")
+    assert re.search(r"code\s*75 %\s*8\*\s*40 % to 90 %\s*50 %\s*25 %\s*100 %\s*d\.jsonl", text)
+    assert "the merge has seen these inputs" in text
     assert "Not measured" not in text
 
 

@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import actmat
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
-from actmat.extras.collect import on_data
 from actmat.extras.collect.data import DataOptions
+from actmat.extras.tune import kept
+from actmat.extras.tune.progress import TuneProgress
+
+FEW = ["--new-tokens", "4"]
 
 
 def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, int]:
@@ -28,9 +31,10 @@ def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, i
     mine, theirs = (AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32).eval() for m in (merged, expert))
     differing, nats, count = 0, 0.0, 0
     for text in texts:
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        given = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
-            logits = [model(input_ids=ids).logits[0].double() for model in (mine, theirs)]
+            ids = theirs.generate(given, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            logits = [m(input_ids=ids).logits[0, given.shape[1] - 1 : -1].double() for m in (mine, theirs)]
         for q_C, p_C in zip(*logits, strict=True):
             q, p = (x.exp() / x.exp().sum() for x in (q_C, p_C))
             nats += float((p * (p / q).log()).sum())
@@ -41,7 +45,7 @@ def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, i
 
 def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    done = run(["diagnose", str(place / "merged"), *data_flags(place), "--out", str(out), "--batch-size", "2"])
+    done = run(["diagnose", str(place / "merged"), *data_flags(place), "--out", str(out), "--batch-size", "2", *FEW])
     assert done.code == 0, done.err
     rows = read_diagnosis(out).agreement
     assert rows is not None
@@ -54,29 +58,40 @@ def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tm
         assert nats > 1e-3, "the models must differ for this to mean anything"
     assert any(r.disagreement > 0 for r in rows)
     assert read_diagnosis(place / "merged").agreement is None, "a report is not changed unless --out says so"
-    assert "answers on unlabeled inputs" in done.out
+    assert "answers kept" in done.out
+    assert all(row.low < 1 - row.disagreement < row.high and row.average is not None for row in rows)
+    verified = run(["verify", str(place / "merged"), *data_flags(place, "--check"), "--json"])
+    assert [r["expert"] for r in json.loads(verified.out)["answers"]] == list(TEXTS)
     own = [line for line in done.out.splitlines() if str(place) not in line and str(tmp_path) not in line]
     assert max(len(line.rstrip()) for line in own) <= 80
 
 
 def test_one_data_set_serves_all_experts_up_to_a_number_of_samples(place: Path) -> None:
     seen: list[tuple[str, int]] = []
+
+    class Counting(TuneProgress):
+        what = ""
+
+        def doing(self, what: str, total: int = 0) -> None:
+            self.what = what
+
+        def done(self, parts: int) -> None:
+            seen.append((self.what, parts))
+
     options = DataOptions(str(place / "math.jsonl"), max_samples=2, batch_size=1)
-    rows = actmat.agreement(place / "merged", options, progress=lambda e, n: seen.append((e, n)))
-    assert seen == [("math", 1), ("math", 2), ("code", 1), ("code", 2)]
-    whole = actmat.agreement(place / "merged", place / "math.jsonl")
-    assert [r.predictions for r in whole] == [naive_count(TEXTS["math"], place)] * 2
-    assert all(few.predictions < all_of.predictions for few, all_of in zip(rows, whole, strict=True))
-
-
-def naive_count(texts: list[str], place: Path) -> int:
-    tokenizer: Any = AutoTokenizer.from_pretrained(place / "base")
-    return sum(len(tokenizer(t)["input_ids"]) for t in texts)
+    rows = actmat.agreement(place / "merged", options, progress=Counting(), new_tokens=2)
+    asked = [(w, n) for w, n in seen if w.startswith("asking")]
+    assert asked == [("asking math", 2), ("asking code", 2)]
+    whole = actmat.agreement(place / "merged", place / "math.jsonl", new_tokens=2)
+    assert [r.inputs for r in (*rows, *whole)] == [2, 2, 6, 6]
+    (prompt,) = actmat.agreement(place / "merged", {"code": "one two"}, new_tokens=2)
+    assert prompt.data == "the prompt given"
 
 
 def test_a_merge_of_one_expert_answers_as_it_does(place: Path) -> None:
     (row,) = actmat.agreement(place / "alone", {"math": place / "math.jsonl"})
-    assert (row.expert, row.disagreement, row.divergence) == ("math", 0.0, 0.0)
+    assert (row.expert, row.disagreement, row.whole) == ("math", 0.0, 1.0)
+    assert row.divergence == pytest.approx(0.0, abs=1e-6)
     (other,) = actmat.agreement(place / "merged", {"code": place / "code.jsonl"})
     assert other.expert == "code", "an expert that is not named is left out"
 
@@ -96,11 +111,11 @@ def test_adapters_are_loaded_on_their_base(place: Path, tmp_path: Path) -> None:
         actmat.agreement(place / "merged", data, base=place / "base")
 
 
-def test_never_more_than_two_models_in_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is loaded, the merged model alone is there; nobody waits for the garbage collector."""
+def test_never_more_than_one_model_in_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is loaded, no other is there; nobody waits for the garbage collector."""
     alive: list[Any] = []
     there: list[int] = []
-    original = on_data.load_model
+    original = kept.load_model
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         there.append(sum(ref() is not None for ref in alive))
@@ -108,19 +123,19 @@ def test_never_more_than_two_models_in_memory(place: Path, monkeypatch: pytest.M
         alive.append(weakref.ref(loaded.model))
         return loaded
 
-    monkeypatch.setattr(on_data, "load_model", counting)
+    monkeypatch.setattr(kept, "load_model", counting)
     gc.disable()
     try:
         actmat.agreement(place / "merged", place / "math.jsonl")
     finally:
         gc.enable()
-    assert there == [0, 1, 1]
+    assert there == [0, 0, 0, 0], "two experts, the average, the merge"
 
 
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with names and data is found before a model is loaded."""
-    monkeypatch.setattr(on_data, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(kept, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.mark.usefixtures("no_models")

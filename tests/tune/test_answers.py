@@ -38,7 +38,6 @@ BATCH = InputBatch(
     {"ids": torch.tensor([[0, 1, 2], [3, 4, 0]])},
     torch.tensor([[True, True, False], [True, False, False]]),
     torch.tensor([[1, 2, -100], [0, -100, -100]]),
-    0,
 )
 
 
@@ -99,7 +98,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(StatisticsError, match="expert is NaN"):
         keep_answers(Table(torch.full((9, 5), torch.nan)), [BATCH], default_predict)
     with pytest.raises(StatisticsError, match="inputs have the shape"):
-        keep_answers(expert, [InputBatch(BATCH.arguments, torch.ones(2, 2, dtype=torch.bool), None, 0)],
+        keep_answers(expert, [InputBatch(BATCH.arguments, torch.ones(2, 2, dtype=torch.bool), None)],
                      default_predict)  # fmt: skip
     with pytest.raises(StatisticsError, match="no logits"):
         default_predict(nn.Flatten(0), {"input": torch.ones(3)})

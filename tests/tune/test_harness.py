@@ -80,10 +80,7 @@ def test_a_search_by_a_benchmark(family: Path, tmp_path: Path, task: Path) -> No
     scored = LmEval([str(task)], str(out), limit=3)
     before = torch.random.get_rng_state()
     base = load_model(str(family / "base"), model_class="LlamaForCausalLM").model
-    assert scored.losses(base, 1.0)["words"] == pytest.approx(-naive_accuracy(family / "base", 3))
-    assert scored.losses(base, 0.3)["words"] == pytest.approx(-naive_accuracy(family / "base", 1)), (
-        "a share of the limit"
-    )
+    assert scored.losses(base)["words"] == pytest.approx(-naive_accuracy(family / "base", 3))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -129,7 +126,7 @@ def scored(
 ) -> tuple[Any, StandIn]:
     stand_in = StandIn(found)
     monkeypatch.setattr(harness, "_imported", stand_in.modules.__getitem__)
-    return LmEval(tasks, "base", **fields).losses(torch.nn.Linear(1, 1), 0.25), stand_in
+    return LmEval(tasks, "base", **fields).losses(torch.nn.Linear(1, 1)), stand_in
 
 
 def test_groups_count_once_and_smaller_perplexity_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +144,13 @@ def test_groups_count_once_and_smaller_perplexity_is_better(monkeypatch: pytest.
     losses, stand_in = scored(monkeypatch, found, ["mmlu", "gsm8k", "wiki"], limit=10)
     assert losses == {"mmlu": -0.4, "gsm8k": -0.25, "wiki": 12.5}
     (asked,) = stand_in.asked
-    assert asked["limit"] == 3
+    assert asked["limit"] == 10
     assert {name: (t["num_fewshot"], t["seed"]) for name, t in asked["tasks"].items()} == {
         "mmlu": (5, 1234), "gsm8k": (0, 1234), "wiki": (0, 1234)
     }  # fmt: skip
     assert asked["model"]["tokenizer"].pad_token == "</s>"
     _, stand_in = scored(monkeypatch, found, ["gsm8k"])
-    assert stand_in.asked[0]["limit"] == 0.25, "without a limit, a share of all questions"
+    assert stand_in.asked[0]["limit"] is None
 
 
 def test_what_cannot_be_scored_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,28 @@
-"""The memory plan, and searches whose deltas stay in files."""
+"""The memory of a search, the device of its models, and the models that become its candidates."""
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.helpers import family as searched
+from tests.helpers.family import experts_of
+from tests.helpers.models import CASES, Case
 from torch import nn
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.errors import RecipeError
-from actmat.extras.collect.data import DataOptions
-from actmat.extras.models.loading import Loaded, load_model
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import RecipeError, StatisticsError
+from actmat.extras.models.loading import Loaded
 from actmat.extras.tune import memory
-from actmat.extras.tune.live import LiveModel, LiveTensors, state_of
-from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
-from actmat.extras.tune.report import TuneReport
-from actmat.extras.tune.settings import TuneProgress
+from actmat.extras.tune.live import LiveModel, Loader, fixed_tensors, reached, state_of
+from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory
+from actmat.recipe import Recipe
+from actmat.run import plan_recipe
 from actmat.settings import RunSettings
 
 SPECS = {
@@ -28,45 +30,26 @@ SPECS = {
     "b.weight": TensorSpec("b.weight", (30, 100), "bfloat16", "x"),
     "steps": TensorSpec("steps", (7,), "int64", "x"),
 }
-SIZES = Sizes(experts=2, predictions=10, batch=4, classes=1000)
 
 
-def planned(max_memory: str, **fields: Any) -> MemoryPlan:
-    given: dict[str, Any] = {"dtype": "float32", "merging": 77, "merges": [0] * 10, "gram": False} | fields
-    return plan_memory(SPECS, SIZES, RunSettings(max_memory=max_memory), **given)
+def planned(run: RunSettings, **fields: Any) -> MemoryPlan:
+    given: dict[str, Any] = {"dtype": "float32", "merges": 5, "factors": False, "statistics": 0} | fields
+    return plan_memory(SPECS, run, **given)
 
 
-def test_bytes_are_those_of_the_formulae() -> None:
-    plan = planned("1GB")
+def test_bytes_are_those_of_the_formulae_and_less_is_refused() -> None:
+    plan = planned(RunSettings(max_memory="1GB"))
     model = 4 * (100 * 50 + 30 * 100)  # integers are no weights of the search
-    answers, batch = 2 * 10 * 64 * 12, 4 * 4 * 1000 * 4
-    assert (plan.model, plan.answers, plan.batch, plan.merging) == (model, answers, batch, 77)
-    assert plan.in_memory == 4 * model + answers + batch
-    assert plan.with_files == model + 3 * 4 * 5000 + answers + batch
-    assert plan.deltas == 10**9 - 3 * model - answers - batch
-    assert planned("1GB", dtype="bfloat16").model == model // 2
-    assert planned("1GB", gram=True).statistics == 4 * (50**2 + 100**2)
-    factored = planned("1GB", merges=[70, 70, 70])
-    assert factored.in_memory == 2 * model + 3 * 70 + answers + batch, "no copies of the model"
-    assert (factored.merges, factored.whole) == (3, 0)
-    assert planned("1GB", merges=[70, 0]).in_memory == 4 * model + 70 + answers + batch
-
-
-def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
-    whole = planned("1GB")
-    assert planned(str(whole.in_memory)).held == "memory"
-    files = planned(str(whole.in_memory - 1))
-    assert files.held == "files"
-    assert files.why_files is not None
-    assert "--max-memory" in files.why_files
-    assert whole.why_files is None
-    planned(str(whole.with_files)).check()
+    assert (plan.model, plan.needed, plan.disk) == (model, 3 * model, 5 * model)
+    assert planned(RunSettings(), dtype="bfloat16").model == model // 2
+    grams = 2 * (50 * 51 + 100 * 101)
+    factored = planned(RunSettings(), factors=True, statistics=2)
+    assert (factored.needed, factored.disk) == (model, 2 * grams)
+    planned(RunSettings(max_memory=str(plan.needed))).check()
     with pytest.raises(RecipeError, match="--model-dtype bfloat16") as error:
-        planned(str(whole.with_files - 1)).check()
+        planned(RunSettings(max_memory=str(plan.needed - 1))).check()
     assert "--max-memory" in str(error.value)
-    for plan in (whole, files, planned("1GB", gram=True)):
-        assert max(map(len, plan.lines())) <= 80
-        assert plan.to_json()["held"] == plan.held
+    assert len(plan.line()) <= 80
 
 
 @pytest.mark.parametrize(
@@ -83,27 +66,9 @@ def test_the_limit_is_that_of_the_device_of_the_models(
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     monkeypatch.setattr(memory, "check_device", lambda device: None)
     monkeypatch.setattr(memory, "open_devices", lambda names: [SimpleNamespace(free_bytes=lambda: 1000)])
-    plan = plan_memory(SPECS, SIZES, run, dtype="float32", merging=0, merges=[0], gram=False)
+    plan = planned(run)
     assert (plan.limit, plan.device) == (limit, device)
     assert source in plan.source
-
-
-@pytest.mark.parametrize(
-    ("architecture", "tokens", "predictions", "batch"),
-    [
-        ("LlamaForCausalLM", 5, 20 * 5, 8 * (30 + 5)),
-        ("LlamaForCausalLM", 0, 20 * 30, 8 * 30),
-        ("T5ForConditionalGeneration", 5, 20 * 5, 8 * 5),
-        ("BertForMaskedLM", 5, 20 * 30, 8 * 30),
-        ("ViTForImageClassification", 5, 20, 8),
-    ],
-)
-def test_predictions_by_kind_of_model(architecture: str, tokens: int, predictions: int, batch: int) -> None:
-    data = {"x": DataOptions("x", max_samples=20, max_length=30), "y": [{"input_ids": torch.zeros(4, 30)}]}
-    config = {"architectures": [architecture], "vocab_size": 99, "id2label": {0: "a", 1: "b"}}
-    sizes = sizes_of(data, config, tokens)
-    assert (sizes.experts, sizes.predictions, sizes.batch) == (2, predictions, batch)
-    assert sizes.classes == (2 if "Image" in architecture else 99)
 
 
 def test_models_run_on_the_first_of_several_devices(family: Path, tmp_path: Path) -> None:
@@ -117,84 +82,70 @@ def test_models_run_on_the_first_of_several_devices(family: Path, tmp_path: Path
         model_device("gpu:1")
     if not torch.cuda.is_available():
         with pytest.raises(RecipeError, match="no CUDA device"):
-            tuned(family, tmp_path / "best", device="cuda:0,2")
+            searched.tuned(family, tmp_path / "best", device="cuda:0,2")
         assert not (tmp_path / "best").exists()
 
 
-class Watch(TuneProgress):
-    def __init__(self) -> None:
-        self.plans: list[MemoryPlan] = []
-
-    def planned(self, plan: MemoryPlan) -> None:
-        self.plans.append(plan)
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
-    space = {"methods": ["average", "tsv"], "scales": [0.5, 1.0], "groups": "kind"}
-    return searched.tuned(family, out, space=space, new_tokens=2, budget=20, **fields)
+def test_a_model_takes_any_scale_and_fixed_tensors_keep_theirs(tmp_path: Path) -> None:
+    save_file(network(0).state_dict(), tmp_path / "model.safetensors")
+    loader = Loader("0", given=lambda place: Loaded(network(int(place)), place, None, place))
+    with open_checkpoint(tmp_path) as base:
+        live = LiveModel(loader, base, {"0.bias"})
+        start, other = state_of(network(0)), state_of(network(1))
+        live.take("1")
+        for scale in (2.0, -1.0, 0.0):
+            for name, tensor in state_of(live.scaled(scale)).items():
+                factor = float(scale != 0) if name == "0.bias" else scale
+                assert torch.allclose(tensor, start[name] + factor * (other[name] - start[name]), atol=1e-6)
+        assert all(torch.equal(t, start[name]) for name, t in state_of(live.model).items())
 
 
-def test_a_search_with_files_finds_what_one_in_memory_finds(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same losses, with one model in memory at any time, and the reason is told."""
-    watch = Watch()
-    whole = tuned(family, tmp_path / "whole", progress=watch)
-    assert watch.plans[0].held == "memory"
-    assert not whole.notes or "files" not in whole.notes[0]
-    limit = watch.plans[0].in_memory - 1
-    monkeypatch.setattr(memory, "_limit", lambda run, device: (limit, "a limit"))
-    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    most = [0]
-
-    def load(location: str) -> Loaded:
-        loaded = load_model(location)
-        alive.add(loaded.model)
-        most[0] = max(most[0], len(alive))
-        return loaded
-
-    filed = tuned(family, tmp_path / "filed", load=load, progress=watch)
-    assert watch.plans[1].held == "files"
-    assert most == [1]
-    assert "a limit" in filed.notes[0]
-    assert [t.candidate.key for t in filed.trials] == [t.candidate.key for t in whole.trials]
-    for first, second in zip(whole.trials, filed.trials, strict=True):
-        assert second.losses == pytest.approx(first.losses, rel=1e-6)
-    assert filed.chosen.candidate == whole.chosen.candidate
-    assert not (tmp_path / "filed.tune" / "directions").exists()
+def test_a_changed_parameter_that_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
+    """A model of load= that calls its tensors otherwise; where a scale reaches all, any name will do."""
+    save_file({f"x{n}": t for n, t in network(0).state_dict().items()}, tmp_path / "model.safetensors")
+    loader = Loader("0", given=lambda place: Loaded(network(int(place)), place, None, place))
+    with open_checkpoint(tmp_path) as base:
+        LiveModel(loader, base, ()).take("1")
+        with pytest.raises(StatisticsError, match="changes in a merge"):
+            LiveModel(loader, base, {"x0.bias"}).take("1")
 
 
-def test_a_model_in_files_takes_any_candidate(tmp_path: Path) -> None:
-    def model(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-    numbers = {name: torch.tensor([0]) for name in state_of(model(0))}
-    numbers["1.weight"] = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]], dtype=torch.uint8)
-    base, other = state_of(model(0)), state_of(model(1))
-    for folder in (None, tmp_path / "files"):
-        live = LiveModel(model(0), ("one", "two"), numbers, folder)
-        direction = live.direction("d", lambda: model(1))
-        live.write(direction, {"one": 2.0, "two": -1.0}.__getitem__)
-        for name, tensor in state_of(live.model).items():
-            factor = torch.tensor([2.0, -1.0])[numbers[name].long()]
-            assert torch.allclose(tensor, base[name] + factor * (other[name] - base[name]), atol=1e-6)
-        live.restore()
-        assert all(torch.equal(t, base[name]) for name, t in state_of(live.model).items())
-        assert (direction.nbytes == 0) == (folder is not None)
-    again = LiveModel(model(0), ("one", "two"), numbers, tmp_path / "files").direction("d", lambda: model(9))
-    assert torch.allclose(again.deltas["0.bias"], other["0.bias"] - base["0.bias"], atol=1e-6), "kept from before"
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_a_scale_reaches_is_that_of_a_loaded_checkpoint_of_marks(case: Case, tmp_path: Path) -> None:
+    """Loading renames, stacks or transposes tensors: a checkpoint of marks shows what becomes of each."""
+    case.build().save_pretrained(tmp_path / "base")
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    fixed = {name for name in stored if sum(name.encode()) % 2}
+    (tmp_path / "marks").mkdir()
+    (tmp_path / "marks" / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    marks = {n: torch.full(t.shape, float(n not in fixed)) for n, t in stored.items()}
+    save_file(marks, tmp_path / "marks" / "model.safetensors", {"format": "pt"})
+    expected = state_of(case.loader.from_pretrained(tmp_path / "marks", dtype=torch.float32))
+    model = case.loader.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with open_checkpoint(tmp_path / "base") as base:
+        found = reached(model, base, fixed)
+    parameters = {n for n, _ in model.named_parameters()} & expected.keys()
+    assert parameters <= found.keys()
+    for name in parameters:
+        assert bool((expected[name] == found[name]).all()), name
 
 
-def test_stored_tensors_of_all_shapes(tmp_path: Path) -> None:
-    tensors = {
-        "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
-        "scalar": torch.tensor(2.5),
-        "turned": torch.arange(6.0).view(2, 3).t(),
-    }
-    stored = LiveTensors.store(tmp_path / "x", tensors)
-    assert len(stored) == 3
-    assert all(torch.equal(stored[name], t) and stored[name].dtype == t.dtype for name, t in tensors.items())
-    assert stored.get("none") is None
-    (tmp_path / "x.json").unlink()
-    assert not LiveTensors.is_complete(tmp_path / "x")
+def test_the_plan_says_which_tensors_obey_the_scale(family: Path) -> None:
+    experts = tuple(map(str, experts_of(family)))
+    rules = [
+        {"match": ["*.0.*up_proj*"], "options": {"density": 0.5}},
+        {"match": ["*up_proj*"], "scale": 1.0},
+        {"match": ["*lm_head*"], "keep": "base"},
+    ]
+    recipe = Recipe.model_validate({"base": str(family / "base"), "experts": experts, "method": "ties", "rules": rules})
+    plan = plan_recipe(recipe)
+    fixed = fixed_tensors(plan)
+    assert "lm_head.weight" in fixed
+    assert "model.layers.1.mlp.up_proj.weight" in fixed, "a rule gives it a scale of its own"
+    assert not any("layers.0.mlp" in name or "q_proj.weight" in name for name in fixed)
+    assert all(i.name in fixed for i in plan.items if "norm" in i.name), "averaged"

@@ -16,9 +16,9 @@ from actmat.extras.tune.space import MergeChoice, TuneCandidate
 from actmat.recipe import Recipe
 
 
-def trial(method: str, scale: float, mean: float, share: float = 1.0) -> Trial:
+def trial(method: str, scale: float, mean: float) -> Trial:
     losses = {"math": mean - 0.1, "code": mean + 0.1}
-    return Trial(TuneCandidate(MergeChoice(method, {}), scale), share, losses, dict.fromkeys(losses, 0.5))
+    return Trial(TuneCandidate(MergeChoice(method, {}), scale), losses, dict.fromkeys(losses, 0.5))
 
 
 def report(*others: Rival, worst: float = 0.9) -> TuneReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError
 from actmat.extras.models.loading import load_model
 from actmat.extras.tune.evaluate import default_predict
-from actmat.extras.tune.settings import TuneProgress
-from actmat.extras.tune.with_inputs import InputSettings, is_prompt, merge_with_inputs
+from actmat.extras.tune.kept import InputSettings, is_prompt
+from actmat.extras.tune.progress import TuneProgress
+from actmat.extras.tune.with_inputs import merge_with_inputs
 from actmat.recipe import Recipe, make_recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
@@ -51,7 +53,7 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert (found["method"], found["kind"]) == ("regmean", "adapter")
     notes = [n["text"] for n in found["notes"]]
     assert "inputs of 'math': 5 measured; answers compared on 1 (held back)" in notes
-    assert any("regmean" in n and "statistics" in n for n in notes)
+    assert "auto: inputs of the experts: regmean, whose prior counts as 4 inputs" in notes
     assert [p.name for p in out.parent.iterdir()] == ["merged"], "no statistics and no average are left"
     first = [t for n, t in enumerate(TEXTS["math"]) if n != 3]
     for name in TEXTS:
@@ -63,7 +65,8 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert len(first) == 5
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
-    assert actmat(["merge", *adapter_flags(family)[2:], *statistics, "--out", str(by_hand), "--quiet"]).code == 0
+    how = ["-m", "regmean", "-o", "prior=0.8", *statistics, "--out", str(by_hand), "--quiet"]
+    assert actmat(["merge", *adapter_flags(family)[2:], *how]).code == 0
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
@@ -163,7 +166,6 @@ def test_without_inputs_the_summary_says_how_to_measure_and_gives_no_norm(family
         (["--data", "math=one two"], "no data is given for 'code'"),
         (["--check", "mth=one two"], "no expert is named 'mth'"),
         (["--data", "math=none.jsonl", "--data", "code=none.jsonl"], "no such file"),
-        (["--data", "math=a b", "--data", "code=a b", "--plan"], "--plan reads headers only"),
         (["--set", "tune_scale=true"], "chooses the scale by --data"),
     ],
 )
@@ -172,6 +174,43 @@ def test_wrong_inputs(family: Path, tmp_path: Path, flags: list[str], text: str)
     assert outcome.code in (1, 2), outcome
     assert text in " ".join(outcome.err.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_says_what_is_measured_and_runs_nothing(family: Path, tmp_path: Path) -> None:
+    flags = [*adapter_flags(family), *data_flags(family), "--out", str(tmp_path / "m")]
+    for command in (["merge", *flags, "--plan"], ["plan", *flags[:-2]]):
+        outcome = actmat(command)
+        assert outcome.code == 0, outcome
+        assert outcome.out.startswith(
+            "regmean, with inputs of 2 experts\n  math: 5 inputs measured, answers compared on 1"
+        )
+        assert "on the disk per expert" in outcome.out
+        assert "nothing was run" in outcome.out
+        assert max(map(len, outcome.out.splitlines())) <= 80
+    assert not list(tmp_path.iterdir())
+
+
+def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(family: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}def{% endif %}"
+    shutil.copytree(family / "adapters", tmp_path / "adapters")
+    shutil.copytree(family / "base", tmp_path / "base")
+    config = tmp_path / "base" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    rows = [
+        {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": " two"}]} for t in TEXTS["math"]
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{t} def", "answer": " two"}) + "\n" for t in TEXTS["math"])
+    )
+    found = []
+    for data in ("chat", "text"):
+        flags = [x for name in TEXTS for x in ("-e", f"{name}={tmp_path / 'adapters' / name}")]
+        flags += [x for name in TEXTS for x in ("--data", f"{name}={tmp_path / data}.jsonl")]
+        out = merged(tmp_path, tmp_path / data / "out", "-b", str(tmp_path / "base"), *flags)
+        found.append([{k: v for k, v in row.items() if k != "data"} for row in out["answers"]])
+    assert found[0] == found[1]
+    assert found[0][0]["accuracy"]
 
 
 def test_prompts_and_places() -> None:

@@ -1,4 +1,4 @@
-"""`actmat diagnose MERGED --data`: compare a merged model with its experts on data."""
+"""`actmat diagnose MERGED --data`, `verify --check`: the answers that a merge kept of its experts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,26 @@ from actmat.cli.flags import DataFlags, split_name
 
 if TYPE_CHECKING:
     from actmat.diagnostics.model import AgreementRow
-    from actmat.extras.collect.data import DataOptions
 
 
 def compare_answers(
-    merged: Path, given: DataFlags, *, base: str | None, device: str, quiet: bool
+    merged: str | Path, given: DataFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
 ) -> tuple[AgreementRow, ...]:
     """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
+    from actmat.cli.searching import showing_search
+    from actmat.extras.tune.kept import agreement
 
-    def options(place: str) -> DataOptions:
-        return given.options(place, max_samples=given.samples)
-
-    pairs = pairs_of(given.data or [])
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-
-    from actmat.cli.screen import progress_bar
-    from actmat.extras.collect.on_data import agreement
-
-    columns = (BarColumn(24), MofNCompleteColumn(), "samples", TimeRemainingColumn())
-    with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
-        task = bar.add_task("loading the merged model", total=given.samples)
+    with showing_search(quiet=quiet) as progress:
         return agreement(
             merged,
-            options(pairs) if isinstance(pairs, str) else {n: options(p) for n, p in pairs.items()},
+            pairs_of(given.data or []),
             base=base,
+            device=device,
+            progress=progress,
+            reading=given.options("", max_samples=given.samples),
+            new_tokens=given.new_tokens,
             model_class=given.model_class,
             dtype=given.dtype,
-            device=device,
-            progress=lambda expert, done: bar.update(task, description=f"asking {expert}", completed=done),
         )
 
 

@@ -143,11 +143,14 @@ class DataFlags(ReadingFlags):
         list[str] | None,
         _data_option(
             "--data",
-            "Unlabeled inputs for comparing a merged model with its experts: file, folder or hub id; NAME=DATA "
-            "for one expert.",
+            "Unlabeled inputs for comparing a merged model with its experts: prompt, file, folder or hub id; "
+            "NAME=DATA for one expert.",
         ),
     ] = None
     samples: Annotated[int, _data_option("--samples", "Maximum number of samples per expert.", min=1)] = 64
+    new_tokens: Annotated[
+        int, _data_option("--new-tokens", "Tokens of a language model's answer to an input.", min=0)
+    ] = 32
     model_class: ModelClass = None
     dtype: ModelDtype = "float32"
 

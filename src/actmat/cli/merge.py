@@ -94,11 +94,9 @@ def merge(
     """
     recipes = _recipes(inputs, given, how.average)
     if how.plan:
-        if asked.data:
-            raise typer.BadParameter("--plan reads headers only, and --data runs the experts: remove one of them")
         from actmat.cli.plan import show_plans
 
-        show_plans(recipes, run, json=shown.json, quiet=shown.quiet)
+        show_plans(recipes, run, asked, json=shown.json, quiet=shown.quiet)
         return
     how.refuse_contradictions(recipes, given, run, asked)
     quiet = shown.quiet or shown.json

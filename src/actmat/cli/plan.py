@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import FlagFields, RecipeFlags
+from actmat.cli.flags import FlagFields, InputFlags, RecipeFlags
 from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
@@ -25,6 +25,7 @@ def plan(
     as_recipe: Annotated[
         bool, typer.Option("--as-recipe", help="Print the recipe as YAML; also converts mergekit configurations.")
     ] = False,
+    asked: Annotated[InputFlags, FlagFields(only=("data", "check"))],
     full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -44,11 +45,24 @@ def plan(
     if as_recipe:
         _print_recipe(recipes, json=json, quiet=quiet)
     else:
-        show_plans(recipes, run, full=full, json=json, quiet=quiet)
+        show_plans(recipes, run, asked, full=full, json=json, quiet=quiet)
 
 
-def show_plans(recipes: Sequence[Recipe], run: RunSettings, *, full: bool = False, json: bool, quiet: bool) -> None:
-    """Plan the recipes and print the plans."""
+def show_plans(
+    recipes: Sequence[Recipe],
+    run: RunSettings,
+    asked: InputFlags | None = None,
+    *,
+    full: bool = False,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """Plan the recipes and print the plans; of a merge by inputs what is measured, on which its plan depends."""
+    if asked is not None and asked.data:
+        from actmat.cli.searching import plan_by
+
+        plan_by(asked, recipes[0], json=json, quiet=quiet)
+        return
     from actmat.run import plan_recipe
 
     plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]

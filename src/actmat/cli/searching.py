@@ -6,12 +6,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from actmat.cli.flags import InputFlags
+    from actmat.extras.tune.kept import InputSettings
+    from actmat.extras.tune.progress import TuneProgress
     from actmat.extras.tune.report import TuneReport
-    from actmat.extras.tune.settings import TuneProgress
     from actmat.recipe import Recipe
     from actmat.run import MergeReport
     from actmat.settings import RunSettings
@@ -24,44 +25,40 @@ BETWEEN_LINES = 10.0
 @contextlib.contextmanager
 def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
     """Show progress on stderr: memory plan, notes, stage, best candidate so far, remaining time."""
-    from rich.progress import TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from actmat.cli.screen import escape, progress_bar
     from actmat.cli.streams import say
     from actmat.extras.tune.evaluate import Trial
-    from actmat.extras.tune.memory import MemoryPlan
-    from actmat.extras.tune.settings import TuneProgress
+    from actmat.extras.tune.progress import TuneProgress
 
-    with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
+    columns = (BarColumn(16), MofNCompleteColumn(), TimeRemainingColumn(), TimeElapsedColumn())
+    with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
         lines = Lines(say)
 
         class Shown(TuneProgress):
-            tried = 0
-            rest = ""
+            what, total, began, best = "", 0, 0.0, ""
+            starts: ClassVar[dict[str, float]] = {}
 
-            def doing(self, what: str) -> None:
-                self.rest = ""
-                self._show(what, now=True)
+            def doing(self, what: str, total: int = 0) -> None:
+                self.what, self.total, self.best = what, total, ""
+                self.began = self.starts.setdefault(what, time.monotonic())
+                bar.reset(task, total=total or None, description=escape(what)[:60])
+                lines.show(what + (f": {total}" if total else ""), now=True)
 
-            def planned(self, plan: MemoryPlan) -> None:
-                if not quiet:
-                    say("\n".join(plan.lines()))
+            def done(self, parts: int) -> None:
+                bar.update(task, completed=parts)
+                left = (time.monotonic() - self.began) / max(parts, 1) * (self.total - parts)
+                lines.show(f"{self.what}: {parts} of {self.total}, about {left:.0f} s left{self.best}", now=False)
 
             def note(self, text: str) -> None:
                 if not quiet:
                     say(f"note: {text}")
 
-            def left(self, seconds: float) -> None:
-                self.rest = f"; about {seconds:.0f} s left"
-
             def trial(self, found: Trial, best: Trial) -> None:
-                self.tried += 1
-                self._show(f"{self.tried} tried{self.rest}; best so far: {best.candidate} ({best.mean:.4g})", now=False)
-
-            def _show(self, text: str, *, now: bool) -> None:
-                bar.update(task, description=escape(text)[:70])
-                lines.show(text, now=now)
+                self.best = f"; best so far: {best.candidate} ({best.mean:.4g})"
+                bar.update(task, description=escape(self.what + self.best)[:60])
 
         with lines.regularly() if bar.disable and not quiet else contextlib.nullcontext():
             yield Shown()
@@ -135,7 +132,8 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
     from actmat.cli.streams import optional_stdout
     from actmat.cli.summary import print_summary
     from actmat.extras.tune.settings import TuneSettings
-    from actmat.extras.tune.tuning import scale_space, tune_recipe
+    from actmat.extras.tune.space import scale_space
+    from actmat.extras.tune.tuning import tune_recipe
 
     places = pairs_of(data)
     reports = []
@@ -155,10 +153,32 @@ def merge_by(
     given: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, as_adapter: bool, quiet: bool
 ) -> list[MergeReport]:
     """Merge by inputs of the experts and compare answers; `as_adapter`: adapters become an adapter."""
+    from actmat.extras.tune.with_inputs import merge_with_inputs
+
+    data, check, settings = _inputs(given, as_adapter=as_adapter)
+    with showing_search(quiet=quiet) as progress:
+        return merge_with_inputs(recipes, data, check, settings, run, progress)
+
+
+def plan_by(given: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> None:
+    """Print what a merge by inputs would measure and hold."""
+    from actmat.cli.screen import console, escape, print_result
+    from actmat.extras.tune.with_inputs import plan_inputs
+
+    data, check, settings = _inputs(given, as_adapter=True)
+    lines = plan_inputs(recipe, data, check, settings)
+    if json:
+        print_result("plan", {"plans": [], "inputs": [line.strip() for line in lines]})
+    elif not quiet:
+        console.print("\n".join(map(escape, lines)))
+
+
+def _inputs(given: InputFlags, *, as_adapter: bool) -> tuple[dict[str, str], dict[str, str], InputSettings]:
+    """Data sets of both flags by expert, and the settings."""
     import typer
 
     from actmat.cli.data import pairs_of
-    from actmat.extras.tune.with_inputs import InputSettings, merge_with_inputs
+    from actmat.extras.tune.kept import InputSettings
 
     data, check = (pairs_of(values or [], flag) for values, flag in ((given.data, "--data"), (given.check, "--check")))
     if isinstance(data, str) or isinstance(check, str):
@@ -172,5 +192,4 @@ def merge_by(
         keep_statistics=given.keep_statistics,
         as_adapter=as_adapter,
     )
-    with showing_search(quiet=quiet) as progress:
-        return merge_with_inputs(recipes, data, check, settings, run, progress)
+    return data, check, settings

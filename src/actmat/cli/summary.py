@@ -156,11 +156,16 @@ def print_summary(report: MergeReport) -> None:
 def print_answers(report: MergeReport) -> None:
     """Print the answers that a merge kept of each expert, or how to measure them."""
     if report.answers:
-        console.print(answers_table(report.answers))
-        if any(row.measured for row in report.answers):
-            console.print("  *: the merge has seen these inputs; 4 or more, or --check, say more")
+        print_kept(report.answers)
     elif len(report.plan.experts) > 1:
         console.print("  is it good? Not measured: add --data NAME=INPUTS per expert (a prompt or file)")
+
+
+def print_kept(rows: Sequence[AgreementRow]) -> None:
+    """Print the answers kept of each expert."""
+    console.print(answers_table(rows))
+    if any(row.measured for row in rows):
+        console.print("  *: the merge has seen these inputs; 4 or more, or --check, say more")
 
 
 def answers_table(rows: Sequence[AgreementRow]) -> Table:
@@ -354,8 +359,7 @@ def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
         + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
     )
     if found.agreement is not None:
-        console.print("\nanswers on unlabeled inputs, against each expert's")
-        console.print(_agreement(found.agreement))
+        print_kept(found.agreement)
     else:
         console.print("\nis it good? Not measured. On a few inputs of each expert's task, without labels:")
         for line in measure_answers(found).splitlines():
@@ -415,14 +419,6 @@ def _merged(measures: Sequence[MatrixRow]) -> str:
         f"independent experts would overlap by {chance}\n"
         f"merged delta: norm {merged:.3g}; of the experts' mean {mean:.3g}, of their sum {total:.3g}"
     )
-
-
-def _agreement(rows: Sequence[AgreementRow]) -> Table:
-    table = _table("expert", "differ", "KL (nats)", "predictions", "data")
-    for row in rows:
-        differ, nats = f"{row.disagreement:.1%}", f"{row.divergence:.3g}"
-        table.add_row(escape(row.expert), differ, nats, f"{row.predictions:,}", escape(row.data))
-    return table
 
 
 def _on_data(rows: Sequence[DataResidual]) -> Table:

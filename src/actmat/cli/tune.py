@@ -30,12 +30,10 @@ class SearchFlags:
     """Flags of the search."""
 
     methods: Annotated[
-        str | None, _option("--methods", "Methods to try, such as ties,actmat@pico, or 'all' (default: about twelve).")
+        str | None,
+        _option("--methods", "Methods to try, such as ties,actmat@pico, or 'all' (default: five, of adapters three)."),
     ] = None
     scales: Annotated[str | None, _option("--scales", "Scales to try, such as 0.3,0.5,1.")] = None
-    groups: Annotated[str, _option("--groups", "Search factors by group: none, kind, depth or kind-depth.")] = "none"
-    weights: Annotated[bool, _option("--tune-weights", "Also search the weights of the experts.")] = False
-    space: Annotated[Path | None, _option("--space", "YAML file with methods, options, scales and groups.")] = None
     score: Annotated[
         str,
         _option("--score", "divergence, disagreement, perplexity, accuracy (with labels), or lm-eval:TASK,TASK."),
@@ -47,7 +45,11 @@ class SearchFlags:
         _option("--classes", "Classes of images, for CLIP: [NAME=]a,b,c or a file (default: the folders' names)."),
     ] = None
     template: Annotated[str, _option("--template", "Prompt for CLIP; {} is the class.")] = "a photo of a {}."
-    budget: Annotated[str | None, _option("--budget", "Limit: evaluations (200) or a time (15m).")] = None
+    minutes: Annotated[
+        float | None,
+        _option("--minutes", "Minutes for refining after the first merge (default: until all is tried).", min=0),
+    ] = None
+    budget: Annotated[int | None, _option("--budget", "Number of merges to try at most.", min=1)] = None
     least_agreement: Annotated[
         float,
         _option("--least-agreement", "Share of its predictions that every expert must keep, 0 to 1.", min=0, max=1),
@@ -60,27 +62,19 @@ class SearchFlags:
             min=2,
         ),
     ] = 128
-    new_tokens: Annotated[
-        int, _option("--new-tokens", "Tokens that a language model generates after each input.", min=0)
-    ] = 32
     model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
     keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
 
     def chosen_space(self) -> SearchSpace:
-        """The search space from the file or the flags.
+        """The search space from the flags.
 
         Raises:
             RecipeError: the space is not valid.
         """
-        from actmat.extras.tune.space import load_space, make_space
+        from actmat.extras.tune.space import make_space
 
-        if self.space is not None:
-            if self.methods or self.scales:
-                raise typer.BadParameter("--space already lists methods and scales: remove --methods and --scales")
-            return load_space(self.space)
         listed = {"methods": self.methods, "scales": self.scales}
-        fields: dict[str, Any] = {k: [x.strip() for x in v.split(",") if x.strip()] for k, v in listed.items() if v}
-        return make_space(fields | {"groups": self.groups, "weights": self.weights})
+        return make_space({k: [x.strip() for x in v.split(",") if x.strip()] for k, v in listed.items() if v})
 
     def chosen_score(self, recipe: Recipe, batch_size: int) -> Score:
         """The score from the flags.
@@ -135,15 +129,16 @@ def tune(
     actmat tune -b BASE -e math=M -e code=C
            --data math=math.jsonl --data code=code.jsonl --out BEST
 
-    Every method is merged once; scales are tried in memory. The score is the
-    distance of the merged model's predictions from each expert's, on that
-    expert's inputs. No labels are needed. Half of the inputs are held out to
-    test whether the winner is better than the average. BEST.tune has the
+    Begins with RegMean on some of the inputs, as 'actmat merge --data', and
+    says what it keeps; then tries other methods and scales, as long as
+    --minutes allows. The score is the distance of the merged model's
+    predictions from each expert's, on that expert's inputs. No labels are
+    needed. Half of the inputs are held out to test whether the winner is
+    better than the average. Adapters become an adapter. BEST.tune has the
     recipe, all trials (tune.json) and a page (tune.html). To continue an
     interrupted search, repeat the command.
     """
     from actmat.cli.searching import print_search, showing_search
-    from actmat.extras.tune.search import parse_budget
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import tune_recipe
 
@@ -156,12 +151,14 @@ def tune(
     places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
     settings = TuneSettings(
         score=search.chosen_score(wanted, data.batch_size),
-        budget=parse_budget(search.budget),
+        minutes=search.minutes,
+        budget=search.budget,
         least_agreement=search.least_agreement,
         model_class=data.model_class,
         dtype=search.model_dtype,
-        new_tokens=search.new_tokens,
+        new_tokens=data.new_tokens,
         keep=search.keep_work,
+        as_adapter=recipe is None and "to" not in given,
     )
     classes = _named_classes(search.classes or (), list(places))
     more = {"max_samples": search.inputs, "label_column": search.label_column, "template": search.template}
@@ -172,5 +169,9 @@ def tune(
         from actmat.cli.screen import print_result
 
         print_result("tune", report.to_json(), long=("trials",), full=full)
-    elif not quiet:
+    elif quiet:
+        from actmat.cli.summary import print_warnings
+
+        print_warnings(report.merged.plan)
+    else:
         print_search(report)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+
+if TYPE_CHECKING:
+    from actmat.diagnostics.model import AgreementRow
 
 
 @command("look", "everything matches", "something differs, or the merge is not finished")
@@ -20,6 +24,14 @@ def verify(
             "--against", help="Adapter that was added to the base, once per expert: add it again and compare."
         ),
     ] = None,
+    check: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check",
+            metavar="NAME=INPUTS",
+            help="Inputs (a prompt or a file) on which the merge's answers are compared with those of expert NAME.",
+        ),
+    ] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -27,21 +39,33 @@ def verify(
 
     actmat verify MERGED
     actmat verify MERGED --against ADAPTER
+    actmat verify MERGED --check math=math.jsonl --check code=code.jsonl
 
     Lists all differences, and content that could not be checked. --against
     adds the adapter to the base again, compares every tensor with the merged
-    model, and says how much of the delta was lost in rounding.
+    model, and says how much of the delta was lost in rounding. --check asks
+    the models, and prints the share of each expert's answers that was kept.
     """
-    from actmat.api.verifying import verify as check
+    from actmat.api.verifying import verify as compare
     from actmat.cli.screen import console, escape, print_result
 
-    result = check(out, inputs=inputs, against=against or ())
+    result = compare(out, inputs=inputs, against=against or ())
+    rows: tuple[AgreementRow, ...] = ()
+    if check:
+        from actmat.cli.data import compare_answers
+
+        rows = compare_answers(out, flags.DataFlags(data=check), quiet=quiet or json)
     if json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
-        added = {} if result.added is None else {"added": result.added.to_json()}
+        added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}
+        added |= {"answers": [dataclasses.asdict(row) for row in rows]} if rows else {}
         print_result("verify", {"out": out} | {name: getattr(result, name) for name in names} | added)
     if json or (quiet and result.ok):
         raise typer.Exit(0 if result.ok else 1)
+    if rows:
+        from actmat.cli.summary import print_kept
+
+        print_kept(rows)
     for problem in result.problems:
         console.print(f"[red]differs[/red]: {escape(problem)}")
     for part in result.unchecked:

@@ -141,7 +141,8 @@ class AgreementRow(_Strict):
 
     Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats. Of merges by inputs
     also: the number of inputs, `measured` if the merge has seen them, the 95 % interval `low` to `high` of the share of
-    answers kept, that share of the average of the experts, and accuracies of merged model, expert and average.
+    answers kept, that share of the average of the experts, accuracies of merged model, expert and average, and the
+    share `whole` of inputs whose whole answer is kept.
     """
 
     expert: str
@@ -155,6 +156,7 @@ class AgreementRow(_Strict):
     high: Number | None = None
     average: Number | None = None
     accuracy: tuple[Number | None, ...] = ()
+    whole: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)

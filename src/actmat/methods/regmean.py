@@ -14,6 +14,7 @@ def rule(
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
     off_diagonal: Fraction = 1.0,
     normalize: Literal["none", "trace"] = "none",
+    prior: Annotated[float, Bounds(0)] = 0.0,
     form: Literal["delta", "weight"] = "delta",
 ) -> InterferenceRule:
     """Least squares on every layer's outputs, from the Gram matrices of its inputs.
@@ -30,6 +31,8 @@ def rule(
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
         off_diagonal: factor on the off-diagonal entries of every Gram. 1 as in the ACTMat paper; 0.9 in the original.
         normalize: "trace" divides every Gram by its trace, so that experts with more or larger inputs do not lead.
+        prior: share of ACTMat's estimate that is added to every Gram, `G_t + prior k_t D_t^T D_t` with `k_t` such that
+            both traces agree. Of few inputs `n` per expert, 4 / n was best; `actmat merge --data` takes it.
         form: "delta" keeps the base weights in directions that no data reached. "weight", for study, solves for the
             weights `W_t` as first published: the same answer if the summed Gram is regular; otherwise it sets the
             weights in these directions to zero, base included.
@@ -43,7 +46,7 @@ def rule(
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
     return InterferenceRule(
-        spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalize == "trace"
+        spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalize == "trace", prior=prior
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,11 +67,17 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
         hashes = _compared(checkpoint, parameters, located, replaced)
         location = checkpoint.location
     content = hash_names(hashes.items())
-    on_top = None if adapter is None else AdapterInfo(location=adapter.location, content=adapter_content(adapter))
     config = (checkpoint.config if checkpoint is not None else None) or {}
     architecture = next(iter(config.get("architectures") or ()), type(model).__name__)
-    info = ModelInfo(location=location, architecture=architecture, content=content, tensors=hashes, adapter=on_top)
-    return Binding(info, {n: p for n, p in parameters.items() if n in located}, located)
+    info = ModelInfo(location=location, architecture=architecture, content=content, tensors=hashes)
+    binding = Binding(info, {n: p for n, p in parameters.items() if n in located}, located)
+    return binding if adapter is None else with_adapter(binding, adapter)
+
+
+def with_adapter(binding: Binding, adapter: Adapter) -> Binding:
+    """The binding of the same model with another adapter on it."""
+    on_top = AdapterInfo(location=adapter.location, content=adapter_content(adapter))
+    return replace(binding, info=binding.info.model_copy(update={"adapter": on_top}))
 
 
 def _clean_name(name: str) -> str:

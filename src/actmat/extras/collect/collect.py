@@ -16,7 +16,7 @@ from actmat.errors import CheckpointError, StatisticsError
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
-from actmat.extras.collect.binding import Binding, bind, transformers_model
+from actmat.extras.collect.binding import Binding, bind, transformers_model, with_adapter
 from actmat.extras.collect.files import check_output, write_statistics
 from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Run, Settings, StoredTensors
 from actmat.statistics.header import DataInfo, StatisticsHeader
@@ -72,7 +72,7 @@ def collect(
     settings = Settings(**options)
     if out is not None:
         check_output(Path(out), overwrite=overwrite)
-    with _bound(model, checkpoint, adapter) as binding:
+    with bound(model, checkpoint, adapter) as binding:
         result = measured(Run(model, binding, settings), batches, progress)
     if out is not None:
         result.save(out, overwrite=overwrite)
@@ -99,17 +99,29 @@ def measured(
 
 
 @contextlib.contextmanager
-def _bound(
-    model: nn.Module, checkpoint: str | Path | Checkpoint | None, adapter: str | Path | None
+def bound(
+    model: nn.Module,
+    checkpoint: str | Path | Checkpoint | None,
+    adapter: str | Path | None,
+    same: Binding | None = None,
 ) -> Iterator[Binding]:
-    """The model bound to its checkpoint and adapter, which are open for the duration."""
+    """The model bound to its checkpoint and adapter, which are open for the duration.
+
+    Args:
+        same: of the same model with another adapter, which changed no parameter of its own; nothing is compared then.
+    """
     with contextlib.ExitStack() as stack:
+        on_top = None if adapter is None else _adapter(stack.enter_context(locate(adapter)))
+        if same is not None:
+            assert on_top is not None, "an adapter was switched"
+            yield with_adapter(same, on_top)
+            return
         if checkpoint is None:
             checkpoint = _named_checkpoint(model)
         opened = None if checkpoint is None else stack.enter_context(locate(checkpoint)).model()
         if adapter is None:
             _check_no_adapter(model)
-        yield bind(model, opened, None if adapter is None else _adapter(stack.enter_context(locate(adapter))))
+        yield bind(model, opened, on_top)
 
 
 def _adapter(found: Located) -> Adapter:

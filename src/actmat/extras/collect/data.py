@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.bounds import local_path
+from actmat.bounds import local_path, parse_json
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.extras.models.loading import Loaded, extra, from_files
 from actmat.foreign import in_one_line
@@ -24,6 +24,8 @@ from actmat.recipe import Recipe
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+MESSAGES = "messages"
+"""Column of chats: messages with `role` and `content`, for the template of the tokenizer."""
 TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
 TEMPLATE = "a photo of a {}."
@@ -65,25 +67,35 @@ DataSource = str | Path | DataOptions
 
 def check_data(options: DataOptions) -> None:
     """Raise for unusable data, before a model is loaded."""
+    read_rows(options, 1)
+
+
+def read_rows(options: DataOptions, most: int | None = None) -> list[Row]:
+    """The first rows of a data set; the last message of a chat is its answer if the assistant wrote it.
+
+    Raises:
+        StatisticsError: it cannot be read, or has no rows.
+    """
     try:
-        found = next(iter(_rows(options)), None)
+        found = list(itertools.islice(_rows(options), most or options.max_samples))
     except StatisticsError:
         raise
     except StopIteration:  # raised by `datasets` for an empty file
-        found = None
+        found = []
     except Exception as error:  # readers of files raise errors of many types
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
-    if found is None:
+    if not found:
         raise StatisticsError(f"{options.location} is empty; expected at least one sample")
+    return [_asked(row) for row in found]
 
 
-def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
-    """Expert -> its data, in the order of the experts."""
-    given = by_expert(recipe, data)
-    return {
-        label: d if isinstance(d, DataOptions) else DataOptions(str(d), max_samples=SAMPLES)
-        for label, d in given.items()
-    }
+def _asked(row: Row) -> Row:
+    """The row of a chat without the answer of the assistant, which gets a column of its own."""
+    chat = row.get(MESSAGES)
+    if not isinstance(chat, list) or len(chat) < 2 or not isinstance(chat[-1], Mapping):
+        return row
+    is_answered = chat[-1].get("role") == "assistant" and isinstance(chat[-1].get("content"), str)
+    return {"answer": chat[-1]["content"], **row, MESSAGES: chat[:-1]} if is_answered else row
 
 
 def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
@@ -105,22 +117,25 @@ def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
     return {label: given[label] for label in recipe.labels if label in given}
 
 
-def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
-    """Open every data set before the first model is loaded, which may take minutes."""
+def prepare_data(chosen: Mapping[str, DataOptions]) -> dict[str, list[Row]]:
+    """Rows of every data set, read before the first model is loaded, which may take minutes."""
     problems: list[str] = []
+    read: dict[DataOptions, list[Row]] = {}
     for options in dict.fromkeys(chosen.values()):
         try:
-            check_data(options)
+            read[options] = read_rows(options)
         except StatisticsError as error:
             problems += error.problems
     if problems:
         raise StatisticsError("The data cannot be used.", problems)
+    return {label: read[options] for label, options in chosen.items()}
 
 
 def make_batches(
     loaded: Loaded,
     options: DataOptions,
     *,
+    rows: Iterable[Row] | None = None,
     labels: bool = False,
     apart: bool = False,
     note: Callable[[str], object] = lambda text: None,
@@ -128,22 +143,18 @@ def make_batches(
     """Batches of keyword arguments for the model, on its device.
 
     Args:
+        rows: that were read already.
         labels: add labels to them, if the model takes any.
         apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
         note: called with a fact about the data that the user should know.
     """
-    rows = itertools.islice(_rows(options), options.max_samples)
+    rows = iter(map(_asked, itertools.islice(_rows(options), options.max_samples)) if rows is None else rows)
     encode = _Encoder(loaded, options, labels=labels, apart=apart)
     if encode.padded_by is not None:
         note(f"the tokenizer has no pad token: texts are padded by '{encode.padded_by}', and padding is masked")
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
-
-
-def first_row(options: DataOptions) -> Row:
-    """The first row of a data set that is not empty."""
-    return next(iter(_rows(options)))
 
 
 def is_contrastive(config: Mapping[str, Any]) -> bool:
@@ -196,6 +207,8 @@ def _rows(options: DataOptions) -> Iterable[Row]:
         raise StatisticsError(f"{options.location}: no such file or folder")
     load: Callable[..., Iterable[Row]] = extra("datasets").load_dataset
     try:
+        if path.suffix in (".jsonl", ".txt") and path.is_file():
+            return _lines(path)
         if path.exists():
             reader, files = _local(path)
             if reader == "imagefolder":
@@ -205,6 +218,21 @@ def _rows(options: DataOptions) -> Iterable[Row]:
         return load(name, options.subset, split=options.split, revision=revision or None, streaming=True)
     except (OSError, ValueError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    """A row for each line that is not blank: its object, or its text."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line) if path.suffix == ".jsonl" else {TEXT_COLUMNS[0]: line.rstrip("\n")}
+            except ValueError as error:
+                raise StatisticsError(f"{path}: the data cannot be read: line {number}: {in_one_line(error)}") from None
+            if not isinstance(row, dict):
+                raise StatisticsError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
+            yield row
 
 
 def _local(path: Path) -> tuple[str, list[str]]:
@@ -329,10 +357,27 @@ def known_ids(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:
-    texts = _column(rows, column, TEXT_COLUMNS if what == "text" else (), str, what, options.location)
-    limit = min(options.max_length, tokenizer.model_max_length)
-    found = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+    is_chat = what == "text" and column in (None, MESSAGES) and isinstance(rows[0].get(MESSAGES), list)
+    if is_chat:
+        texts = [_templated(tokenizer, row, options.location) for row in rows]
+    else:
+        texts = _column(rows, column, TEXT_COLUMNS if what == "text" else (), str, what, options.location)
+    found = tokenizer(
+        texts, padding=True, truncation=True, max_length=min(options.max_length, tokenizer.model_max_length),
+        add_special_tokens=not is_chat, return_tensors="pt",
+    )  # fmt: skip
     return {k: v for k, v in found.items() if isinstance(v, Tensor)}
+
+
+def _templated(tokenizer: Any, row: Row, where: str) -> str:
+    """The text of a chat, up to the answer that is asked for."""
+    try:
+        return str(tokenizer.apply_chat_template(row[MESSAGES], tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # noqa: BLE001 - no template, or one of foreign code that refuses the messages
+        raise StatisticsError(
+            f"{where}: the chat template of {tokenizer.name_or_path} does not take '{MESSAGES}': {in_one_line(error)}. "
+            "Fix: give the texts themselves, in a column 'text'."
+        ) from None
 
 
 def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOptions) -> dict[str, Tensor]:

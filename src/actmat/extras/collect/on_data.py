@@ -1,4 +1,4 @@
-"""Compare a merged model on disk with its experts, on data: their answers, and the inputs that their layers see.
+"""Compare a merged model on disk with its experts on the inputs that their layers see.
 
 `rho_t` of a diagnosis uses the inputs that the deltas represent; `residual_on_data` uses measured ones, as Gram
 matrices `C_t`:
@@ -14,18 +14,16 @@ Shapes: `O` out_features, `I` in_features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.diagnostics.measure import tidy
-from actmat.diagnostics.model import AgreementRow, DataResidual
+from actmat.diagnostics.model import DataResidual
 from actmat.engine.content import FOREIGN, check_adapters, check_probes, foreign_tensors
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
@@ -33,87 +31,12 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.errors import StatisticsError
 from actmat.experts.locate import locate
-from actmat.extras.collect.agreement import Agreement
-from actmat.extras.collect.agreement import agreement as compare
-from actmat.extras.collect.batches import Batch
-from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
-from actmat.extras.models.loading import Loaded, load_model
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
 from actmat.report.outputs import recipe_of_output
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of
-
-
-def agreement(  # noqa: PLR0913 - keyword arguments of a public function
-    directory: str | Path,
-    data: DataSource | Mapping[str, DataSource],
-    *,
-    base: str | Path | None = None,
-    model_class: str | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    logits: Callable[[Any], Tensor] | None = None,
-    mask: Callable[[Any], Tensor | None] | None = None,
-    progress: Callable[[str, int], None] = lambda expert, samples: None,
-) -> tuple[AgreementRow, ...]:
-    """Compare the answers of a merged model with those of each of its experts, on unlabeled inputs.
-
-    `disagreement` is the share of predictions whose most probable class differs, `divergence` the mean of
-    `KL(expert || merged)` in nats; both are 0 where the merged model answers as the expert. A measurement, not a
-    forecast: docs/tried.md says what it has to do with the accuracy that an expert loses.
-
-    The merged model stays in memory, with one expert at a time beside it. Texts and images are prepared by the
-    tokenizer or image processor that lies with the expert.
-
-    Args:
-        directory: output of `merge`, a model or an adapter; its manifest names the experts.
-        data: a data set for all experts, or expert -> its own (better: each expert's own inputs); experts that are not
-            named are left out. A location means its first 64 samples, `DataOptions` says more.
-        base: the checkpoint under adapters; default: as the manifest, else the adapter, says.
-        model_class: class of transformers to load all models with; default: the one that the config of each names.
-        dtype, device: of the models while they run.
-        logits, mask: see `extras.collect.agreement`.
-        progress: called with an expert's name and its samples so far.
-
-    Raises:
-        CheckpointError: no manifest there.
-        RecipeError: data for an expert that the merge does not have.
-        StatisticsError: data or a model that cannot be used, or answers that cannot be compared.
-    """
-    place = Path(directory)
-    recipe = recipe_of_output(place)
-    chosen = data_of(recipe, data)
-    prepare_data(chosen)
-    experts = {e.label: e.path for e in recipe.experts if e.label in chosen}
-    if base is not None and not any(map(_is_adapter, (str(place), *experts.values()))):
-        raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
-
-    def load(location: str) -> Loaded:
-        under = str(base or recipe.base or "") or None
-        return load_model(location, adapters_base=under, model_class=model_class, dtype=dtype, device=device)
-
-    merged = load(str(place)).model
-    rows = []
-    for label, location in experts.items():
-        told = partial(progress, label)
-        try:
-            found = _with_expert(merged, partial(load, location), chosen[label], told, logits=logits, mask=mask)
-        except StatisticsError as error:
-            raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
-        divergence = max(0.0, found.divergence)  # rounding gives values below 0
-        data_set = chosen[label].location
-        rows.append(AgreementRow(label, data_set, tidy(found.disagreement), tidy(divergence), found.predictions))
-    return tuple(rows)
-
-
-def _with_expert(
-    merged: nn.Module, load: Callable[[], Loaded], data: DataOptions, progress: Callable[[int], None], **how: Any
-) -> Agreement:
-    """Compare with one expert, which is freed on return: two models are in memory, never three."""
-    expert = load()
-    return compare(merged, expert.model, _counted(make_batches(expert, data), progress), **how)
 
 
 def residual_on_data(
@@ -152,20 +75,6 @@ def residual_on_data(
             inputs, (plan,) = opened.inputs, plans_of(opened)
             check_adapters(inputs)
             return _residuals(plan, inputs, merged.stored, progress=progress)
-
-
-def _is_adapter(place: str) -> bool:
-    with locate(place) as found:
-        return found.needs_base
-
-
-def _counted(batches: Iterable[Batch], progress: Callable[[int], None]) -> Iterator[Batch]:
-    """The batches, each reported once both models have answered it."""
-    samples = 0
-    for batch in batches:
-        yield batch
-        samples += len(next(iter(batch.values()))) if isinstance(batch, Mapping) else 0
-        progress(samples)
 
 
 def _residuals(

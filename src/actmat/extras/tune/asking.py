@@ -1,116 +1,172 @@
-"""Every expert is loaded once: its inputs, its answers, and statistics on some of the inputs if a method needs any."""
+"""Every expert is loaded once: its inputs, its answers, and statistics on some of the inputs if a method needs any.
+
+Answers to texts, and statistics, are kept in the work folder under a mark of the expert's files, the inputs and the
+settings: a second search does not load the expert again.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import inspect
-import time
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.extras.collect.batches import DataSeen
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actmat.checkpoints.writing.staging import disk_errors
+from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
-from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
-from actmat.extras.tune.evaluate import Asked, default_predict, keep_answers
-from actmat.extras.tune.inputs import COLUMNS, ExpertInputs, InputSource, cut_at, predictions_of, prepare_inputs
-from actmat.extras.tune.live import Loader, folded
-from actmat.extras.tune.search import shares_of
-from actmat.extras.tune.settings import TuneProgress, TuneSettings
+from actmat.extras.tune.evaluate import Answers, Asked, default_predict, keep_answers
+from actmat.extras.tune.inputs import ExpertInputs, InputBatch, check_enough, dealt, prepare_inputs
+from actmat.extras.tune.kept import Asking, DataRows
+from actmat.extras.tune.merges import files_of, mark_of
+from actmat.extras.tune.settings import TuneSettings
 from actmat.recipe import ExpertRef, Recipe
+
+Source = DataRows | Sequence[Mapping[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedExperts:
+    """The recipe with statistics, the answers of each expert, and a mark of all inputs and answers."""
+
+    recipe: Recipe
+    asked: Mapping[str, Asked]
+    mark: str
 
 
 def ask_experts(
     recipe: Recipe,
-    data: Mapping[str, InputSource],
+    data: Mapping[str, Source],
     settings: TuneSettings,
-    loader: Loader,
+    asking: Asking,
     kinds: frozenset[str],
-    folder: Path,
-    progress: TuneProgress,
-) -> tuple[Recipe, dict[str, Asked]]:
-    """The recipe with statistics, and the answers of each expert.
+    work: Path,
+) -> AskedExperts:
+    """Ask every expert.
 
     Args:
         data: expert -> its data.
+        asking: loads them, and reads their data.
         kinds: statistics that the methods need; they are measured for experts without any.
-        folder: for statistics.
+        work: for answers and statistics.
     """
-    experts, asked = [], {}
-    notes: set[str] = set()
-    for number, expert in enumerate(recipe.experts, start=1):
-        progress.doing(f"asking {expert.label} ({number} of {len(recipe.experts)})")
-        loaded, source = loader.load(expert.path), data[expert.label]
+    experts, asked, marks = [], {}, []
+    for expert in recipe.experts:
+        label, source = expert.label, data[expert.label]
         measuring = bool(kinds) and not expert.statistics
-        if not measuring and loader.is_exact:  # its answers are the same, in less time
-            loaded = replace(loaded, model=folded(loaded.model))
-        predict, labels = settings.predict_of(expert.label), settings.score in ("accuracy", "perplexity")
-        inputs = prepare_inputs(
-            expert.label,
-            loaded,
-            source,
-            new_tokens=settings.new_tokens,
-            labels=labels,
-            measuring=measuring,
-            note=notes.add,
-        )
-        shares = shares_of(sum(map(predictions_of, inputs.search)))
-        inputs = replace(inputs, search=cut_at(inputs.search, shares), final=cut_at(inputs.final))
-        if predict is default_predict and isinstance(settings.score, str) and takes_columns(loaded.model):
-            few = ([b.with_few_logits() for b in half] for half in (inputs.search, inputs.final))
-            inputs = replace(inputs, search=tuple(next(few)), final=tuple(next(few)))
-        began = time.perf_counter()
-        search = keep_answers(loaded.model, inputs.search, predict)
-        seconds = time.perf_counter() - began
-        asked[expert.label] = Asked(inputs, search, keep_answers(loaded.model, inputs.final, predict), predict, seconds)
-        statistics = expert.statistics
-        if measuring:
-            mark = mark_of({expert.label: replace(inputs, search=inputs.measured)})
-            out = folder / f"{expert.label}-{mark}"
-            if not out.exists():
-                _collect(loaded, inputs, source, kinds, out)
-            statistics = str(out)
-        del loaded  # before the next one is loaded
-        experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
-    for note in sorted(notes):
-        progress.note(note)
-    return recipe.model_copy(update={"experts": tuple(experts)}), asked
+        marks.append(_mark(recipe, expert, source, settings, measuring=measuring))
+        answers = work / "answers" / f"{label}-{marks[-1]}.safetensors"
+        statistics = work / "statistics" / f"{label}-{marks[-1]}"
+        known = isinstance(source, DataRows) and answers.exists() and (statistics.exists() or not measuring)
+        predict = settings.predict_of(label)
+        if known:
+            asked[label] = _read(answers, label)
+        else:
+            asking.progress.doing(f"loading {label}")
+            loaded = asking.loader.load(expert.path)
+            inputs = dealt_inputs(label, loaded, source, asking, settings, measuring=measuring)
+            if measuring and not statistics.exists():
+                _collect(loaded, inputs, source, kinds, statistics, asking)
+            search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
+            asked[label] = Asked(dataclasses.replace(inputs, measured=()), search, final, predict)
+            if isinstance(source, DataRows) and predict is default_predict and not source.options.classes:
+                _write(asked[label], answers)
+            del loaded  # before the next one is loaded
+        given = expert.model_dump() | ({"statistics": str(statistics)} if measuring else {})
+        experts.append(ExpertRef.model_validate(given))
+    for note in asking.notes:
+        asking.progress.note(note)
+    return AskedExperts(recipe.model_copy(update={"experts": tuple(experts)}), asked, mark_of(*marks))
 
 
-def takes_columns(model: Any) -> bool:
-    """True if a model may be asked for the logits of some columns of its inputs."""
-    inner = getattr(model, "get_base_model", lambda: model)()
-    return COLUMNS in inspect.signature(inner.forward).parameters
+def dealt_inputs(
+    label: str, loaded: Loaded, source: Source, asking: Asking, settings: TuneSettings, *, measuring: bool
+) -> ExpertInputs:
+    """The inputs, dealt, with the expert's own continuations."""
+    if not isinstance(source, DataRows):
+        return prepare_inputs(label, loaded, source, new_tokens=settings.new_tokens, measuring=measuring)
+    check_enough(label, len(source.rows), source.options.location)
+    parts = [dataclasses.replace(source, rows=rows) for rows in dealt(source.rows, measuring=measuring)]
+    labels = settings.score in ("accuracy", "perplexity")
+    batches = [asking.batches(loaded, part, labels=labels) if part.rows else [] for part in parts]
+    return ExpertInputs(label, *(asking.completed(loaded, b, label) for b in batches))
 
 
-def _collect(loaded: Loaded, inputs: ExpertInputs, source: InputSource, kinds: frozenset[str], out: Path) -> None:
+def _collect(
+    loaded: Loaded, inputs: ExpertInputs, source: Source, kinds: frozenset[str], out: Path, asking: Asking
+) -> None:
     """Statistics of an expert on the inputs that are set apart for them."""
     about: dict[str, Any] = {"source": "batches"}
-    if isinstance(source, DataOptions):
-        about = {"source": source.location, "details": source.details()}
+    if isinstance(source, DataRows):
+        about = {"source": source.options.location, "details": source.options.details()}
+    asking.progress.doing(f"measuring {inputs.label}", sum(b.samples for b in inputs.measured))
     collect(
         loaded.model,
         [b.keywords for b in inputs.measured],
         checkpoint=loaded.checkpoint,
         adapter=loaded.adapter,
         out=out,
+        progress=lambda samples, tokens: asking.progress.done(samples),
         gram="gram" in kinds,
         fisher="fisher" in kinds,
         **about,
     )
 
 
-def mark_of(inputs: Mapping[str, ExpertInputs], *more: str) -> str:
-    """Hash of all inputs of the search, with the experts' continuations and the labels, and of some texts."""
-    total = hashlib.sha256()
-    for label, given in inputs.items():
-        seen = DataSeen()
-        for batch in given.search:
-            extra = {} if batch.labels is None else {"labels": batch.labels}
-            seen.add(batch.keywords | extra)
-        total.update(f"{label} {seen.fingerprint()}\n".encode())
-    for text in more:
-        total.update(f"{text}\n".encode())
-    return total.hexdigest()[:12]
+def _mark(recipe: Recipe, expert: ExpertRef, source: Source, settings: TuneSettings, *, measuring: bool) -> str:
+    """Mark of everything that an expert's answers and statistics depend on."""
+    if isinstance(source, DataRows):
+        data: object = (source.options, json.dumps(source.rows, default=_content, sort_keys=True))
+    else:
+        data = [[(k, tuple(v.shape), float(v.double().sum()), _content(v)) for k, v in b.items()] for b in source]
+    given = (settings.new_tokens, settings.model_class, settings.dtype, settings.score_name, measuring)
+    return mark_of(*given, data, files_of([recipe.base, expert.path]))
+
+
+def _content(value: Any) -> str:
+    """Hash of an image, or of another value of a row."""
+    content = value.tobytes() if hasattr(value, "tobytes") else str(getattr(value, "tolist", lambda: value)()).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write(asked: Asked, path: Path) -> None:
+    """Keep an expert's inputs and answers."""
+    tensors: dict[str, Tensor] = {}
+    for half in ("search", "final"):
+        for n, (batch, answers) in enumerate(zip(getattr(asked.inputs, half), getattr(asked, half), strict=True)):
+            fields = {"counted": batch.counted, "labels": batch.labels, **dataclasses.asdict(answers)}
+            fields |= {f"arguments.{k}": v for k, v in batch.arguments.items()}
+            fields |= {f"shared.{k}": v for k, v in batch.shared.items()}
+            tensors |= {f"{half}.{n:04d}.{k}": v.contiguous() for k, v in fields.items() if v is not None}
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        save_file(tensors, part)
+        part.replace(path)
+
+
+def _read(path: Path, label: str) -> Asked:
+    """An expert's inputs and answers as `_write` kept them."""
+    found: dict[str, dict[str, dict[str, Tensor]]] = {"search": {}, "final": {}}
+    for name, tensor in load_file(path).items():
+        half, number, field = name.split(".", 2)
+        found[half].setdefault(number, {})[field] = tensor
+
+    def under(fields: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
+        return {k.removeprefix(start): v for k, v in fields.items() if k.startswith(start)}
+
+    batches, answers = {}, {}
+    for half, numbered in found.items():
+        rows = [fields for _, fields in sorted(numbered.items())]
+        batches[half] = [
+            InputBatch(under(f, "arguments."), f.get("counted"), f.get("labels"), under(f, "shared.")) for f in rows
+        ]
+        answers[half] = [Answers(f["log_p_PK"], f.get("classes_PK"), f["log_rest_P"], f["best_P"]) for f in rows]
+    if not batches["search"] or not batches["final"]:
+        raise StatisticsError(f"{path} is damaged: remove it")
+    return Asked(ExpertInputs(label, **batches), answers["search"], answers["final"], default_predict)

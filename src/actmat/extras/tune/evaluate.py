@@ -24,7 +24,8 @@ from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.batches import call_model
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch
-from actmat.extras.tune.live import Directions, LiveModel
+from actmat.extras.tune.live import Live
+from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.space import TuneCandidate
 
 Predict = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -202,8 +203,8 @@ class TaskScore(Protocol):
 
     __name__: str
 
-    def losses(self, model: nn.Module, share: float) -> dict[str, float]:
-        """Task -> loss, of which smaller is better, on a share of the task's questions."""
+    def losses(self, model: nn.Module) -> dict[str, float]:
+        """Task -> loss, of which smaller is better."""
 
 
 Score = ScoreName | Callable[[nn.Module, str, Sequence[InputBatch]], float] | TaskScore
@@ -212,21 +213,17 @@ Score = ScoreName | Callable[[nn.Module, str, Sequence[InputBatch]], float] | Ta
 
 @dataclass(frozen=True)
 class Asked:
-    """One expert's inputs, its own predictions for them, and how a model is asked for predictions.
-
-    `seconds`: time of the predictions for the inputs of the search.
-    """
+    """One expert's inputs, its own predictions for them, and how a model is asked for predictions."""
 
     inputs: ExpertInputs
     search: Sequence[Answers]
     final: Sequence[Answers]
     predict: Predict
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate on a share of the inputs.
+    """One candidate on the inputs of the search.
 
     Args:
         losses: per expert, or per task of a `TaskScore`; smaller is better.
@@ -234,7 +231,6 @@ class Trial:
     """
 
     candidate: TuneCandidate
-    share: float
     losses: Mapping[str, float]
     agreement: Mapping[str, float]
 
@@ -252,8 +248,6 @@ class Trial:
         """Plain data."""
         return asdict(self.candidate.merge) | {
             "scale": self.candidate.scale,
-            "groups": dict(self.candidate.groups),
-            "share": self.share,
             "losses": dict(self.losses),
             "agreement": dict(self.agreement),
             "mean": self.mean,
@@ -289,8 +283,8 @@ class Evaluator:
     """Evaluates candidates; trials of an earlier run are read from the journal.
 
     Args:
-        live: the base's model.
-        directions: of the merges.
+        live: the model.
+        merges: the merges at scale 1.
         asked: per expert.
         score: the function to minimize.
         journal: file of finished trials.
@@ -298,64 +292,51 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        live: LiveModel,
-        directions: Directions,
-        asked: Mapping[str, Asked],
-        score: Score,
-        journal: Path,
-        *,
-        mark: str = "",
+        self, live: Live, merges: Merges, asked: Mapping[str, Asked], score: Score, journal: Path, *, mark: str = ""
     ) -> None:
-        self._live, self._directions, self._asked = live, directions, asked
+        self._live, self._merges, self._asked = live, merges, asked
         self._score = score
         self._journal, self._mark = journal, mark
         self._done = _read_journal(journal)
-        self._compared: dict[tuple[str, str], tuple[int, AnswerComparison]] = {}
+        self._taken = ""
 
-    def trial(self, candidate: TuneCandidate, share: float) -> Trial:
-        """Losses of a candidate on the first `share` of the inputs."""
-        key = f"{self._mark} {share:g} {candidate.key}"
+    def trial(self, candidate: TuneCandidate) -> Trial:
+        """Losses of a candidate on the inputs of the search."""
+        key = f"{self._mark} {candidate.key}"
         if (entry := self._done.get(key)) is None:
-            self.write(candidate)
-            losses, agreement = self._measure(candidate.key, share)
+            losses, agreement = self._measure(self.model(candidate))
             entry = {"key": key, "losses": losses, "agreement": agreement}
             with disk_errors(self._journal), self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[key] = entry
-        return Trial(candidate, share, entry["losses"], entry["agreement"])
+        return Trial(candidate, entry["losses"], entry["agreement"])
 
-    def _measure(self, key: str, share: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Losses and agreement of the live model, which is the candidate of this key."""
+    def _measure(self, model: nn.Module) -> tuple[dict[str, float], dict[str, float]]:
+        """Losses and agreement of a model."""
         losses, agreement = {}, {}
         for label, asked in self._asked.items():
-            batches = asked.inputs.taken(share)
-            known, found = self._compared.get((key, label), (0, AnswerComparison()))  # in an earlier round
-            found += compare_answers(self._live.model, batches[known:], asked.search[known:], asked.predict)
-            self._compared[key, label] = len(batches), found
+            batches = asked.inputs.search
+            found = compare_answers(model, batches, asked.search, asked.predict)
             agreement[label] = 1.0 - loss_of(found, "disagreement")
             if isinstance(self._score, str):
                 losses[label] = loss_of(found, self._score)
             elif not isinstance(self._score, TaskScore):
-                losses[label] = -_finite(float(self._score(self._live.model, label, batches)), label)
+                losses[label] = -_finite(float(self._score(model, label, batches)), label)
         if isinstance(self._score, TaskScore):
-            losses = {t: _finite(v, t) for t, v in self._score.losses(self._live.model, share).items()}
+            losses = {t: _finite(v, t) for t, v in self._score.losses(model).items()}
         return losses, agreement
 
-    def write(self, candidate: TuneCandidate) -> None:
-        """Make the live model the candidate."""
-        self._live.write(self._directions.of(candidate.merge), candidate.factor)
+    def model(self, candidate: TuneCandidate) -> nn.Module:
+        """The model as a candidate; a merge that was the last one is not loaded again."""
+        if self._taken != candidate.merge.key:
+            self._live.take(str(self._merges.folder_of(candidate.merge)))
+            self._taken = candidate.merge.key
+        return self._live.scaled(candidate.scale)
 
     def final(self, candidate: TuneCandidate | None) -> dict[str, AnswerComparison]:
         """Comparison with every expert on the inputs that were kept for the end; None: of the base."""
-        if candidate is None:
-            self._live.restore()
-        else:
-            self.write(candidate)
-        return {
-            label: compare_answers(self._live.model, a.inputs.final, a.final, a.predict)
-            for label, a in self._asked.items()
-        }
+        model = self._live.scaled(0.0) if candidate is None else self.model(candidate)
+        return {label: compare_answers(model, a.inputs.final, a.final, a.predict) for label, a in self._asked.items()}
 
 
 def _finite(value: float, name: str) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -57,16 +56,13 @@ class LmEval:
             problems = [f"lm-eval has no task '{t}'.{did_you_mean(t, known)}" for t in unknown]
             raise RecipeError("These tasks cannot be scored; 'lm-eval ls tasks' lists all.", problems)
 
-    def losses(self, model: nn.Module, share: float) -> dict[str, float]:
-        """Task -> loss on the first `share` of the questions that `limit` leaves.
+    def losses(self, model: nn.Module) -> dict[str, float]:
+        """Task -> loss.
 
         Raises:
             RecipeError: lm-eval cannot run the tasks on this model; with lm-eval's words.
         """
-        limit: float | None = None if share >= 1 else share
-        if self._limit is not None:
-            limit = math.ceil(share * self._limit)
-        found = self._evaluated(model, limit)
+        found = self._evaluated(model)
         return {task: _loss(task, row, found["higher_is_better"]) for task, row in _scored(found).items()}
 
     def scores(self, model: nn.Module) -> dict[str, dict[str, float]]:
@@ -75,10 +71,10 @@ class LmEval:
         Raises:
             RecipeError: see `losses`.
         """
-        found = _scored(self._evaluated(model, self._limit))
+        found = _scored(self._evaluated(model))
         return {task: {name: float(row[name]) for name in _metrics(row)} for task, row in found.items()}
 
-    def _evaluated(self, model: nn.Module, limit: float | None) -> dict[str, Any]:
+    def _evaluated(self, model: nn.Module) -> dict[str, Any]:
         """Results of lm-eval, with a number for one task at least."""
         try:
             with _quiet(), torch.random.fork_rng(devices=[]):
@@ -86,7 +82,9 @@ class LmEval:
                     pretrained=model, tokenizer=self._tokenizer(), batch_size=self._batch_size
                 )
                 torch.manual_seed(SEED)
-                found = self._evaluate(wrapped, self._ready_tasks(), limit=limit, bootstrap_iters=0, log_samples=False)
+                found = self._evaluate(
+                    wrapped, self._ready_tasks(), limit=self._limit, bootstrap_iters=0, log_samples=False
+                )
         except Exception as error:  # tasks, data sets and models of many kinds
             raise RecipeError(f"lm-eval cannot score {', '.join(self._tasks)}: {in_one_line(error)}") from error
         if not _scored(found):

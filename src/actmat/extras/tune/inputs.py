@@ -11,17 +11,16 @@ Shapes: `N` samples, `L` tokens.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
+from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
 
 DECODER = "decoder_"
@@ -43,14 +42,12 @@ class InputBatch:
         arguments: keyword arguments of the model, without labels.
         counted: True for the predictions that count, in the shape of the logits without classes; None: all.
         labels: class or token labels in the same shape, where they are known; -100 counts as unknown.
-        first: number of the first sample of the batch, among all of the same half.
         shared: keyword arguments that are not by sample: the prompts of the classes.
     """
 
     arguments: Mapping[str, Tensor]
     counted: Tensor | None
     labels: Tensor | None
-    first: int = 0
     shared: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -71,11 +68,11 @@ class InputBatch:
             return [1] * self.samples
         return ((mask != 0) * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1).tolist()
 
-    def rows(self, index: Sequence[int], first: int) -> InputBatch:
-        """Some of the samples, as a batch whose first one has this number."""
+    def rows(self, index: Sequence[int]) -> InputBatch:
+        """Some of the samples."""
         arguments = {k: v[list(index)] for k, v in self.arguments.items()}
         counted, labels = (None if v is None else v[list(index)] for v in (self.counted, self.labels))
-        return InputBatch(arguments, counted, labels, first, self.shared)
+        return InputBatch(arguments, counted, labels, self.shared)
 
     def with_few_logits(self) -> InputBatch:
         """The batch for a causal model that is asked for logits only in columns with a prediction that counts."""
@@ -107,117 +104,78 @@ class ExpertInputs:
     """
 
     label: str
-    search: tuple[InputBatch, ...]
-    final: tuple[InputBatch, ...]
-    measured: tuple[InputBatch, ...] = ()
+    search: Sequence[InputBatch]
+    final: Sequence[InputBatch]
+    measured: Sequence[InputBatch] = ()
 
-    def taken(self, share: float) -> tuple[InputBatch, ...]:
-        """The first batches that hold at least this share of the samples to search with."""
-        wanted = share * sum(b.samples for b in self.search)
-        return tuple(b for b in self.search if b.first < wanted)
+
+T = TypeVar("T")
+
+
+def dealt(samples: Sequence[T], *, measuring: bool) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Samples to search with, for the final comparison, and to measure; a single one to measure serves the search too.
+
+    >>> dealt("abcdef", measuring=True), dealt("abcdef", measuring=False)
+    (('c', 'bdf', 'ae'), ('ace', 'bdf', ''))
+    """
+    measured = samples[0::4] if measuring else samples[:0]
+    return (samples[2::4] or measured) if measuring else samples[0::2], samples[1::2], measured
 
 
 def prepare_inputs(
-    label: str,
-    loaded: Loaded,
-    source: InputSource,
-    *,
-    new_tokens: int = 32,
-    labels: bool = False,
-    measuring: bool = False,
-    note: Callable[[str], object] = lambda text: None,
+    label: str, loaded: Loaded, source: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 32, measuring: bool = False
 ) -> ExpertInputs:
-    """Read the inputs of an expert, and let it write continuations if it is a generating model.
-
-    Samples with even numbers go to the search, those with odd ones to the final comparison; numbers are by batch.
+    """Deal the samples of batches that are ready, and let the expert write continuations if it is a generating model.
 
     Args:
         label: name of the expert.
         loaded: the expert.
-        source: its data.
+        source: keyword arguments of the model.
         new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
-        labels: read labels too (`label_column`).
-        measuring: set every second input of the search apart to measure statistics on; a single one serves both.
-        note: see `make_batches`.
+        measuring: set every second input of the search apart to measure statistics on.
 
     Raises:
-        StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
+        StatisticsError: too few inputs for a sample in each part.
     """
-    search, final, measured = _InputPart(), _InputPart(), _InputPart()
-    given, shared, name = batches_of(loaded, source, note, labels=labels)
-    for batch in given:
-        whole = replace(completed(loaded, batch, new_tokens), shared=shared)
-        even, odd = range(0, whole.samples, 2), range(1, whole.samples, 2)
-        shift = (search.samples + measured.samples) % 2 if measuring else 0
-        measured.add(whole, even[shift::2] if measuring else ())
-        search.add(whole, even[1 - shift :: 2] if measuring else even)
-        final.add(whole, odd)
-    search = search if search.samples else measured  # one input for both
-    if not final.samples:
+    device = next(loaded.model.parameters()).device
+    whole = [completed(loaded, {k: v.to(device) for k, v in b.items()}, new_tokens) for b in source]
+    samples = [(number, n) for number, batch in enumerate(whole) for n in range(batch.samples)]
+    check_enough(label, len(samples), "the given batches")
+
+    def batches(part: Sequence[tuple[int, int]]) -> list[InputBatch]:
+        chosen = {number: [n for m, n in part if m == number] for number, _ in part}
+        return [whole[number].rows(rows) for number, rows in chosen.items()]
+
+    return ExpertInputs(label, *map(batches, dealt(samples, measuring=measuring)))
+
+
+def check_enough(label: str, samples: int, where: str) -> None:
+    """Raise `StatisticsError` for fewer than two samples."""
+    if samples < 2:
         raise StatisticsError(
-            f"{name}: expected at least 2 inputs for expert '{label}' (32 to 256 are usual): one half for the search "
-            "and one for the final comparison."
+            f"{where}: expected at least 2 inputs for expert '{label}' (eight or more are better): one half for the "
+            "search and one for the final comparison."
         )
-    return ExpertInputs(label, tuple(search.batches), tuple(final.batches), tuple(measured.batches))
 
 
-def cut_at(batches: Sequence[InputBatch], shares: Sequence[float] = ()) -> tuple[InputBatch, ...]:
-    """The same samples in batches that end at these shares of them, of similar lengths, with less padding."""
-    total = sum(b.samples for b in batches)
-    ends = {math.ceil(share * total) for share in shares}
+def of_similar_lengths(batches: Sequence[InputBatch]) -> list[InputBatch]:
+    """The same samples in batches of similar lengths, with less padding."""
     out = []
     for batch in batches:
-        inside = sorted({0, batch.samples, *(e - batch.first for e in ends if 0 < e - batch.first < batch.samples)})
-        for start, stop in pairwise(inside):
-            first = batch.first + start
-            for group in _of_similar_lengths(batch.lengths, range(start, stop)):
-                out.append(batch.rows(group, first).without_padding())
-                first += len(group)
-    return tuple(out)
+        groups: list[list[int]] = []
+        for n in sorted(range(batch.samples), key=lambda n: -batch.lengths[n]):
+            if groups and batch.lengths[n] >= SIMILAR * batch.lengths[groups[-1][0]]:
+                groups[-1].append(n)
+            else:
+                groups.append([n])
+        out += [batch.rows(group).without_padding() for group in groups]
+    return out
 
 
-def predictions_of(batch: InputBatch) -> int:
-    """Predictions that count, if one counts for each sample where nothing says which do."""
-    return batch.samples if batch.counted is None else int(batch.counted.sum())
-
-
-def _of_similar_lengths(lengths: Sequence[int], samples: Iterable[int]) -> list[list[int]]:
-    """Samples in groups, the longest first; none has less than `SIMILAR` of the tokens of the longest of its group."""
-    groups: list[list[int]] = []
-    for n in sorted(samples, key=lambda n: -lengths[n]):
-        if groups and lengths[n] >= SIMILAR * lengths[groups[-1][0]]:
-            groups[-1].append(n)
-        else:
-            groups.append([n])
-    return groups
-
-
-class _InputPart:
-    """Batches of samples that are taken out of given ones."""
-
-    def __init__(self) -> None:
-        self.batches: list[InputBatch] = []
-        self.samples = 0
-
-    def add(self, batch: InputBatch, taken: Sequence[int]) -> None:
-        """Add some samples of a batch."""
-        if not taken:
-            return
-        self.batches.append(batch.rows(taken, self.samples))
-        self.samples += len(taken)
-
-
-def batches_of(
-    loaded: Loaded, source: InputSource, note: Callable[[str], object], *, labels: bool
-) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
-    """Batches, keyword arguments that all of them share, and the name of the data for messages."""
-    if not isinstance(source, DataOptions):
-        device = next(loaded.model.parameters()).device
-        return ({k: v.to(device) for k, v in b.items()} for b in source), {}, "the given batches"
-    reading = replace(source, batch_size=2 * source.batch_size)
-    shared = class_prompts(loaded, source) if source.classes else {}
-    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True, note=note)
-    return given, shared, source.location
+def takes_columns(model: Any) -> bool:
+    """True if a model may be asked for the logits of some columns of its inputs."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return COLUMNS in inspect.signature(inner.forward).parameters
 
 
 def completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:

@@ -47,7 +47,7 @@ def write_tune(report: TuneReport, path: str | Path) -> Path:
 
 def _candidates(report: TuneReport) -> Plot:
     """Mean against worst loss; points further down and to the left are better."""
-    trials = [t for t in report.trials if t.share == 1.0]
+    trials = report.trials
     x_axis, y_axis = (range_axis(_near(v)) for v in ([t.mean for t in trials], [t.worst for t in trials]))
     front, chosen = {t.candidate.key for t in report.front}, report.chosen.candidate.key
     paths = []
@@ -74,13 +74,10 @@ def _near(values: Sequence[float]) -> list[float]:
 
 
 def _scales(report: TuneReport) -> dict[str, Any]:
-    """Mean loss over the scale, one curve per merge, from the trials on most inputs at each scale."""
+    """Mean loss over the scale, one curve per merge."""
     curves: dict[str, dict[float, Trial]] = {}
     for trial in report.trials:
-        if not trial.candidate.groups:
-            points = curves.setdefault(str(trial.candidate.merge), {})
-            if trial.candidate.scale not in points or trial.share >= points[trial.candidate.scale].share:
-                points[trial.candidate.scale] = trial
+        curves.setdefault(str(trial.candidate.merge), {})[trial.candidate.scale] = trial
     best = sorted(curves, key=lambda name: min(t.mean for t in curves[name].values()))[:MOST_CURVES]
     x_axis = range_axis(sorted({s for name in best for s in curves[name]}))
     y_axis = range_axis(_near([t.mean for name in best for t in curves[name].values()]))
@@ -89,7 +86,7 @@ def _scales(report: TuneReport) -> dict[str, Any]:
         points_of = sorted(curves[name].items())
         drawn = [(x_axis.position(s), y_axis.top(t.mean)) for s, t in points_of]
         paths += [Drawn(curve(drawn), f"line e{n}", name), Drawn(dots(drawn), f"dot e{n}", name)]
-        rows += [[name, number(s), number(t.mean), f"{t.share:.0%}"] for s, t in points_of]
+        rows += [[name, number(s), number(t.mean)] for s, t in points_of]
     plot = Plot(
         "mean loss over the scale, one curve per method",
         y_axis,
@@ -102,9 +99,6 @@ def _scales(report: TuneReport) -> dict[str, Any]:
 
 
 def _trials(report: TuneReport) -> list[list[str]]:
-    """All trials, the best on most inputs first."""
-    ordered = sorted(report.trials, key=lambda t: (-t.share, t.mean))
-    return [
-        [str(t.candidate), number(t.candidate.scale), f"{t.share:.0%}", number(t.mean), number(t.worst)]
-        for t in ordered
-    ]
+    """All trials, the best first."""
+    ordered = sorted(report.trials, key=lambda t: t.mean)
+    return [[str(t.candidate), number(t.candidate.scale), number(t.mean), number(t.worst)] for t in ordered]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any, get_args
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import write_whole
 from actmat.extras.tune.evaluate import AnswerComparison, ScoreName, Trial, counts_of, loss_of
-from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
-from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
@@ -25,8 +22,6 @@ from actmat.version import __version__
 RESAMPLES = 2000
 FOUND, PAGE, RECIPE = "tune.json", "tune.html", "recipe.yaml"
 """Files of the work folder: the report, which is written last, its page, and the recipe of the chosen merge."""
-KEPT = "kept-statistics"
-"""Folder of the statistics that the chosen method needs."""
 
 
 @dataclass(frozen=True)
@@ -165,37 +160,17 @@ def _interval(
     return differences[int(0.025 * RESAMPLES)], differences[int(0.975 * RESAMPLES) - 1]
 
 
-def final_recipe(
-    made: Recipe, given: Recipe, chosen: TuneCandidate, groups: Mapping[str, str], work: Path, collected: Path
-) -> Recipe:
+def final_recipe(made: Recipe, given: Recipe) -> Recipe:
     """The recipe that makes the chosen merge; needs data only if its method needs statistics.
 
     Args:
         made: the recipe of the chosen merge at its scale, without an output.
         given: the user's recipe.
-        groups: tensor -> group.
-        work: folder of the search, where statistics that are needed are kept.
-        collected: folder of the statistics that were measured for the search.
     """
-    keep = get_method(chosen.merge.method).needs_statistics
-
-    def kept(expert: ExpertRef) -> str:
-        place = Path(expert.statistics)
-        if not keep or place.parent != collected:
-            return expert.statistics if keep else ""
-        target = work / KEPT / place.name
-        if not target.exists():
-            part = target.with_name(f".{target.name}.part")
-            with disk_errors(target):
-                shutil.rmtree(part, ignore_errors=True)
-                shutil.copytree(place, part)
-                part.rename(target)
-        return str(target)
-
-    experts = tuple(ExpertRef.model_validate({**e.model_dump(), "statistics": kept(e)}) for e in made.experts)
-    factors = {g: chosen.factor(g) for g in chosen.groups}
-    rules = (*made.rules, *group_rules(groups, factors))
-    fields = {"experts": experts, "rules": rules, "out": given.out, "output": given.output or made.output}
+    fields: dict[str, Any] = {"out": given.out, "output": given.output or made.output, "base": given.base}
+    if not get_method(made.method).needs_statistics:
+        plain = ({**e.model_dump(), "statistics": ""} for e in made.experts)
+        fields["experts"] = tuple(map(ExpertRef.model_validate, plain))
     return Recipe.model_validate({**made.model_dump(), **fields})
 
 
@@ -229,18 +204,4 @@ def notes_on_choice(finals: Sequence[Rival], *, allowed: bool, least_agreement: 
         yield (
             f"No candidate keeps {least_agreement:.0%} of every expert's predictions; the one whose worst expert keeps "
             "the most was chosen."
-        )
-
-
-def notes_on_space(space: SearchSpace, choices: Sequence[MergeChoice]) -> Iterator[str]:
-    """Methods for which the experts' weights are not searched, although that was asked for."""
-    if not space.weights:
-        return
-    without = sorted({c.method for c in choices if not get_method(c.method).is_weighted})
-    if len(without) == len({c.method for c in choices}):
-        yield f"Weights of the experts were not searched: no method takes any ({', '.join(without)})."
-    elif without:
-        yield (
-            "Weights of the experts were searched around the best merge whose method takes weights, so not with "
-            f"{', '.join(without)}."
         )

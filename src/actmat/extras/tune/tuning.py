@@ -5,33 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.writing.staging import OutputLock, check_output_path, disk_errors
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.extras.collect.data import (
-    SAMPLES,
-    DataOptions,
-    DataSource,
-    by_expert,
-    class_names,
-    is_contrastive,
-    prepare_data,
-)
+from actmat.extras.collect.data import SAMPLES, DataOptions, by_expert, prepare_data
 from actmat.extras.pages.html import write_html
-from actmat.extras.tune.asking import ask_experts, mark_of
+from actmat.extras.tune.asking import Source, ask_experts
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
-from actmat.extras.tune.groups import FIXED, Grouping, groups_of
-from actmat.extras.tune.inputs import InputSource
-from actmat.extras.tune.live import Directions, LiveModel, Loader, group_numbers
-from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, sizes_of
-from actmat.extras.tune.merges import Merges, SearchInputs, peak_bytes, recipe_of, search_inputs
+from actmat.extras.tune.kept import Asking, DataRows, InputSettings, check_every_expert, with_classes
+from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
+from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory
+from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
 from actmat.extras.tune.page import write_tune
+from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.report import (
     FOUND,
     PAGE,
@@ -41,33 +33,24 @@ from actmat.extras.tune.report import (
     compare_finally,
     final_recipe,
     notes_on_choice,
-    notes_on_space,
     start_ending,
 )
-from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
-from actmat.extras.tune.settings import Effort, Pace, TuneProgress, TuneSettings, usual_tune_progress
-from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate, make_space
-from actmat.planning.model import MergePlan
+from actmat.extras.tune.search import SearchBudget, choose, expected_trials, pareto_front, search
+from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate, make_space, scale_space
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
-from actmat.recipe.output import Vocabulary
+from actmat.recipe.output import AdapterOutput, ModelOutput, Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
-BATCH = 4
-"""Methods that are merged in one reading of the inputs."""
-MADE = ("merges", "statistics", "directions")
-"""Folders of the work folder that are removed in the end."""
+MADE = ("merges", "statistics")
+"""Folders of the work folder that are removed in the end; statistics that the chosen merge needs stay."""
 LOCK = ".actmat-lock"
 TRIALS = "trials.jsonl"
 """The journal of the trials, which also marks a work folder as one of ours."""
 
-TuneData = DataSource | InputSource
-"""Inputs of an expert: a location, `DataOptions`, or batches that are ready."""
-
-Data = TuneData | Mapping[str, TuneData]
-
-_SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype", "budget"}
+_SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype"}
 _MOST = 2 * SAMPLES
 """Inputs per expert that are read of a location: half choose (some of these measure), half compare."""
 
@@ -76,31 +59,31 @@ def tune(
     base: Location | None = None,
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
-    data: Data,
+    data: Any,
     out: Location,
     space: SearchSpace | Mapping[str, Any] | None = None,
-    budget: str | int | None = None,
     progress: TuneProgress | None = None,
     **fields: Any,
 ) -> TuneReport:
     """Find the best merge of some experts from a few unlabeled inputs of each, and write it.
 
-    Every method of the space is merged once; scales are written into one model in memory and scored by the mean
-    divergence `KL(expert || merged)` of the experts' own predictions on their inputs (docs/tune.md says how far to
-    trust it). Half of the inputs are kept back to compare the chosen merge with the average.
+    It begins with RegMean on some of the inputs, at scale 1. Then every method of the space is merged once, scales are
+    formed in memory, and all is scored by the mean divergence `KL(expert || merged)` of the experts' own predictions on
+    their inputs (docs/tune.md says how far to trust it). Half of the inputs are kept back to compare the chosen merge
+    with the average.
 
     Args:
         base: as for `merge`; None: the one that the adapters name.
-        experts: as for `merge`.
-        data: expert -> its unlabeled inputs (32 to 256), or one data set for all: a location, `DataOptions`, or
-            batches of keyword arguments of the model.
+        experts: as for `merge`; adapters become an adapter.
+        data: expert -> its unlabeled inputs (8 to 256), or one data set for all: a location, a prompt, `DataOptions`,
+            or batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.
-        space: the candidates: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
-            some twelve methods, others for adapters, at up to six scales.
-        budget: evaluations (200) or time ("15m").
+        space: the candidates: `{"methods": [...], "scales": [...]}`; default: five methods, of adapters three, at up
+            to six scales.
         progress: receives callbacks.
-        fields: fields of `TuneSettings` (`score`, `least_agreement`, `predict`, `load`, `model_class`, `new_tokens`,
-            ...; `model_dtype` is the dtype of the models while they run), of a recipe, and of `RunSettings`.
+        fields: fields of `TuneSettings` (`minutes`, `score`, `least_agreement`, `predict`, `load`, `model_class`,
+            `new_tokens`, ...; `model_dtype` is the dtype of the models while they run), of a recipe, and of
+            `RunSettings`.
 
     Returns:
         The report: the chosen recipe, all trials, the final comparison with intervals.
@@ -108,7 +91,7 @@ def tune(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, budget)
+    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields})
     chosen = space if isinstance(space, SearchSpace) else make_space(space or {})
     return tune_recipe(recipe, chosen, data, settings, run, progress or usual_tune_progress())
 
@@ -117,7 +100,7 @@ def tune_scale(
     base: Location | None = None,
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
-    data: Data,
+    data: Any,
     out: Location,
     scales: Sequence[float] | None = None,
     progress: TuneProgress | None = None,
@@ -139,47 +122,34 @@ def tune_scale(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, None)
+    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields})
     settings = dataclasses.replace(settings, average=False)
     space = functools.partial(scale_space, scales=scales)
     return tune_recipe(recipe, space, data, settings, run, progress or usual_tune_progress())
-
-
-def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> SearchSpace:
-    """The method of a recipe at several scales.
-
-    >>> space = scale_space(Recipe(experts=("a", "b"), method="ties", options={"density": 0.3}), [0.5, 1.0])
-    >>> [str(c) for c in space.merges()], space.scales
-    (['ties[density=0.3]'], (0.5, 1.0))
-    """
-    method = {"method": recipe.method, "options": {name: [value] for name, value in recipe.options.items()}}
-    return make_space({"methods": [method]} | ({} if scales is None else {"scales": list(scales)}))
 
 
 def _arguments(
     base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     fields: dict[str, Any],
-    budget: str | int | None,
 ) -> tuple[Recipe, TuneSettings, RunSettings]:
     """Recipe and settings from the fields of all three."""
     search = {k: fields.pop(k) for k in _SEARCH & fields.keys()} | {"dtype": fields.pop("model_dtype", "float32")}
     recipe, run = make_arguments(base, experts, fields)
-    return recipe, TuneSettings(budget=parse_budget(budget), **search), run
+    return recipe, TuneSettings(**search), run
 
 
 def tune_recipe(
     recipe: Recipe,
     space: SearchSpace | Callable[[Recipe], SearchSpace],
-    data: Data,
+    data: Any,
     settings: TuneSettings | None = None,
     run: RunSettings | None = None,
     progress: TuneProgress | None = None,
 ) -> TuneReport:
     """Choose method, options and scale by the answers of the experts on unlabeled inputs, and write that merge.
 
-    Whole models that are tried are kept in `OUT.tune` until the end, in float32, each once; merged adapters in memory.
-    An interrupted search goes on from its trials.
+    Merges that are tried are kept in `OUT.tune` until the end. An interrupted search goes on from its trials.
 
     Args:
         recipe: base, experts, scope, rules, output; its method and scale are one candidate of the final comparison.
@@ -199,8 +169,9 @@ def tune_recipe(
         if not isinstance(space, SearchSpace):
             recipe = inputs.recipe.model_copy(update={"base": recipe.base})
             space = space(recipe)
-        sources = sources_of(recipe, data, inputs.base.config or {})
-        fitted = space.fitted(to_adapters=bool(inputs.factor_bytes))
+        sources = _sources_of(recipe, data, settings, inputs.base.config or {})
+        sizes = [len(d.rows) if isinstance(d, DataRows) else sum(map(_samples, d)) for d in sources.values()]
+        fitted = space.fitted(-(-min(sizes) // 4), to_adapters=inputs.are_adapters)
         device, note = model_device(run.device)
         settings = dataclasses.replace(settings, device=device)
         work = stack.enter_context(_work_folder(out, run))
@@ -230,46 +201,25 @@ def _checked_out(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def sources_of(recipe: Recipe, data: Data, config: Mapping[str, Any], *, whole: bool = True) -> dict[str, InputSource]:
-    """Expert -> its data, of all experts if `whole`. Data sets are opened once.
-
-    Of a location, as many inputs as are usual are read; folders of images have their classes by name where the base
-    compares images with texts.
-    """
+def _sources_of(recipe: Recipe, data: Any, settings: TuneSettings, config: Mapping[str, Any]) -> dict[str, Source]:
+    """Expert -> its data; data sets are read. Of a location, as many inputs as are usual are read."""
     given = by_expert(recipe, data)
-    if whole and (missing := [label for label in recipe.labels if label not in given]):
-        raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
-    sources: dict[str, InputSource] = {}
+    check_every_expert(recipe, given)
+    reading = InputSettings(reading=DataOptions("", max_samples=_MOST))
+    sources: dict[str, Source] = {}
+    options: dict[str, DataOptions] = {}
     for label, source in given.items():
-        if isinstance(source, str | Path):
-            source = DataOptions(str(source), max_samples=_MOST)
-        if isinstance(source, DataOptions):
-            sources[label] = _with_classes(label, source, config)
+        if isinstance(source, str | Path | DataOptions):
+            options[label] = with_classes(label, reading.source(source, measured=True), config)
         elif source:
             sources[label] = source
         else:
-            raise StatisticsError(f"The batches of '{label}' are empty: expected 32 to 256 inputs.")
-    prepare_data({label: o for label, o in sources.items() if isinstance(o, DataOptions)})
-    return sources
+            raise StatisticsError(f"The batches of '{label}' are empty: expected 8 to 256 inputs.")
+    return sources | {label: DataRows(options[label], rows) for label, rows in prepare_data(options).items()}
 
 
-def _with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> DataOptions:
-    """The data with the classes of its images, by the names of their folders, if the base compares images with texts.
-
-    Raises:
-        RecipeError: images without classes, or classes for a model of another kind.
-    """
-    if not is_contrastive(config):
-        if source.classes:
-            raise RecipeError("--classes needs a model that compares images with texts, such as CLIP.")
-        return source
-    classes = source.classes or class_names(source.location)
-    if not classes and Path(source.location).is_dir():
-        raise RecipeError(
-            f"The image classes of '{label}' are unknown: pass --classes {label}=a,b,c, or a folder of images with one "
-            "subfolder per class."
-        )
-    return dataclasses.replace(source, classes=classes)
+def _samples(batch: Mapping[str, Any]) -> int:
+    return len(next(iter(batch.values())))
 
 
 @contextlib.contextmanager
@@ -293,9 +243,9 @@ def _work_folder(out: Path, run: RunSettings) -> Iterator[Path]:
         lock.release()
 
 
-def _remove_made(work: Path) -> None:
-    """Remove the folders of a search; each is renamed first, so that a kill leaves no half of a merge to be used."""
-    for name in MADE:
+def _remove_made(work: Path, names: Sequence[str]) -> None:
+    """Remove folders of a search; each is renamed first, so that a kill leaves no half of a merge to be used."""
+    for name in names:
         aside = work / f".removed-{name}"
         for folder in (aside, work / name):
             if folder.exists():
@@ -324,38 +274,36 @@ class _Search:
         self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
         self.base, self.loader = inputs.base, settings.loader(own.base)
-        self.factor_bytes = inputs.factor_bytes if self.loader.given is None else 0
+        self.are_adapters = inputs.are_adapters and settings.load is None
 
     def say(self, note: str) -> None:
         """A note now, and in the report."""
         self.notes.append(note)
         self.progress.note(note)
 
-    def report(self, data: Mapping[str, InputSource], began: float) -> TuneReport:
+    def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
-        recipe = self.given.model_copy(update={"base": self.loader.base, "output": self.given.model, "out": None})
-        memory = self._planned(recipe, data)
-        collected = self.work / "statistics"
-        recipe, asked = ask_experts(
-            recipe, data, self.settings, self.loader, self.space.statistics, collected, self.progress
-        )
+        settings = self.settings
+        output = AdapterOutput() if self.are_adapters else self.given.model
+        recipe = self.given.model_copy(update={"base": self.loader.base, "output": output, "out": None})
+        memory = self._planned(len(data))
+        asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
+        found = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(recipe, self.work / "merges", inner, factor_bytes=self.factor_bytes)
-        choices = self._merged(merges)
-        for note in notes_on_space(self.space, choices):
-            self.say(note)
-        folder = self.work / "directions" if memory.held == "files" else None
-        live, groups = open_live(merges.whole_plan(choices[0]), self.space.groups, self.loader, self.base, folder)
-        evaluator = self._evaluator(live, merges, asked, memory)
-        trials = self._trials(choices, asked, groups, evaluator)
-        least = self.settings.least_agreement
-        chosen, allowed = choose(trials, least)
+        merges = Merges(found.recipe, self.work / "merges", inner, self.progress)
+        budget = SearchBudget(settings.budget, None if settings.minutes is None else 60 * settings.minutes)
+        made = self._made(merges, budget)
+        if (first := next(made, None)) is None:
+            raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
+        evaluator = self._evaluator(merges, first, found.asked, found.mark)
+        trials = self._trials(itertools.chain([first], made), evaluator, budget)
+        chosen, allowed = choose(trials, settings.least_agreement)
         finals = self._finals(chosen.candidate, evaluator, merges)
-        made = recipe_of(recipe, chosen.candidate.merge, chosen.candidate.scale)
-        final = final_recipe(made, self.given, chosen.candidate, groups, self.work, collected)
-        self.progress.doing("merging the chosen one")
+        final = final_recipe(recipe_of(found.recipe, chosen.candidate.merge, chosen.candidate.scale), self._wanted())
         start_ending(final, self.work)
-        (merged,) = run_recipes([final], self.run, draw=write_html)
+        (merged,) = run_recipes(
+            [final], self.run, MergingProgress(self.progress, "merging the chosen"), draw=write_html
+        )
         report = TuneReport(
             out=Path(str(final.out)),
             recipe=final,
@@ -363,106 +311,92 @@ class _Search:
             trials=trials,
             front=pareto_front(trials),
             finals=finals,
-            score=self.settings.score_name,
+            score=settings.score_name,
             refused=merges.refused,
-            notes=[*self.notes, *notes_on_choice(finals, allowed=allowed, least_agreement=least)],
+            notes=[*self.notes, *notes_on_choice(finals, allowed=allowed, least_agreement=settings.least_agreement)],
             seconds=time.perf_counter() - began,
             memory=memory,
             merged=merged,
         )
         with disk_errors(self.work):
             write_tune(report, self.work / PAGE)
-            if not self.settings.keep:
-                _remove_made(self.work)
+            if not settings.keep:
+                needs = any(e.statistics and self.work in Path(e.statistics).parents for e in final.experts)
+                _remove_made(self.work, MADE[: 1 if needs else 2])
             report.save(self.work)  # last: then the search is complete, and is not given again
         return report
 
-    def _planned(self, recipe: Recipe, data: Mapping[str, InputSource]) -> MemoryPlan:
+    def _wanted(self) -> Recipe:
+        """The user's recipe; adapters become an adapter unless another output is asked for."""
+        if self.are_adapters and self.settings.as_adapter and self.given.output in (None, ModelOutput()):
+            return self.given.model_copy(update={"output": AdapterOutput()})
+        return self.given
+
+    def _planned(self, experts: int) -> MemoryPlan:
         """The memory plan, checked and told."""
-        merges = Merges(recipe, self.work, self.run, factor_bytes=self.factor_bytes)
         plan = plan_memory(
             self.base.specs,
-            sizes_of(data, self.base.config or {}, self.settings.new_tokens),
             self.run,
             dtype=self.settings.dtype,
-            merging=peak_bytes(recipe, [MergeChoice("average"), self.own]),
-            merges=[self.factor_bytes * merges.is_factored(c) for c in self.space.merges()],
-            gram="gram" in self.space.statistics,
+            merges=len(self.space.merges) + 1,
+            factors=self.are_adapters,
+            statistics=experts if self.space.statistics else 0,
         )
         plan.check()
-        self.progress.planned(plan)
-        if (why := plan.why_files) is not None:
-            self.notes.append(why)
+        self.progress.note(plan.line())
         return plan
 
-    def _merged(self, merges: Merges) -> list[MergeChoice]:
-        """The choices of the space that can be merged.
+    def _evaluator(self, merges: Merges, first: MergeChoice, asked: Mapping[str, Asked], mark: str) -> Evaluator:
+        live: Live
+        if self.are_adapters:
+            live = LiveAdapter(self.loader)
+        else:
+            live = LiveModel(self.loader, self.base, fixed_tensors(merges.plans[first.key]))
+        mark = mark_of(mark, self.settings.score_name, self.settings.dtype, merges.mark)
+        return Evaluator(live, merges, asked, self.settings.score, self.work / TRIALS, mark=mark)
 
-        Raises:
-            RecipeError: none can.
-        """
-        choices, made, start = sorted(self.space.merges(), key=lambda c: not merges.is_factored(c)), [], 0
-        while start < len(choices):
-            batch = choices[start : start + (1 if merges.is_factored(choices[start]) else BATCH)]
-            self.progress.doing(f"merging {', '.join(map(str, batch))} ({start + 1} of {len(choices)})")
-            made += merges.make(batch)
-            start += len(batch)
-        if not made:
-            raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
-        return made
+    def _made(self, merges: Merges, budget: SearchBudget) -> Iterator[MergeChoice]:
+        """The choices that can be merged, each made when it is asked for."""
+        for choice in self.space.merges:
+            if merges.plans and budget.is_spent:
+                return
+            yield from merges.make([choice])
 
-    def _evaluator(self, live: LiveModel, merges: Merges, asked: Mapping[str, Asked], memory: MemoryPlan) -> Evaluator:
-        settings = self.settings
-        inputs = {label: a.inputs for label, a in asked.items()}
-        mark = mark_of(inputs, settings.score_name, settings.dtype, merges.mark)
-        directions = Directions(live, self.base, merges, self.loader, memory.deltas)
-        return Evaluator(live, directions, asked, settings.score, self.work / TRIALS, mark=mark)
+    def _trials(self, choices: Iterable[MergeChoice], evaluator: Evaluator, budget: SearchBudget) -> list[Trial]:
+        """Every trial, told as it is there."""
+        total = expected_trials(len(self.space.merges), len(self.space.scales), budget)
+        began, done = time.perf_counter(), 0
+        best: Trial | None = None
 
-    def _trials(
-        self,
-        choices: Sequence[MergeChoice],
-        asked: Mapping[str, Asked],
-        groups: Mapping[str, str],
-        evaluator: Evaluator,
-    ) -> list[Trial]:
-        names = sorted({g for g in groups.values() if g != FIXED}) if self.space.groups != "none" else []
-        predictions = min(sum(len(b.best_P) for b in a.search) for a in asked.values())
-        varied = Varied(predictions, names, len(asked) if self.space.weights else 0, self.settings.seed)
-        effort = Effort(len(choices), len(self.space.scales), varied, self.settings.budget.evaluations)
-        pace = Pace(effort, sum(a.seconds for a in asked.values()), self.progress)
-        self.progress.doing(
-            f"searching: {len(choices)} merges, about {effort.trials} trials, {pace.left:.0f} s with the comparison"
-        )
-        return search(self.space, choices, evaluator, self.settings.budget, varied, pace.add)
+        def told(trial: Trial) -> None:
+            nonlocal best, done
+            done += 1
+            self.progress.doing("searching", total)
+            best = trial if best is None else min(trial, best, key=lambda t: t.mean)
+            if done == 1:
+                kept = ", ".join(f"{label} {share:.0%}" for label, share in trial.agreement.items())
+                self.progress.note(
+                    f"the first merge, {trial.candidate}, keeps of the experts' answers: {kept}; about {total - 1} "
+                    f"more trials follow, {(total - 1) * (time.perf_counter() - began):.0f} s"
+                )
+            self.progress.trial(trial, best)
+            self.progress.done(min(done, total))
+
+        return search(self.space, choices, evaluator, budget, told)
 
     def _finals(self, chosen: TuneCandidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""
-        self.progress.doing("comparing on inputs that were kept back")
         assert isinstance(self.given.scale, float), "checked by `tune_recipe`"
         own = self.own
         rivals = {f"{own} x {self.given.scale:g} (the recipe's)": TuneCandidate(own, self.given.scale)}
         if self.settings.average:
             rivals = {"average": TuneCandidate(MergeChoice("average"), 1.0), **rivals}
-        found = {f"{chosen} (chosen)": evaluator.final(chosen)}
         made = {c.key for c in merges.make([c.merge for c in rivals.values()])}
+        self.progress.doing("comparing on inputs that were kept back", len(rivals) + 2)
+        found = {f"{chosen} (chosen)": evaluator.final(chosen)}
         for name, candidate in rivals.items():
+            self.progress.done(len(found))
             if candidate.merge.key in made and candidate.key != chosen.key:
                 found[name] = evaluator.final(candidate)
         found["base"] = evaluator.final(None)
         return compare_finally(found, self.settings.score, self.settings.seed)
-
-
-def open_live(
-    plan: MergePlan, grouping: Grouping, loader: Loader, base: Checkpoint, folder: Path | None = None
-) -> tuple[LiveModel, dict[str, str]]:
-    """The live model, and the group of every tensor.
-
-    Args:
-        plan: of a merge at scale 1; says which tensors the scale reaches.
-        base: the checkpoint that `loader` loads.
-        folder: for files of base and deltas; None: these stay in memory.
-    """
-    groups = groups_of(plan, grouping)
-    names = tuple(dict.fromkeys(groups.values()))
-    model = loader.load(loader.base).model
-    return LiveModel(model, names, group_numbers(model, base, groups, names), folder), groups

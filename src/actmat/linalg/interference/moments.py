@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.gram import add_gram, mirror
+from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.scaling import scaled
@@ -63,6 +64,7 @@ class Reduced:
     form: MomentForm
     size: int  # side `N` of the reduced Gram matrix
     dtype: torch.dtype  # in which deltas are computed with
+    smallest: int = SMALLEST  # side from which a few eigenpairs are looked for first
     _spectrum: Spectrum | None = field(default=None, repr=False)
 
     @property
@@ -101,7 +103,7 @@ class Reduced:
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         wide_NN, dtype = self._gram.double(), self._gram.dtype
-        found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
+        found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= self.smallest else ""
         if isinstance(found, str):
             self._spectrum = self._full(wide_NN, found)
         else:
@@ -174,9 +176,17 @@ class PrimalMoments:
         mirror(term_II)
         self._add_term(delta_OI, term_II, weight)
 
-    def add_gram(self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float) -> None:
-        """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`."""
+    def add_gram(
+        self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float, prior: float = 0.0
+    ) -> None:
+        """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`.
+
+        A `prior` adds `D^T D`, brought to the trace of `K_t` and multiplied by it.
+        """
         term = self._term.copy_(gram_II)
+        if prior and (size := frobenius_norm64(delta_OI)):
+            unit_OI = delta_OI / size
+            term.addmm_(unit_OI.mT, unit_OI, alpha=prior * float(gram_II.diagonal().sum(dtype=torch.float64)))
         if off_diagonal != 1.0:
             diagonal = term.diagonal().clone()
             term.mul_(off_diagonal).diagonal().copy_(diagonal)

@@ -153,6 +153,7 @@ class InterferenceRule:
     solver: Solver = "auto"
     off_diagonal: float = 1.0  # factor on the off-diagonal entries of given Gram matrices
     per_trace: bool = False  # divide each given Gram matrix by its trace
+    prior: float = 0.0  # share of `D^T D`, of the trace of the given Gram matrix, that is added to it
 
     def __post_init__(self) -> None:
         if self.null == "minus_base" and self.spectral.kind not in ("hard", "adaptive"):
@@ -165,7 +166,15 @@ class InterferenceRule:
 
     def moments_key(self) -> Hashable:
         """Value on which the accumulated sums depend: rules with equal keys can share them."""
-        return ("interference", self.estimator, self.needs_sum, self.solver, self.off_diagonal, self.per_trace)
+        return (
+            "interference",
+            self.estimator,
+            self.needs_sum,
+            self.solver,
+            self.off_diagonal,
+            self.per_trace,
+            self.prior,
+        )
 
     def weights_problem(self, weights: Sequence[float] | None) -> str | None:
         """Why these weights cannot be used with this rule, or None."""

@@ -48,6 +48,10 @@ from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.scaling import exponent_of, scaled
 
+SMALLEST_OF_FEW = 1024
+"""Side from which eigenpairs above the cut-off are looked for first where few are likely: of 91 in 1536 in a quarter of
+the time of all, else 4 % more (one thread, 2026-11)."""
+
 Moments = PrimalMoments | StackedMoments
 
 
@@ -109,6 +113,9 @@ def prepare(
     assert state is not None
     del delta  # frees it before Gram matrices of the stack are formed
     state.items = [accumulator.reduced() for accumulator in moments]
+    if rule.prior:  # goes with few inputs, which leave few directions
+        for reduced in state.items:
+            reduced.smallest = SMALLEST_OF_FEW
     return state
 
 
@@ -239,7 +246,7 @@ def _add_expert(
             accumulator = moments[item]
             assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
             weight = checked_weight(share * rule.gram_weight(gram_BII[item]), delta.dtype)
-            accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal)
+            accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal, rule.prior)
         else:
             given_RI = None if factor_BRI is None else factor_BRI[item]
             delta_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)

@@ -128,10 +128,10 @@ class GramSum:
         """The lower triangle: `I(I+1)/2` entries, or `G` times as many, on the CPU."""
         out = torch.empty(self.groups, packed_size(self.width), dtype=dtype)
         for start, total in zip(self._starts, self._sums, strict=True):
-            block = total.to("cpu", dtype)
-            for r in range(total.shape[1]):
-                i = start + r
-                out[:, packed_size(i) : packed_size(i + 1)] = block[:, r, : i + 1]
+            rows = total.shape[1]
+            lower = torch.ones(rows, start + rows, dtype=torch.bool).tril(start)
+            kept = total.to("cpu", dtype).masked_select(lower).view(self.groups, -1)
+            out[:, packed_size(start) : packed_size(start + rows)] = kept
         return out if self.groups > 1 else out[0]
 
     def nonfinite(self) -> bool:

@@ -1,0 +1,397 @@
+"""Answers kept: the answers of a merge beside each expert's own, on a few inputs of the expert's task.
+
+For classes: the share of inputs with equal predictions. For texts: the share of tokens of the expert's own greedy
+answer that the merge ranks first when it is led through that answer, in one pass. `whole` counts whole answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from actmat.diagnostics.model import AgreementRow
+from actmat.errors import MergeError, RecipeError, StatisticsError, format_size
+from actmat.experts.locate import locate
+from actmat.extras.collect.data import (
+    READERS,
+    SAMPLES,
+    DataOptions,
+    Row,
+    by_expert,
+    class_names,
+    class_prompts,
+    is_contrastive,
+    make_batches,
+    prepare_data,
+)
+from actmat.extras.models.loading import Loaded
+from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, default_predict, keep_answers
+from actmat.extras.tune.inputs import InputBatch, completed, is_causal, of_similar_lengths, takes_columns
+from actmat.extras.tune.live import Loader
+from actmat.extras.tune.progress import TuneProgress, usual_tune_progress
+from actmat.recipe import ExpertRef, Recipe
+from actmat.report.outputs import recipe_of_output
+from actmat.run import plan_recipe, run_recipes
+from actmat.settings import RunSettings
+
+FEWEST = 4
+"""Inputs of an expert from which every fourth is held back for the comparison of answers."""
+AVERAGE_BYTES = 2 << 30
+"""Largest average of full models that is written, to compare its answers as well."""
+LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
+"""Columns that are used if they are there: classes as numbers, and right continuations of texts."""
+Z_95 = 1.959964
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSettings:
+    """Settings of models that run on inputs.
+
+    Args:
+        reading: options of every data set, whose location is replaced.
+        new_tokens: tokens of an expert's own answer to a text, at most.
+        model_class, dtype: of the models while they run.
+        keep_statistics: keep the folder `OUT.statistics`.
+        as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
+    """
+
+    reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
+    new_tokens: int = 32
+    model_class: str | None = None
+    dtype: str = "float32"
+    keep_statistics: bool = False
+    as_adapter: bool = True
+
+    def loader(self, base: str, device: str) -> Loader:
+        """Loads the models."""
+        return Loader(base, self.model_class, self.dtype, device)
+
+    def source(self, given: Any, *, measured: bool) -> DataOptions:
+        """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
+        if isinstance(given, DataOptions):
+            return given
+        reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
+        text = str(given)
+        if is_prompt(text):
+            return dataclasses.replace(reading, location="the prompt given", texts=(text,))
+        return dataclasses.replace(reading, location=text)
+
+
+def is_prompt(text: str) -> bool:
+    """True for a text itself, False for the place of a data set.
+
+    >>> is_prompt("Question: What is 2 + 2?"), is_prompt("math.jsonl"), is_prompt("my data/math.jsonl")
+    (True, False, False)
+    """
+    is_file = Path(text).suffix in (*READERS, ".npz") or text.startswith(("/", "./", "../", "~"))
+    return any(c.isspace() for c in text) and not is_file and not os.path.exists(text)
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """A data set and its rows, which were read."""
+
+    options: DataOptions
+    rows: Sequence[Row]
+
+    def part(self, held: bool) -> DataRows:
+        """Every fourth row, which is held back; or the others."""
+        kept = [row for n, row in enumerate(self.rows) if (n % FEWEST == FEWEST - 1) == held]
+        return dataclasses.replace(self, rows=kept)
+
+
+def read_sources(
+    recipe: Recipe, data: Any, settings: InputSettings, config: Mapping[str, Any], *, measured: bool
+) -> dict[str, DataRows]:
+    """Expert -> its rows; images have classes by the names of their folders if the base compares images with texts.
+
+    Raises:
+        RecipeError: data of unknown experts, or of not every expert if the data is `measured`.
+        StatisticsError: data that cannot be read.
+    """
+    named = {n: settings.source(d, measured=measured) for n, d in by_expert(recipe, data).items()}
+    if measured:
+        check_every_expert(recipe, named)
+    options = {label: with_classes(label, source, config) for label, source in named.items()}
+    return {label: DataRows(options[label], rows) for label, rows in prepare_data(options).items()}
+
+
+def check_every_expert(recipe: Recipe, data: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` for experts without data."""
+    if missing := [label for label in recipe.labels if label not in data]:
+        raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
+
+
+def with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> DataOptions:
+    """The data with the classes of its images, by the names of their folders, if the base compares images with texts.
+
+    Raises:
+        RecipeError: images without classes, or classes for a model of another kind.
+    """
+    if not is_contrastive(config):
+        if source.classes:
+            raise RecipeError("--classes needs a model that compares images with texts, such as CLIP.")
+        return source
+    classes = source.classes or class_names(source.location)
+    if not classes and Path(source.location).is_dir():
+        raise RecipeError(
+            f"The image classes of '{label}' are unknown: pass --classes {label}=a,b,c, or a folder of images with one "
+            "subfolder per class."
+        )
+    return dataclasses.replace(source, classes=classes)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Inputs of one expert, with its own answers.
+
+    Args:
+        source: location of the data set.
+        inputs: number of samples.
+        measured: statistics were measured on them as well.
+        batches, answers: texts are followed by the expert's own answers.
+        graded, graded_answers, right: batches with right answers where these are known, and the expert's accuracy.
+    """
+
+    source: str
+    inputs: int
+    measured: bool
+    batches: Sequence[InputBatch]
+    answers: Sequence[Answers]
+    graded: Sequence[InputBatch] = ()
+    graded_answers: Sequence[Answers] = ()
+    right: float | None = None
+
+    def compare(self, model: nn.Module) -> tuple[AnswerComparison, float | None]:
+        """Comparison of a model's answers with the expert's, and its accuracy where labels are known."""
+        found = compare_answers(model, self.batches, self.answers, default_predict)
+        return found, found_right(found if self.graded is self.batches else self._graded(model))
+
+    def _graded(self, model: nn.Module) -> AnswerComparison:
+        return compare_answers(model, self.graded, self.graded_answers, default_predict)
+
+
+def found_right(found: AnswerComparison) -> float | None:
+    """Share of samples of which every labeled prediction is right; None without labels."""
+    labeled = [right == n for right, n in zip(found.right, found.labeled, strict=True) if n]
+    return sum(labeled) / len(labeled) if labeled else None
+
+
+class Asking:
+    """Runs experts on their inputs, one after the other.
+
+    Args:
+        loader: of the models.
+        settings: how the data is read, and answered.
+        progress: receives callbacks.
+    """
+
+    def __init__(self, loader: Loader, settings: InputSettings, progress: TuneProgress) -> None:
+        self.loader, self.settings, self.progress = loader, settings, progress
+        self.notes: list[str] = []
+        self.questions: dict[str, Question] = {}
+
+    def batches(
+        self, loaded: Loaded, data: DataRows, target: str | None = None, *, labels: bool = True
+    ) -> list[InputBatch]:
+        """The rows in batches of similar lengths, with class labels where there are any."""
+        options = dataclasses.replace(data.options, batch_size=2 * data.options.batch_size)
+        if target is not None:
+            options = dataclasses.replace(options, target_column=target)
+        elif options.label_column is None and labels:
+            column = next((c for c in LABELS if type(data.rows[0].get(c)) is int), None)
+            options = dataclasses.replace(options, label_column=column)
+        rows = sorted(data.rows, key=lambda row: sum(len(str(v)) for v in row.values() if isinstance(v, str | list)))
+        shared = class_prompts(loaded, options) if options.classes else {}
+        given = make_batches(
+            loaded, options, rows=rows, labels=labels and options.label_column is not None, apart=True, note=self._note
+        )
+        return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def ask(self, label: str, loaded: Loaded, data: DataRows, *, measured: bool = False) -> None:
+        """Keep an expert's answers to inputs, and to those with right answers."""
+        given = self.batches(loaded, data)
+        batches = self.completed(loaded, given, label)
+        answers = keep_answers(loaded.model, batches, default_predict)
+        graded: Sequence[InputBatch] = ()
+        kept: Sequence[Answers] = ()
+        if (column := self._answer_column(loaded, data)) is not None:
+            graded = self.completed(loaded, self.batches(loaded, data, column))
+            kept = keep_answers(loaded.model, graded, default_predict)
+        elif not is_causal(loaded.model) and all(b.labels is not None for b in given):
+            graded, kept = batches, answers  # class labels, or targets
+        own = compare_answers(loaded.model, graded, kept, default_predict) if graded else AnswerComparison()
+        where = data.options.location
+        self.questions[label] = Question(
+            where, len(data.rows), measured, batches, answers, graded, kept, found_right(own)
+        )
+
+    def _answer_column(self, loaded: Loaded, data: DataRows) -> str | None:
+        """Column of right continuations, for a causal model whose data has them."""
+        if data.options.texts or not is_causal(loaded.model):
+            return None
+        row = data.rows[0]
+        return data.options.target_column or next((c for c in ANSWERS if isinstance(row.get(c), str)), None)
+
+    def completed(self, loaded: Loaded, batches: Sequence[InputBatch], label: str = "") -> list[InputBatch]:
+        """Batches with the expert's own answers, or the given ones, of similar lengths."""
+        whole = []
+        if label:
+            self.progress.doing(f"asking {label}", sum(b.samples for b in batches))
+        for batch in batches:
+            labels = {} if batch.labels is None else {"labels": batch.labels}
+            done = completed(loaded, {**batch.arguments, **labels}, self.settings.new_tokens)
+            whole.append(dataclasses.replace(done, shared=batch.shared))
+            if label:
+                self.progress.done(sum(b.samples for b in whole))
+        ready = of_similar_lengths(whole)
+        return [b.with_few_logits() for b in ready] if takes_columns(loaded.model) else ready
+
+    def compare(self, place: str | Path, name: str) -> dict[str, tuple[AnswerComparison, float | None]]:
+        """Comparison of the model at a place with every expert that was asked."""
+        model = self.loader.load(str(place)).model
+        self.progress.doing(f"running {name}", len(self.questions))
+        found = {}
+        for number, (label, question) in enumerate(self.questions.items(), 1):
+            found[label] = question.compare(model)
+            self.progress.done(number)
+        return found
+
+    def rows(self, places: Sequence[str | Path], recipe: Recipe, folder: Path) -> list[tuple[AgreementRow, ...]]:
+        """Rows of each merge; the plain average of the recipe's experts is made in `folder`, and compared too."""
+        if not self.questions:
+            return [()] * len(places)
+        average = self._of_average(recipe, folder)
+        return [
+            tuple(_row(n, self.questions[n], *f, average.get(n)) for n, f in self.compare(place, str(place)).items())
+            for place in places
+        ]
+
+    def _of_average(self, recipe: Recipe, folder: Path) -> dict[str, tuple[AnswerComparison, float | None]]:
+        """Comparison of the plain average's answers; empty where it would be large, or cannot be made."""
+        plain = average_of(recipe)
+        with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=".average.", dir=folder) as inside:
+            average = plain.model_copy(update={"out": str(Path(inside) / "average")})
+            if (size := plan_recipe(average).write_bytes) > AVERAGE_BYTES:
+                self.progress.note(f"the average is not compared: it would take {format_size(size)} on the disk")
+                return {}
+            run_recipes([average], RunSettings(durable=False))
+            return self.compare(str(average.out), "the average")
+        return {}
+
+
+def average_of(recipe: Recipe) -> Recipe:
+    """The plain average of a recipe's experts, with nothing of its method."""
+    plain = Recipe(experts=(ExpertRef(path="x"),))
+    experts = tuple(e.model_copy(update={"weight": 1.0, "statistics": "", "options": {}}) for e in recipe.experts)
+    names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
+    fields = {n: getattr(plain, n) for n in names} | {"method": "average", "experts": experts}
+    return recipe.model_copy(update=fields)
+
+
+def _row(
+    label: str,
+    question: Question,
+    found: AnswerComparison,
+    accuracy: float | None,
+    average: tuple[AnswerComparison, float | None] | None,
+) -> AgreementRow:
+    kept, inputs = _kept(found), question.inputs
+    low, high = wilson_interval(kept, inputs)
+    grades = () if accuracy is None else (accuracy, question.right, average[1] if average else None)
+    return AgreementRow(
+        expert=label,
+        data=question.source,
+        disagreement=1 - kept,
+        divergence=math.fsum(found.divergence) / sum(found.predictions),
+        predictions=sum(found.predictions),
+        inputs=inputs,
+        measured=question.measured,
+        low=low,
+        high=high,
+        average=_kept(average[0]) if average else None,
+        accuracy=grades,
+        whole=sum(not d for d in found.differing) / inputs,
+    )
+
+
+def _kept(found: AnswerComparison) -> float:
+    """Share of predictions that are the expert's."""
+    return 1 - sum(found.differing) / sum(found.predictions)
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share of `n` independent inputs (E. B. Wilson, JASA 1927).
+
+    >>> [round(x, 2) for x in wilson_interval(0.75, 16)]
+    [0.51, 0.9]
+    """
+    middle, square = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n), share * (1 - share) / n + (Z_95 / (2 * n)) ** 2
+    half = Z_95 * math.sqrt(square) / (1 + Z_95**2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def agreement(
+    directory: str | Path,
+    data: Any,
+    *,
+    base: str | Path | None = None,
+    device: str = "cpu",
+    progress: TuneProgress | None = None,
+    **fields: Any,
+) -> tuple[AgreementRow, ...]:
+    """Answers that a merge on disk kept of each of its experts, on a few inputs of the expert's task.
+
+    For classes: the share of inputs with equal predictions. For texts: the share of tokens of the expert's own greedy
+    answer that the merge ranks first when it is led through that answer; `whole` is the share of whole answers. The
+    plain average of the experts is compared too where it can be made. One model is in memory at a time.
+
+    Args:
+        directory: output of `merge`, a model or an adapter; its manifest names the experts.
+        data: a data set or a prompt for all experts, or expert -> its own (better: inputs of each expert's own task);
+            experts that are not named are left out. A location means its first 64 samples, `DataOptions` says more.
+        base: the checkpoint under adapters; default: as the manifest, else the adapter, says.
+        device: of the models.
+        progress: receives callbacks.
+        fields: of `InputSettings`: `new_tokens` of an answer, `model_class` and `dtype` of the models, ...
+
+    Raises:
+        CheckpointError: no manifest there.
+        RecipeError: data for an expert that the merge does not have.
+        StatisticsError: data or a model that cannot be used, or answers that cannot be compared.
+    """
+    place, settings = Path(directory), InputSettings(**fields)
+    recipe = recipe_of_output(place)
+    config, _ = _looked_at(str(base or recipe.base or place))
+    sources = read_sources(recipe, data, settings, config, measured=False)
+    experts = {e.label: e.path for e in recipe.experts if e.label in sources}
+    if base is not None and not any(needs for _, needs in map(_looked_at, (str(place), *experts.values()))):
+        raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
+    loader = settings.loader(str(base or recipe.base or ""), device)
+    asking = Asking(loader, settings, progress or usual_tune_progress())
+    for label, location in experts.items():
+        try:
+            asking.ask(label, asking.loader.load(location), sources[label])
+        except StatisticsError as error:
+            raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
+    (rows,) = asking.rows([place], recipe, place.parent)
+    return rows
+
+
+def _looked_at(place: str) -> tuple[Mapping[str, Any], bool]:
+    """Config of an input, and whether it needs a base."""
+    with locate(place) as found:
+        return found.config, found.needs_base
