@@ -242,4 +242,4 @@ def tune_table(name: str) -> str:
         return plain[name](rows)
     header, made = TABLES[name]
     machines = sorted({f"{r['machine']}, {r['date']}" for r in rows})
-    return table(header, made(rows)) + f"\n`python -m benchmarks.tune`, {'; '.join(machines)}.\n"
+    return table(header, made(rows)) + f"\n{'; '.join(machines)}.\n"

@@ -1,86 +1,15 @@
-"""The validation of the search: one toy subject from end to end, and the tables from rows that are known."""
+"""The tables of the search, from rows that are known."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.evidence.group import Group
 from benchmarks.tune.choices import evidence_goal, evidence_rows
-from benchmarks.tune.measure import NUMBERS, measure
-from benchmarks.tune.subjects import Subject
 from benchmarks.tune.tables import TABLES, goal_lines
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from actmat.extras.models.loading import Loaded
 from actmat_experiments.harness.results import Score
-
-TASKS = {"a": 3, "b": 5}
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(6, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up_proj(x))
-
-
-def toy(root: Path) -> Subject:
-    """Experts that know their tasks: labels are what each expert says."""
-    torch.manual_seed(0)
-    models = {name: Encoder() for name in ("base", *TASKS)}
-    for name, model in models.items():
-        (root / name).mkdir(parents=True)
-        save_file(model.state_dict(), root / name / "model.safetensors")
-    heads = {task: torch.randn(8, classes) for task, classes in TASKS.items()}
-    inputs = {task: torch.randn(400, 6) for task in TASKS}
-
-    def load(location: str) -> Loaded:
-        model = Encoder()
-        model.load_state_dict(load_file(Path(location) / "model.safetensors"))
-        return Loaded(model, location, None, location)
-
-    def answers(model: nn.Module, task: str, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return (model(x) @ heads[task]).argmax(-1)
-
-    def share(model: nn.Module, task: str, part: str) -> float:
-        x = inputs[task][300:] if part == "test" else inputs[task][:256]
-        return float((answers(model, task, x) == answers(models[task], task, x)).double().mean())
-
-    return Subject(
-        suite="digits",
-        regime="full",
-        seed=0,
-        base=root / "base",
-        experts={task: root / task for task in TASKS},
-        load=load,
-        predict={task: (lambda model, batch, t=task: model(batch["x"]) @ heads[t]) for task in TASKS},
-        inputs=lambda task, n: [{"x": inputs[task][:n]}],
-        noise=lambda task, n: [{"x": torch.randn(n, 6)}],
-        share=share,
-    )
-
-
-def test_a_subject_is_measured_from_end_to_end(tmp_path: Path) -> None:
-    row = measure(toy(tmp_path / "models"), tmp_path / "work", adamerging=False)
-    assert row["expert_test"] == 1.0
-    assert row["base_test"] < 1.0
-    methods = {c["method"] for c in row["candidates"]}
-    assert {"average", "actmat", "regmean"} <= methods
-    assert len(row["candidates"]) == 6 * len(methods)
-    assert not (tmp_path / "work").exists()
-    best = max(c["test"] for c in row["candidates"])
-    assert best - 0.15 <= row["chosen"]["test"] <= 1.0
-    for candidate in row["candidates"]:
-        assert {f"own_{n}" for n in NUMBERS} | {"other_64", "noise_64"} <= candidate.keys()
-        assert candidate["worst_test"] <= candidate["test"] <= 1.0
-    assert TABLES["choice"][1]([row])[0][0] == "digits, six tasks, full"
 
 
 def row(seed: int, chosen: float, *, suite: str = "digits") -> dict[str, Any]:

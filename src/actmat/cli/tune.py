@@ -112,6 +112,16 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
     return out
 
 
+def _places(wanted: Recipe, data: Sequence[str] | None) -> dict[str, str]:
+    """Expert -> its data; raises `typer.BadParameter` without an output or data."""
+    if wanted.out is None:
+        raise typer.BadParameter("no output given: pass --out OUT, or set 'out' in the recipe")
+    if not data:
+        raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=DATA, once per expert")
+    named = pairs_of(data)
+    return dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
+
+
 @command("choose", "found and merged", imports_torch=True)
 def tune(
     *,
@@ -143,12 +153,7 @@ def tune(
     from actmat.extras.tune.tuning import tune_recipe
 
     (wanted, *_) = given.recipes(recipe)
-    if wanted.out is None:
-        raise typer.BadParameter("no output given: pass --out OUT, or set 'out' in the recipe")
-    if not data.data:
-        raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=DATA, once per expert")
-    named = pairs_of(data.data)
-    places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
+    places = _places(wanted, data.data)
     settings = TuneSettings(
         score=search.chosen_score(wanted, data.batch_size),
         minutes=search.minutes,

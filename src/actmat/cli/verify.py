@@ -50,11 +50,7 @@ def verify(
     from actmat.cli.screen import console, escape, print_result
 
     result = compare(out, inputs=inputs, against=against or ())
-    rows: tuple[AgreementRow, ...] = ()
-    if check:
-        from actmat.cli.data import compare_answers
-
-        rows = compare_answers(out, flags.DataFlags(data=check), quiet=quiet or json)
+    rows = _answers(out, check, quiet=quiet or json) if check else ()
     if json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}
@@ -77,3 +73,10 @@ def verify(
         console.print(f"{len(result.problems)} difference(s); checked {escape(checked)}")
         raise typer.Exit(1)
     console.print(f"[green]intact[/green]: {escape(checked)}")
+
+
+def _answers(out: str, check: list[str], *, quiet: bool) -> tuple[AgreementRow, ...]:
+    """Answers kept of each expert."""
+    from actmat.cli.data import compare_answers
+
+    return compare_answers(out, flags.DataFlags(data=check), quiet=quiet)

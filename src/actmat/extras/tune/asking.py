@@ -27,7 +27,7 @@ from actmat.extras.tune.merges import files_of, mark_of
 from actmat.extras.tune.settings import TuneSettings
 from actmat.recipe import ExpertRef, Recipe
 
-Source = DataRows | Sequence[Mapping[str, Tensor]]
+ExpertData = DataRows | Sequence[Mapping[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AskedExperts:
 
 def ask_experts(
     recipe: Recipe,
-    data: Mapping[str, Source],
+    data: Mapping[str, ExpertData],
     settings: TuneSettings,
     asking: Asking,
     kinds: frozenset[str],
@@ -85,7 +85,7 @@ def ask_experts(
 
 
 def dealt_inputs(
-    label: str, loaded: Loaded, source: Source, asking: Asking, settings: TuneSettings, *, measuring: bool
+    label: str, loaded: Loaded, source: ExpertData, asking: Asking, settings: TuneSettings, *, measuring: bool
 ) -> ExpertInputs:
     """The inputs, dealt, with the expert's own continuations."""
     if not isinstance(source, DataRows):
@@ -98,7 +98,7 @@ def dealt_inputs(
 
 
 def _collect(
-    loaded: Loaded, inputs: ExpertInputs, source: Source, kinds: frozenset[str], out: Path, asking: Asking
+    loaded: Loaded, inputs: ExpertInputs, source: ExpertData, kinds: frozenset[str], out: Path, asking: Asking
 ) -> None:
     """Statistics of an expert on the inputs that are set apart for them."""
     about: dict[str, Any] = {"source": "batches"}
@@ -118,7 +118,7 @@ def _collect(
     )
 
 
-def _mark(recipe: Recipe, expert: ExpertRef, source: Source, settings: TuneSettings, *, measuring: bool) -> str:
+def _mark(recipe: Recipe, expert: ExpertRef, source: ExpertData, settings: TuneSettings, *, measuring: bool) -> str:
     """Mark of everything that an expert's answers and statistics depend on."""
     if isinstance(source, DataRows):
         data: object = (source.options, json.dumps(source.rows, default=_content, sort_keys=True))

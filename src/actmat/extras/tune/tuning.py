@@ -16,7 +16,7 @@ from actmat.checkpoints.writing.staging import OutputLock, check_output_path, di
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import SAMPLES, DataOptions, by_expert, prepare_data
 from actmat.extras.pages.html import write_html
-from actmat.extras.tune.asking import Source, ask_experts
+from actmat.extras.tune.asking import ExpertData, ask_experts
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.kept import Asking, DataRows, InputSettings, check_every_expert, with_classes
 from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
@@ -201,12 +201,12 @@ def _checked_out(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def _sources_of(recipe: Recipe, data: Any, settings: TuneSettings, config: Mapping[str, Any]) -> dict[str, Source]:
+def _sources_of(recipe: Recipe, data: Any, settings: TuneSettings, config: Mapping[str, Any]) -> dict[str, ExpertData]:
     """Expert -> its data; data sets are read. Of a location, as many inputs as are usual are read."""
     given = by_expert(recipe, data)
     check_every_expert(recipe, given)
     reading = InputSettings(reading=DataOptions("", max_samples=_MOST))
-    sources: dict[str, Source] = {}
+    sources: dict[str, ExpertData] = {}
     options: dict[str, DataOptions] = {}
     for label, source in given.items():
         if isinstance(source, str | Path | DataOptions):
@@ -281,7 +281,7 @@ class _Search:
         self.notes.append(note)
         self.progress.note(note)
 
-    def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
+    def report(self, data: Mapping[str, ExpertData], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
         settings = self.settings
         output = AdapterOutput() if self.are_adapters else self.given.model

@@ -73,7 +73,7 @@ def merge_with_inputs(
         )
     folder = Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
-    measuring = Measuring(asking, kinds, folder)
+    measuring = InputMeasuring(asking, kinds, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
         experts = [measuring.expert(e, given_data.get(e.label), checked.get(e.label)) for e in recipes[0].experts]
@@ -96,7 +96,7 @@ def merge_with_inputs(
 def plan_inputs(
     recipe: Recipe, data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
 ) -> list[str]:
-    """What a merge with inputs would run, measure and hold, in lines of at most 80 columns; data sets are read.
+    """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
         RecipeError, StatisticsError: inputs or data that cannot be used.
@@ -157,7 +157,7 @@ def _ready(
     return recipe.model_copy(update=fields)
 
 
-class Measuring:
+class InputMeasuring:
     """Measures experts on their inputs, and asks them, one after the other.
 
     Args:
