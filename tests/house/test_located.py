@@ -21,7 +21,7 @@ ENTRIES: dict[str, str] = {
     "api.exporting.export": "the start of an export",
     "api.extracting.extract_recipe": "a model that is LoRA already has nothing to extract",
     "cli.inspect._print_content": "the start of `actmat inspect`",
-    "extras.collect.collect._bound": "the checkpoint and the adapter of a model in memory",
+    "extras.collect.collect.bound": "the checkpoint and the adapter of a model in memory",
     "extras.collect.on_data.residual_on_data": "an output",
     "extras.collect.staged.staged_statistics": "the start of a measurement",
     "extras.collect.staged._Job.put_merged": "an output of its own",
@@ -40,6 +40,7 @@ ENTRIES: dict[str, str] = {
     "extras.tune.kept._looked_at": "a base that is given for full models, and its config",
     "extras.tune.merges.search_inputs": "the start of a search",
     "extras.tune.with_inputs.merge_with_inputs": "the start of a merge with inputs",
+    "extras.tune.with_inputs.plan_inputs": "the plan of a merge with inputs",
 }
 """Function outside experts/ that looks at a name -> what it names."""
 
