@@ -18,7 +18,7 @@ import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
 from actmat.extras.pages.comparison import compare
-from actmat.extras.tune.settings import NotebookTuneProgress, TuneProgress, usual_tune_progress
+from actmat.extras.tune.progress import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.methods import all_methods
 from actmat.progress import NoProgress, NotebookProgress, in_notebook, usual_progress
 from actmat.report.totals import recorded_totals
@@ -191,12 +191,14 @@ def test_notes_are_shown_as_text_and_resumed_tensors_count(capsys: pytest.Captur
 
 def test_a_search_shows_its_stage_and_its_best(capsys: pytest.CaptureFixture[str]) -> None:
     progress = NotebookTuneProgress()
-    progress.doing("searching")
+    progress.doing("searching", 3)
     best: Any = SimpleNamespace(candidate="ties x 0.5", mean=0.25)
     progress.trial(best, best)
+    progress.done(1)
     progress.note("candidates stay in files")
     del progress
     shown = capsys.readouterr().err
-    assert "searching: 0 tried" in shown
-    assert "searching: 1 tried, best ties x 0.5 (0.25)" in shown
+    assert "searching" in shown
+    assert "1/3" in shown
+    assert "best ties x 0.5 (0.25)" in shown
     assert "candidates stay in files\n" in shown
