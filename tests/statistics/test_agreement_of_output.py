@@ -19,7 +19,7 @@ import actmat
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.tune import kept
+from actmat.extras.tune import live
 from actmat.extras.tune.progress import TuneProgress
 
 FEW = ["--new-tokens", "4"]
@@ -54,7 +54,7 @@ def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tm
         differing, nats, count = naive(place / "merged", place / "experts" / row.expert, TEXTS[row.expert])
         assert row.predictions == count
         assert row.disagreement == pytest.approx(differing, rel=1e-5)
-        assert row.divergence == pytest.approx(nats, rel=1e-4)
+        assert 0 < row.divergence < nats * (1 + 1e-4), "of the 64 most probable classes, and the rest as one"
         assert nats > 1e-3, "the models must differ for this to mean anything"
     assert any(r.disagreement > 0 for r in rows)
     assert read_diagnosis(place / "merged").agreement is None, "a report is not changed unless --out says so"
@@ -115,7 +115,7 @@ def test_never_more_than_one_model_in_memory(place: Path, monkeypatch: pytest.Mo
     """While one is loaded, no other is there; nobody waits for the garbage collector."""
     alive: list[Any] = []
     there: list[int] = []
-    original = kept.load_model
+    original = live.load_model
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         there.append(sum(ref() is not None for ref in alive))
@@ -123,7 +123,7 @@ def test_never_more_than_one_model_in_memory(place: Path, monkeypatch: pytest.Mo
         alive.append(weakref.ref(loaded.model))
         return loaded
 
-    monkeypatch.setattr(kept, "load_model", counting)
+    monkeypatch.setattr(live, "load_model", counting)
     gc.disable()
     try:
         actmat.agreement(place / "merged", place / "math.jsonl")
@@ -135,7 +135,7 @@ def test_never_more_than_one_model_in_memory(place: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with names and data is found before a model is loaded."""
-    monkeypatch.setattr(kept, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(live, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.mark.usefixtures("no_models")

@@ -74,7 +74,7 @@ class LiveAdapter:
         """See `Live`."""
         self.model = self._loader.load(place).model
         active = str(self.model.active_adapter)
-        layers = [m for m in self.model.modules() if active in getattr(m, "scaling", ())]
+        layers = [m for m in self.model.modules() if active in getattr(m, "lora_A", ())]
         self._own = [(m, active, float(m.scaling[active])) for m in layers]  # type: ignore[index]
 
     def scaled(self, scale: float) -> nn.Module:
