@@ -1,39 +1,13 @@
-"""`actmat diagnose MERGED --data`, `verify --check`: the answers that a merge kept of its experts."""
+"""Values of flags that give data to experts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from actmat.cli.flags import DataFlags, split_name
-
-if TYPE_CHECKING:
-    from actmat.diagnostics.model import AgreementRow
-
-
-def compare_answers(
-    merged: str | Path, given: DataFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
-) -> tuple[AgreementRow, ...]:
-    """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
-    from actmat.cli.searching import showing_search
-    from actmat.extras.tune.kept import agreement
-
-    with showing_search(quiet=quiet) as progress:
-        return agreement(
-            merged,
-            pairs_of(given.data or []),
-            base=base,
-            device=device,
-            progress=progress,
-            reading=given.options("", max_samples=given.samples),
-            new_tokens=given.new_tokens,
-            model_class=given.model_class,
-            dtype=given.dtype,
-        )
+from actmat.cli.flags import split_name
 
 
 def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:

@@ -95,7 +95,7 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFla
     base, statistics = given.values["base"], given.values["statistics"]
     rows = None
     if data.data:
-        from actmat.cli.data import compare_answers
+        from actmat.cli.searching import compare_answers
 
         rows = compare_answers(merged, data, base=base, device=run.device, quiet=quiet)
     with showing_progress("measuring", quiet=quiet) as progress:

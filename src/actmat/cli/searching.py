@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from actmat.cli.flags import InputFlags
+    from pathlib import Path
+
+    from actmat.cli.flags import DataFlags, InputFlags
+    from actmat.diagnostics.model import AgreementRow
     from actmat.extras.tune.kept import InputSettings
     from actmat.extras.tune.progress import TuneProgress
     from actmat.extras.tune.report import TuneReport
@@ -193,3 +196,24 @@ def _inputs(given: InputFlags, *, as_adapter: bool) -> tuple[dict[str, str], dic
         as_adapter=as_adapter,
     )
     return data, check, settings
+
+
+def compare_answers(
+    merged: str | Path, given: DataFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
+) -> tuple[AgreementRow, ...]:
+    """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
+    from actmat.cli.data import pairs_of
+    from actmat.extras.tune.kept import agreement
+
+    with showing_search(quiet=quiet) as progress:
+        return agreement(
+            merged,
+            pairs_of(given.data or []),
+            base=base,
+            device=device,
+            progress=progress,
+            reading=given.options("", max_samples=given.samples),
+            new_tokens=given.new_tokens,
+            model_class=given.model_class,
+            dtype=given.dtype,
+        )

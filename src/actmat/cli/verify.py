@@ -77,6 +77,6 @@ def verify(
 
 def _answers(out: str, check: list[str], *, quiet: bool) -> tuple[AgreementRow, ...]:
     """Answers kept of each expert."""
-    from actmat.cli.data import compare_answers
+    from actmat.cli.searching import compare_answers
 
     return compare_answers(out, flags.DataFlags(data=check), quiet=quiet)

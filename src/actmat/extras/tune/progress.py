@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actmat.foreign import terminal
 from actmat.progress import NoProgress, in_notebook, tensors_to_do, tqdm_bar
 
 if TYPE_CHECKING:
-    from actmat.extras.tune.evaluate import Trial
     from actmat.planning import MergePlan
 
 
@@ -26,8 +25,8 @@ class TuneProgress:
     def note(self, text: str) -> None:
         """A fact that the user should know while the search runs."""
 
-    def trial(self, found: Trial, best: Trial) -> None:
-        """A candidate was tried; `best`: of all so far."""
+    def trial(self, found: Any, best: Any) -> None:
+        """A `Trial` was made; `best`: of all so far."""
 
 
 class NotebookTuneProgress(TuneProgress):
@@ -50,7 +49,7 @@ class NotebookTuneProgress(TuneProgress):
         """Print the sentence above the bar."""
         self._bar.write(terminal(text), file=sys.stderr)
 
-    def trial(self, found: Trial, best: Trial) -> None:
+    def trial(self, found: Any, best: Any) -> None:
         """Show the best."""
         self._bar.set_postfix_str(f"best {best.candidate} ({best.mean:.4g})", refresh=False)
 
