@@ -1,22 +1,39 @@
-"""The demo from end to end, with a model too small to be good at anything."""
+"""The demo: its data, its models, and a run of a second from end to end."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
+import sys
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tests.helpers.demo import TINY
+from tests.helpers.demo import TINY, TINY_ENCODER, some_photographs
 from tests.helpers.json_layouts import PINNED
 
-from actmat.errors import OutputError, RecipeError
-from actmat.extras.demo.model import load_encoder
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
+from actmat.extras.demo.model import EncoderConfig, features, fit_head, load_encoder, new_encoder, save_encoder
 from actmat.extras.demo.run import accuracy_table, choose_methods, row_of, run_demo
-from actmat.extras.demo.tasks import TASKS
+from actmat.extras.demo.tasks import (
+    LOOKS,
+    TASKS,
+    Examples,
+    Split,
+    generator_for,
+    load_photographs,
+    moved_views,
+    pose,
+    pose_split,
+    shift,
+    split_photographs,
+)
+from actmat.extras.demo.training import DemoSchedule, finetune, train_base, warm_cosine
 from actmat.methods import all_methods
+
+# The demo from end to end, with a model too small to be good at anything.
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +132,212 @@ def test_methods_stand_below_the_references_best_first():
     lines = [line.split() for line in capture.get().splitlines() if line.split() and line.split()[0] in shares]
     assert [line[0] for line in lines] == ["majority", "base", "experts", "actmat", "average", "task_arithmetic"]
     assert lines[3] == ["actmat", "76.0", "76.0", "±1.0", "95.0"]
+
+
+# Photographs and tasks: read, split, moved and asked about as promised.
+
+
+ONE_OF_EACH = some_photographs(10)
+
+
+def test_photographs_are_real_and_scaled_to_one():
+    photographs = load_photographs()
+    assert photographs.images_NHW.shape == (1797, 8, 8)
+    assert photographs.images_NHW.dtype == torch.float32
+    assert (photographs.images_NHW.min(), photographs.images_NHW.max()) == (0, 1)
+    assert photographs.labels_N[:10].tolist() == list(range(10))
+
+
+def test_a_missing_scikit_learn_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(MergeError, match=r"actmat\[demo\]"):
+        load_photographs()
+
+
+def test_parts_are_disjoint_and_complete_and_follow_the_seed(monkeypatch):
+    photographs = some_photographs(40)
+    monkeypatch.setattr("actmat.extras.demo.tasks.load_photographs", lambda: photographs)
+    split, again, other = (split_photographs(6, 9, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+    parts = (split.train, split.validation, split.test)
+    assert [len(part) for part in parts] == [25, 6, 9]
+    assert len(torch.cat([part.images_NHW.flatten(1) for part in parts]).unique(dim=0)) == 40
+    for part in parts:  # images and digits travel together
+        for image, digit in zip(part.images_NHW, part.labels_N, strict=True):
+            where = (photographs.images_NHW == image).flatten(1).all(1)
+            assert photographs.labels_N[where].tolist() == [int(digit)]
+    assert torch.equal(split.test.images_NHW, again.test.images_NHW)
+    assert not torch.equal(split.test.images_NHW, other.test.images_NHW)
+
+
+def test_shift_moves_down_and_right_and_fills_with_black():
+    image = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]])
+    assert torch.equal(shift(image, 1, 0), torch.tensor([[0.0, 0, 0], [1, 2, 3], [4, 5, 6]]))
+    assert torch.equal(shift(image, -1, 1), torch.tensor([[0.0, 4, 5], [0, 7, 8], [0, 0, 0]]))
+    assert torch.equal(shift(image, 0, -1), torch.tensor([[2.0, 3, 0], [5, 6, 0], [8, 9, 0]]))
+
+
+def test_views_keep_the_originals_first_and_move_by_at_most_one_pixel():
+    photographs = some_photographs(30)
+    views = moved_views(photographs, 3, torch.Generator().manual_seed(0))
+    assert torch.equal(views.images_NHW[:30], photographs.images_NHW)
+    assert torch.equal(views.labels_N, photographs.labels_N.repeat(3))
+    steps = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1)]
+    found = set()
+    for view, image in zip(views.images_NHW[30:], photographs.images_NHW.repeat(2, 1, 1), strict=True):
+        (step,) = [step for step in steps if torch.equal(view, shift(image, *step))]
+        found.add(step)
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("digit", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("parity", [0, 1] * 5),
+        ("large", [0] * 5 + [1] * 5),
+        ("mod3", [0, 1, 2] * 3 + [0]),
+    ],
+)
+def test_labels_of_the_ten_digits(question, expected):
+    assert pose(ONE_OF_EACH, "plain", question, torch.Generator()).labels_N.tolist() == expected
+
+
+def test_turned_images_are_turned_by_their_label():
+    corner = torch.zeros(8, 8)
+    corner[0, 0] = 1.0
+    examples = pose(Examples(corner.expand(64, 8, 8), torch.zeros(64)), "plain", "turned", generator_for(0, "x"))
+    # a quarter turn to the left carries the top left corner to the bottom left
+    corner_after = {0: (0, 0), 1: (7, 0), 2: (7, 7), 3: (0, 7)}
+    for image, turns in zip(examples.images_NHW, examples.labels_N.tolist(), strict=True):
+        assert image[corner_after[turns]] == 1
+    assert set(examples.labels_N.tolist()) == {0, 1, 2, 3}
+
+
+def test_looks_keep_all_information():
+    black, images = torch.zeros(1, 8, 8), ONE_OF_EACH.images_NHW
+    assert LOOKS["rows"](black)[0, :2].tolist() == [[0] * 8, [1] * 8]
+    assert LOOKS["columns"](black)[0, :2].tolist() == [[0, 1] * 4, [0, 1] * 4]
+    assert LOOKS["chequered"](black)[0, :2].tolist() == [[0, 1] * 4, [1, 0] * 4]
+    for look in set(LOOKS) - {"jumbled"}:  # these undo themselves
+        torch.testing.assert_close(LOOKS[look](LOOKS[look](images)), images)
+    order = LOOKS["jumbled"](torch.arange(64.0).view(1, 8, 8)).flatten().long()
+    assert sorted(order.tolist()) == list(range(64)) != order.tolist()
+    assert torch.equal(LOOKS["jumbled"](images).flatten(1), images.flatten(1)[:, order])
+
+
+def test_parts_of_a_task_come_from_the_same_parts_of_the_photographs():
+    photographs = some_photographs(60)
+    cut = torch.arange(60).split([30, 10, 20])
+    split = Split(*map(photographs.take, cut))
+    assert len({task.look for task in TASKS}) == len(TASKS) == 6
+    for task in TASKS:
+        data, again, other = (pose_split(task, split, n_views=2, seed=seed) for seed in (5, 5, 6))
+        assert [len(part) for part in (data.train, data.validation, data.test)] == [60, 10, 20]
+        assert set(data.train.labels_N.tolist()) == set(range(task.n_classes))
+        assert torch.equal(data.train.images_NHW, again.train.images_NHW)
+        assert not torch.equal(data.train.images_NHW, other.train.images_NHW)
+        if task.question != "turned":  # test photographs as they are, whatever the seed
+            assert torch.equal(data.test.images_NHW, LOOKS[task.look](split.test.images_NHW))
+
+
+# The encoder, its checkpoints, the heads and the training.
+
+
+IMAGES = some_photographs(12).images_NHW
+
+
+def test_patches_are_squares_in_reading_order():
+    encoder, seen = new_encoder(TINY_ENCODER, seed=0), []
+    encoder.patch_proj.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    encoder(torch.arange(64.0).view(1, 8, 8))
+    assert seen[0].shape == (1, 16, 4)
+    assert seen[0][0, [0, 1, 4]].tolist() == [[0, 1, 8, 9], [2, 3, 10, 11], [16, 17, 24, 25]]
+
+
+def test_features_depend_on_the_place_of_a_patch_and_on_every_pixel():
+    encoder = new_encoder(TINY_ENCODER, seed=0)
+    image = IMAGES[:1].clone().requires_grad_()
+    encoder(image).square().mul(torch.arange(16.0)).sum().backward()
+    assert (image.grad != 0).all()
+    assert not torch.allclose(encoder(IMAGES), encoder(IMAGES.roll(2, dims=1)), atol=1e-5)
+
+
+def test_initial_weights_follow_the_seed_and_leave_global_randomness_alone():
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    first, again, other = (new_encoder(TINY_ENCODER, seed=s).state_dict() for s in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert not torch.equal(first["patch_proj.weight"], other["patch_proj.weight"])
+
+
+def test_a_checkpoint_is_an_ordinary_one_and_gives_the_same_bits(tmp_path):
+    encoder = new_encoder(EncoderConfig(), seed=0)
+    save_encoder(encoder, tmp_path / "deep" / "model")
+    assert torch.equal(load_encoder(tmp_path / "deep" / "model")(IMAGES), encoder(IMAGES))
+    assert json.loads((tmp_path / "deep" / "model" / "config.json").read_text())["model_type"] == "actmat-demo-vit"
+    tensors = load_file(tmp_path / "deep" / "model" / "model.safetensors")
+    assert tensors["layers.0.attention.in_proj_weight"].shape == (192, 64)
+    assert not any("head" in name for name in tensors)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: expected .*found None"):
+        load_encoder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(CheckpointError, match="found 'bert'"):
+        load_encoder(tmp_path)
+
+
+def test_the_head_minimizes_the_ridge_objective():
+    generator = torch.Generator().manual_seed(0)
+    features_ND, labels_N = torch.randn(50, 6, generator=generator), torch.randint(3, (50,), generator=generator)
+    head = fit_head(features_ND, labels_N, 3, ridge=0.2, scale=1.0)
+    z, y = features_ND.double(), torch.eye(3, dtype=torch.float64)[labels_N]
+    penalty = 0.2 * (z - z.mean(0)).square().sum() / 6
+    weight, bias = head.weight_CD.double().requires_grad_(), head.bias_C.double().requires_grad_()
+    (((z @ weight.mT + bias - y) ** 2).sum() + penalty * weight.square().sum()).backward()
+    assert max(weight.grad.abs().max(), bias.grad.abs().max()) < 1e-4
+    ten = fit_head(features_ND, labels_N, 3, ridge=0.2, scale=10.0)
+    torch.testing.assert_close(ten(features_ND), 10 * head(features_ND))
+
+
+def test_an_expert_learns_its_task_while_base_and_head_stay():
+    labels_N = torch.arange(128) % 2
+    noise = torch.rand(128, 8, 8, generator=generator_for(0, "noise"))
+    examples = Examples(0.8 * noise + 0.2 * labels_N[:, None, None], labels_N)
+    base, stranger = new_encoder(TINY_ENCODER, seed=0), new_encoder(TINY_ENCODER, seed=9)
+    # a head that says nothing about the features of the base, so that there is all to gain
+    head = fit_head(features(stranger, examples.images_NHW), labels_N, 2, ridge=0.1, scale=10.0)
+    weight, before = head.weight_CD.clone(), copy.deepcopy(base.state_dict())
+    experts = [copy.deepcopy(base) for _ in range(3)]
+    for expert, seed in zip(experts, (0, 0, 1), strict=True):
+        finetune(expert, head, examples, DemoSchedule(10, 32, 3e-3), generator_for(seed, "x"))
+
+    def share(encoder):
+        return float((head(features(encoder, examples.images_NHW)).argmax(1) == labels_N).float().mean())
+
+    assert share(base) < 0.7
+    assert share(experts[0]) > 0.9
+    assert torch.equal(head.weight_CD, weight)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    first, again, other = (expert.state_dict() for expert in experts)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["norm.weight"], other["norm.weight"])
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in first.items())  # every tensor takes part
+
+
+def test_the_base_is_reproducible_and_learns():
+    first, again = (train_base(TINY, seed=4).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["patch_proj.weight"], new_encoder(TINY_ENCODER, seed=4).patch_proj.weight)
+
+
+def test_the_learning_rate_rises_then_falls_to_nearly_nothing():
+    shares = [warm_cosine(step, 100) for step in range(100)]
+    assert shares[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert shares[9:11] == [1.0, 1.0]
+    assert shares[55] == pytest.approx(0.5)
+    assert shares[99] < 0.001
+    assert shares[10:] == sorted(shares[10:], reverse=True)

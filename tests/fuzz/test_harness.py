@@ -1,4 +1,4 @@
-"""The fuzzer sees every sort of broken promise."""
+"""The fuzzer keeps its promises, and a few hundred cases of every door."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fuzz.doors  # noqa: F401 - registers the doors
 import pytest
 import torch
 from fuzz.harness import DOORS, Door, Files, case_of, keep_case, kept_cases, signature
@@ -16,6 +17,8 @@ from fuzz.worker import run_batch, run_files
 from actmat.errors import CheckpointError
 from fuzz import __main__ as command
 from fuzz import draw, harness
+
+# The fuzzer sees every sort of broken promise.
 
 
 class RawError(CheckpointError):
@@ -150,3 +153,21 @@ def test_failures_are_reported_with_the_command_that_repeats_them(
     assert [files for _, files in kept_cases("toy")] == [{"what": b"foreign"}]
     monkeypatch.setattr("sys.argv", ["python -m fuzz", "--door", "toy", "--seed", "5", "--case", "0"])
     assert command.main() == 1
+
+
+# A few hundred random cases per door, and all that once broke a promise; `make fuzz` runs more.
+
+
+CASES = 200
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", sorted(DOORS))
+def test_a_door_lets_nothing_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuzz.harness.MAX_SECONDS", 10.0)  # a busy machine is no defect
+    kept = list(kept_cases(name))
+    again = run_files(name, [files for _, files in kept])
+    assert not again.failures, [f"{kept[k][0]}: {said}" for k, _, said in again.failures]
+    found = run_batch(name, seed=1, first=0, count=CASES)
+    assert not found.failures, found.failures[0]
+    assert found.cases == CASES

@@ -1,12 +1,17 @@
-"""Truncation in factored form is the best approximation of its rank; norms and sums need no dense matrix."""
+"""Low-rank arithmetic, caps, and joint bases."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.tolerances import relative_error
+from tests.helpers.spectra import random_deltas, random_lowrank, with_spectrum
+from tests.tolerances import F64_IDENTITY, relative_error
 
+from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank, frobenius_norm, truncate, weighted_sum
+from actmat.linalg.singular import joint_basis
+
+# Truncation in factored form is the best approximation of its rank; norms and sums need no dense matrix.
 
 
 def factors(*shape: int, rank: int, seed: int = 0) -> LowRank:
@@ -51,3 +56,100 @@ def test_norm_and_sum() -> None:
     total = weighted_sum([one, two], [0.5, -2])
     assert relative_error(total.dense(), 0.5 * one.dense() - 2 * two.dense()) <= 1e-14
     assert frobenius_norm(total) == pytest.approx(float(total.dense().norm()))
+
+
+# Caps lower larger values to the cap and keep the rest unchanged.
+
+
+@pytest.mark.parametrize(("cap", "factor"), [("mean", 1.5), ("sum", 3.0), (4.0, 6.0)])
+def test_norms_are_lowered_to_the_cap(cap, factor):
+    unit = random_deltas(1, 4, 5)[0]
+    unit = unit / unit.norm()
+    capped, stats = cap_delta(100 * unit, [unit, 2 * unit], norm_cap=cap)
+    assert relative_error(capped, factor * unit) < 1e-14
+    assert stats == pytest.approx({"norm_before_cap": 100.0, "norm_cap": factor})
+    small, _ = cap_delta(0.1 * unit, [unit, 2 * unit], norm_cap=cap)
+    assert torch.equal(small, 0.1 * unit)
+
+
+def caps_factors(rows: int, columns: int, rank: int, seed: int) -> LowRank:
+    return LowRank(*random_deltas(1, rows, rank, seed=seed), *random_deltas(1, rank, columns, seed=seed + 50))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 4), (300, 400), (2, 3, 5)])
+def test_the_average_is_never_exceeded(shape, dtype):
+    deltas = [d.to(dtype) for d in random_deltas(3, *shape)]
+    before = [d.clone() for d in deltas]
+    average = torch.stack(deltas).double().mean(0).norm()
+    merged = 50 * deltas[0]
+    capped, stats = cap_delta(merged, deltas, norm_cap="average")
+    assert stats["norm_cap"] == pytest.approx(float(average), rel=1e-12)
+    assert float(capped.double().norm()) == pytest.approx(float(average), rel=1e-6)
+    assert cap_delta(deltas[0] / 50, deltas, norm_cap="average")[0].norm() == (deltas[0] / 50).norm()
+    assert all(map(torch.equal, deltas, before)), "nothing is written to what is given"
+
+
+@pytest.mark.parametrize("cap", ["mean", "average", "sum", 0.2, 50.0])
+@pytest.mark.parametrize("shape", [(9, 12), (12, 9), (3, 12)])
+def test_caps_on_factors_are_those_on_the_matrices(cap, shape):
+    deltas = [caps_factors(*shape, rank, seed=rank) for rank in (1, 2, 3)]
+    merged = weighted_sum(deltas, [2.0, 1.0, -1.0])
+    before = merged.b_OR.clone()
+    found, stats = cap_lowrank(merged, deltas, cap)
+    expected, dense_stats = cap_delta(merged.dense(), [d.dense() for d in deltas], cap)
+    assert relative_error(found.dense(), expected) < F64_IDENTITY
+    assert stats == pytest.approx(dense_stats)
+    assert found.rank <= merged.rank
+    assert torch.equal(merged.b_OR, before)
+
+
+def test_caps_on_factors_keep_the_dtype():
+    deltas = [caps_factors(8, 7, 2, seed=s).to(torch.float32) for s in (1, 2)]
+    found, _ = cap_lowrank(weighted_sum(deltas, [1, 1]), deltas, 0.5)
+    assert found.b_OR.dtype == found.a_RI.dtype == torch.float32
+
+
+# Joint basis: both routes against the SVD of the concatenation.
+
+
+@pytest.mark.parametrize("shape", [(10, 14), (14, 10), (40, 6)])
+@pytest.mark.parametrize("accuracy", [torch.float32, torch.float64])
+def test_basis_and_coordinates_are_those_of_the_concatenation(shape, accuracy):
+    deltas = random_deltas(3, *shape)
+    basis = joint_basis(deltas, accuracy=accuracy)
+    u, s, vh = torch.linalg.svd(torch.cat(deltas, dim=1), full_matrices=False)
+    signs = (u * basis.u_OR).sum(0).sign()
+    assert relative_error(basis.s_R, s) < 1e-12
+    assert relative_error(basis.u_OR * signs, u) < 1e-11
+    for delta, slice_RI in zip(deltas, vh.split(shape[1], dim=1), strict=True):
+        assert relative_error(basis.whitened(delta) * signs[:, None], slice_RI) < 1e-11
+        assert relative_error(basis.coordinates(delta) * signs[:, None], s[:, None] * slice_RI) < 1e-11
+        assert relative_error(basis.u_OR @ basis.coordinates(delta), delta) < 1e-11
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_the_joint_range_is_kept(dtype):
+    deltas = [d.dense().to(dtype) for d in random_lowrank(3, 20, 15, rank=2)]
+    assert joint_basis(deltas).s_R.shape == (6,)
+
+
+def test_absolute_and_relative_floors_both_drop():
+    deltas = [with_spectrum(8, 12, [10.0, 1.0, 1e-4])]
+    assert joint_basis(deltas).s_R.shape == (3,)
+    assert joint_basis(deltas, atol=1e-3).s_R.shape == (2,)
+    assert joint_basis(deltas, rtol=0.5).s_R.shape == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_zero_delta_has_coordinates_that_are_exactly_zero(dtype):
+    deltas = [*random_deltas(2, 6, 9, dtype=dtype), torch.zeros(6, 9, dtype=dtype)]
+    assert not joint_basis(deltas).coordinates(deltas[2]).any()
+
+
+def test_lower_ranks_of_a_batch_are_padded_and_marked():
+    batch = torch.stack([with_spectrum(5, 7, [2.0, 1.0, 0.5]), with_spectrum(5, 7, [1.0]), torch.zeros(5, 7)])
+    basis = joint_basis([batch])
+    assert basis.on_R.sum(-1).tolist() == [3, 1, 0]
+    assert not basis.whitened(batch)[~basis.on_R].any()
+    assert relative_error(basis.u_OR @ basis.coordinates(batch), batch) < 1e-12
