@@ -34,7 +34,7 @@ def take() -> None:
         page = build(Jobs(), [])
         values = {"Base": base, "Experts": "\n".join(experts), "Output": "merged"}
         for block in page.blocks.values():
-            block.value = values.get(getattr(block, "label", None), getattr(block, "value", None))
+            block.value = values.get(str(getattr(block, "label", "")), getattr(block, "value", None))
             if getattr(block, "elem_id", None) == "am-shown":
                 block.value = str(plan_html(actmat.plan(base, experts)))
         page.launch(prevent_thread_lock=True, quiet=True, **SHOWN)

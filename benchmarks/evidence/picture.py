@@ -48,9 +48,9 @@ def picture() -> str:
     for (name, word), x in zip(WORDS.items(), (EDGE + 6, 84, 166, 226, 328), strict=True):
         parts += [_mark(name, x, 42), _text(x + 12, 46, word)]
     for accuracy in range(20, HIGH + 1, 20):
-        x = _place(accuracy)
-        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP - 14}" x2="{x:.1f}" y2="{height - 20}"/>')
-        parts.append(_text(x, height - 6, str(accuracy), "muted", anchor="middle"))
+        at = _place(accuracy)
+        parts.append(f'<line class="grid" x1="{at:.1f}" y1="{TOP - 14}" x2="{at:.1f}" y2="{height - 20}"/>')
+        parts.append(_text(at, height - 6, str(accuracy), "muted", anchor="middle"))
     parts.append(_text(WIDTH - EDGE, TOP - 16, "auto - average, points", "muted", anchor="end"))
     for number, row in enumerate(rows):
         parts += _row(TOP + ROW * number, *row)
