@@ -53,6 +53,10 @@ EARLY_CHECK = 5
 """Blocks after which the attempt ends if no Ritz value lies at or below the bound yet. Where few are wanted, one does
 after three or four: the smallest is below a third of the bound then, on power laws of which a fifth is wanted."""
 
+LARGEST_LOOK = 24
+"""Blocks for the largest eigenvalue alone: its residual is 5e-5 of it for products of random matrices, whose spectrum
+has no gap at the edge (side 5632)."""
+
 BASIS_PER_PAIR = 2.2
 """Size of the basis per wanted pair, on top of the blocks of the first look: measured on power laws. Other spectra take
 more."""
@@ -227,6 +231,14 @@ class _Basis:
         unit = float(values_J[-1].abs().clamp_min(TINY))  # squares of very small numbers would be zero
         residuals_J = torch.linalg.vector_norm(last_BJ / unit, dim=0) * unit
         return _Ritz(values_J.flip(-1), coordinates_JJ, residuals_J, counts_J)
+
+
+def largest(sym_NN: Tensor) -> tuple[float, float]:
+    """The largest eigenvalue of a float64 matrix, from below, and the residual of its vector."""
+    basis = _Basis(sym_NN, LARGEST_LOOK * BLOCK)
+    basis.grow(basis.limit)
+    ritz = basis.ritz()
+    return float(ritz.values_J[0]), float(ritz.residuals_J[0])
 
 
 def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Leading | str:

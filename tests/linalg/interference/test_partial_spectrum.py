@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actmat.linalg import krylov
 from actmat.linalg.interference import moments, spectral_solve
-from actmat.linalg.interference.rule import FLOAT32_EPS, Filter, InterferenceRule
+from actmat.linalg.interference.rule import FLOAT32_EPS, Estimator, Filter, InterferenceRule, Normalizer
 from actmat.linalg.interference.solver import finish, prepare
 
 ROWS, WIDTH, EXPERTS = 300, 560, 2
@@ -22,6 +22,12 @@ def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks in proportion to matrices of a test's size."""
     monkeypatch.setattr(krylov, "BLOCK", 8)
     monkeypatch.setattr(moments, "SMALLEST", 64)
+    monkeypatch.setattr(spectral_solve, "SMALLEST", 64)
+
+
+def flat_experts(rows: int, scale: float = 1.0) -> list[Tensor]:
+    """Three deltas of independent entries; as many rows in all as columns leave a few directions near zero."""
+    return [scale * torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(t)) for t in range(3)]
 
 
 def experts(power: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -132,3 +138,31 @@ def test_rules_that_share_sums_share_the_part_if_it_is_enough() -> None:
     assert not part.has_spectrum
     assert part.coordinates(torch.eye(WIDTH, dtype=torch.float64), 200).shape == (WIDTH, 200)
     assert part.has_spectrum, "200 directions are more than the part holds"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20])
+@pytest.mark.parametrize(("rows", "solver"), [(189, "inverse"), (220, "cholesky"), (160, "cholesky")])
+def test_where_nearly_all_directions_are_kept_the_others_are_computed(rows: int, solver: str, scale: float) -> None:
+    """The same number of directions as by the whole spectrum, and as near to float64."""
+    deltas = flat_experts(rows, scale)
+    exact = naive([d.double() / scale for d in deltas])
+    part, stats = finish(prepare(deltas, InterferenceRule()), InterferenceRule())
+    full, full_stats = finish(prepare(deltas, InterferenceRule(solver="eigh")), InterferenceRule(solver="eigh"))
+    assert str(stats["solver"]).endswith(f"/{solver}")
+    if str(stats["solver"]).startswith("primal"):
+        assert stats["rank"] == full_stats["rank"]
+    assert relative_error(part.double() / scale, exact) <= 1.05 * relative_error(full.double() / scale, exact)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 0.0), (1e-15, 1e15, 1.0), (1e15, 1e-15, 1.0)], ids=str)
+@pytest.mark.parametrize("normalize", ["none", "norm"])
+def test_products_of_an_experts_own_rows_are_blocks_of_the_gram_matrix(
+    monkeypatch: pytest.MonkeyPatch, scales: tuple[float, ...], normalize: Normalizer
+) -> None:
+    deltas = [scale * d for scale, d in zip(scales, flat_experts(120), strict=True)]
+    rule = InterferenceRule(Estimator(normalize=normalize), Filter("tikhonov"))
+    by_blocks, stats = finish(prepare(deltas, rule, weights=[0.5, 2.0, 1.0]), rule)
+    monkeypatch.setattr(moments, "SMALLEST", 10_000)
+    by_products, _ = finish(prepare(deltas, rule, weights=[0.5, 2.0, 1.0]), rule)
+    assert stats["solver"] == "dual/cholesky"
+    assert relative_error(by_blocks, by_products) < 1e-5

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from actmat.linalg import krylov
-from actmat.linalg.interference import moments
+from actmat.linalg.interference import moments, spectral_solve
 from actmat.linalg.interference.cost import workspace
 from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare
@@ -81,6 +81,16 @@ def test_a_part_of_the_spectrum_takes_no_more_than_the_whole(monkeypatch):
         _, stats = finish(prepare(deltas, rule), rule, consume=True)
     assert stats["solver"] == "primal/lanczos"
     assert seen.peak / 4 <= workspace((300, 560), 2, rule)
+
+
+def test_the_inverse_without_few_directions_takes_no_more_than_the_whole_spectrum(monkeypatch):
+    monkeypatch.setattr(krylov, "BLOCK", 8)
+    monkeypatch.setattr(spectral_solve, "SMALLEST", 64)
+    deltas, rule = [d.float() for d in random_deltas(3, 189, 560)], InterferenceRule()
+    with Peak() as seen:
+        _, stats = finish(prepare(deltas, rule), rule, consume=True)
+    assert stats["solver"] == "primal/inverse"
+    assert seen.peak / 4 <= workspace((189, 560), 3, rule)
 
 
 @pytest.mark.parametrize("sizes", [(1e-12,), (1e12,), (1e-12, 1.0), (1.0, 1e-12), (1e-15, 1e15)], ids=str)

@@ -19,6 +19,7 @@ from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.moments import PrimalMoments
 from actmat.linalg.interference.rule import Estimator, InterferenceRule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
+from actmat.linalg.krylov import SMALLEST
 from actmat.linalg.masks.threshold import selection_workspace
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
 
@@ -114,7 +115,9 @@ def operations(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, 
         done, size = repeated(added, n_experts), width
     else:
         size = n_experts * factor_rows
-        added += [product(rows, factor_rows, width), entries(factor_rows * width)]
+        added.append(entries(factor_rows * width))
+        if form == "stacked" or size < SMALLEST or not rule.estimator.is_delta:  # else a block of the Gram matrix
+            added.append(product(rows, factor_rows, width))
         done = repeated(added, n_experts)
         if form == "stacked":
             kept = min(size, width)

@@ -215,19 +215,24 @@ class StackedMoments:
         self._form = form
         self._rows = factor_rows
         self._filled = 0
+        self._from_gram = form == "dual" and n_experts * factor_rows >= SMALLEST
+        self._roots: list[float] = []
         self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
         self.m_ON = like.new_empty(rows, n_experts * factor_rows)
 
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
-        """Append the rows of one expert."""
+        """Append the rows of one expert; where they are the delta, `D A^T` is a block of `A A^T` over the root."""
         here = slice(self._filled, self._filled + self._rows)
         torch.mul(factor_RI, math.sqrt(weight), out=self.a_NI[here])
-        self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
+        self._roots.append(math.sqrt(weight) if self._from_gram and factor_RI is delta_OI else 0.0)
+        if not self._roots[-1]:
+            self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
         self._filled = here.stop
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:
         """As `PrimalMoments.rescale`; the factors `A` take the root of the factor of `S`."""
         filled = slice(0, self._filled)
+        self._roots = [root * 2.0 ** (gram_exponent / 2 - exponent) for root in self._roots]
         scaled(self.m_ON[:, filled], exponent + gram_exponent / 2, out=self.m_ON[:, filled])
         scaled(self.a_NI[filled], gram_exponent / 2, out=self.a_NI[filled])
 
@@ -236,7 +241,12 @@ class StackedMoments:
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         dtype = self.a_NI.dtype
         if self._form == "dual":
-            return Reduced(self.m_ON, gram_of_rows([self.a_NI.mT]), self.a_NI, "dual", len(self.a_NI), dtype)
+            gram_NN = gram_of_rows([self.a_NI.mT])
+            for index, root in enumerate(self._roots):
+                here = slice(index * self._rows, (index + 1) * self._rows)
+                if root:
+                    torch.mul(gram_NN[here, here], 1 / root, out=self.m_ON[:, here])
+            return Reduced(self.m_ON, gram_NN, self.a_NI, "dual", len(self.a_NI), dtype)
         svd = economy_svd(self.a_NI)
         order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
         s = svd.s_R[order]

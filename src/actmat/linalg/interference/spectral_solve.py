@@ -15,6 +15,7 @@ is applied to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.interference.rule import Filter, gain
+from actmat.linalg.krylov import SMALLEST, Largest, largest, leading
 from actmat.linalg.lapack import Retries
 
 Stats = dict[str, float | int | str | bool]
@@ -31,6 +33,12 @@ FLOAT32_CONDITION = 1e5
 
 LEADING_PART = 4
 """A leading block of a quarter of the side is factorized first: a 64th of the work, which most failures need."""
+
+FEW = 1 / 8
+"""Share of the directions up to which those that a cut-off removes are computed in place of those that it keeps."""
+
+NEGLIGIBLE = 1e-6
+"""Shift of a singular Gram matrix in units of the cut-off: in float32, a hundredth of the rounding of its entries."""
 
 PANEL_ROWS = 1024
 """Rows of a panel: enough for the products to run at full speed."""
@@ -123,10 +131,42 @@ def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float, r
     if spectral.kind != "hard" or reduced.has_spectrum:
         return 0
     certified = certified_cholesky(reduced.gram_NN, rtol)
+    if isinstance(certified, int) and reduced.size >= SMALLEST and 2 * certified >= reduced.size:
+        top = largest(reduced.gram_NN.double())
+        certified = certified_cholesky(reduced.gram_NN, rtol, sum(top))
+        if isinstance(certified, int) and reduced.dtype == torch.float32:
+            return _without_the_smallest(reduced, reduced.gram_NN, rtol, top, certified) or certified
     if isinstance(certified, int):
         return certified
     stats: Stats = {"rank": reduced.size, "cutoff": certified[1], "rtol": rtol, "solver": f"{reduced.form}/cholesky"}
     return _by_inverse(certified[0], reduced.dtype, rows), stats
+
+
+def _without_the_smallest(
+    reduced: Reduced, gram_NN: Tensor, rtol: float, top: tuple[float, float], kept: int
+) -> tuple[Apply, Stats] | None:
+    """Gain where nearly all directions are kept: `P (S + e I)^-1 P`, `P = I - U U^T` without the directions cut.
+
+    These are the leading eigenvectors of the inverse, at most `N - kept`. The shift `e` lies far below the rounding of
+    a float32 `S`, and makes a singular one invertible. None where they are too many, or one of them lies at the cut-off
+    as exactly as the largest eigenvalue, `top` and its residual, is known.
+    """
+    cutoff, dropped = rtol * top[0], reduced.size - kept
+    shift = NEGLIGIBLE * cutoff
+    factor = shifted_cholesky(gram_NN, shift, torch.float64)
+    if factor is None or dropped > FEW * reduced.size:
+        return None
+    inverse = torch.cholesky_inverse(factor)
+    del factor
+    found = leading(inverse, Largest(dropped, 0.0, 1 / (rtol * sum(top) + shift)), reduced.dtype)
+    if isinstance(found, str) or float(found.values_K[0]) < 1 / (cutoff + shift):
+        return None
+    vectors_NK = found.vectors_NK
+    for matrix in (inverse, inverse.mT):
+        matrix.addmm_(matrix @ vectors_NK, vectors_NK.mT, alpha=-1.0)
+    gain_NN = inverse.to(reduced.dtype)
+    stats: Stats = {"rank": reduced.size - vectors_NK.shape[1], "cutoff": cutoff, "rtol": rtol, "basis": found.basis}
+    return lambda left_XN: left_XN @ gain_NN, {**stats, "solver": f"{reduced.form}/inverse"}
 
 
 def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float, rows: int) -> tuple[Apply, Stats] | None:
@@ -165,11 +205,11 @@ def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor
     return factor if int(info) == 0 else None
 
 
-def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | int:
+def certified_cholesky(sym_NN: Tensor, rtol: float, largest: float = math.inf) -> tuple[Tensor, float] | int:
     """float64 Cholesky factor of `sym`, but only if no eigenvalue is at or below `rtol * lambda_max`.
 
-    `min(||sym||_F, ||sym||_inf) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorization of
-    `sym - c I` that succeeds proves `lambda_min > c`. With `c = rtol u + margin` this proves
+    `min(||sym||_F, ||sym||_inf, largest) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorization
+    of `sym - c I` that succeeds proves `lambda_min > c`. With `c = rtol u + margin` this proves
     `lambda_min > rtol lambda_max`; the margin covers the backward error of the factorization,
     `(N + 2) eps(float64) tr(sym)` (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 10.3).
 
@@ -180,7 +220,7 @@ def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | in
     """
     n, trace = sym_NN.shape[-1], float(sym_NN.diagonal().double().sum())
     norms = torch.linalg.matrix_norm(sym_NN, "fro"), torch.linalg.matrix_norm(sym_NN, float("inf"))
-    bound = rtol * 1.001 * float(torch.minimum(*norms))  # 0.1 %: the rounding of the norms themselves
+    bound = rtol * 1.001 * min(*map(float, norms), largest)  # 0.1 %: the rounding of the norms themselves
     shift = bound + 4 * (n + 2) * torch.finfo(torch.float64).eps * trace
     if float(sym_NN.diagonal().min()) <= shift:  # lambda_min never exceeds a diagonal entry
         return 0
