@@ -1,30 +1,30 @@
-"""Adapters: exact merging in the low-rank space, against the dense formula and against PEFT's combination by SVD.
+"""Many adapters: the methods that work on factors, and PEFT's `add_weighted_adapter`, on the same files.
 
-    python -m benchmarks.adapters                                   # 8 adapters of rank 16 on a 7 B-shaped model
-    python -m benchmarks.adapters --hidden 1024 --intermediate 2816 --layers 4 --vs-peft
+    python -m benchmarks.adapters                       # 64 adapters of rank 16 on one layer of a 7 B model
+    python -m benchmarks.adapters --layers 32 --only auto tsv      # the whole model, without PEFT
 
-The first form writes random adapters (hidden 4096, intermediate 11008, 32 layers, all linear layers), merges them with
-ACTMat into an adapter in a process of its own, and measures time and memory from outside; then, for one layer of each
-shape, the factored rule in turn with the dense formula on the materialized deltas. `--vs-peft` adds the same adapters
-up with actmat and with `PeftModel.add_weighted_adapter(combination_type="svd")` on a model of the same shape, both in
-float32, on two threads, each in a process of its own: choose a small model, and nothing else is measured.
+Adapters are random, on all seven linear maps of a layer (hidden 4096, intermediate 11008). Every row is a process of
+its own on two threads, float32 in and out, imports and loading included. `merge_s` is the merge within it: for PEFT the
+combination of what is in memory, for actmat from files to a finished folder (`ties` in the core space); a model of 32
+layers takes 32 times that. PEFT holds the layer's weights, too. `svd` is given the exact rank, at most the width, and
+the thin decomposition, the faster of its two. `difference` is that of the deltas from actmat's sum, for plain sums.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import shutil
 import sys
 import tempfile
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import WORK, Run, alternate, fresh, measure, merged, once, print_table, summary, write_result
+from benchmarks.common import RESULTS, SOURCE, WORK, finish, fresh, measure, once, program, read_result
 
 
 def layers_of(hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
@@ -37,8 +37,11 @@ def layers_of(hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def write_adapters(folder: Path, n: int, rank: int, hidden: int, intermediate: int, depth: int) -> list[Path]:
-    """Random adapters; those that are there already are kept."""
+def write_adapters(
+    folder: Path, n: int, rank: int, hidden: int, intermediate: int, depth: int, only: Sequence[str] = ()
+) -> list[Path]:
+    """Random adapters of all maps, or of those with these names; adapters that are there already are kept."""
+    maps = {k: v for k, v in layers_of(hidden, intermediate).items() if not only or k.rpartition(".")[2] in only}
     out = []
     for t in range(n):
         place = folder / f"adapter-{t}"
@@ -49,42 +52,15 @@ def write_adapters(folder: Path, n: int, rank: int, hidden: int, intermediate: i
         rng = torch.Generator().manual_seed(t)
         tensors = {}
         for layer in range(depth):
-            for name, (rows, columns) in layers_of(hidden, intermediate).items():
+            for name, (rows, columns) in maps.items():
                 stem = f"base_model.model.model.layers.{layer}.{name}"
                 tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, columns, generator=rng) / columns**0.5
                 tensors[f"{stem}.lora_B.weight"] = torch.randn(rows, rank, generator=rng) * 0.01
         save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
-        targets = sorted(n.rpartition(".")[2] for n in layers_of(hidden, intermediate))
+        targets = sorted(n.rpartition(".")[2] for n in maps)
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
         (place / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "random"}))
     return out
-
-
-def whole(adapters: list[Path], scratch: Path) -> dict[str, Any]:
-    """One merge in a process of its own."""
-    flags = [x for a in adapters for x in ("-e", a)]
-    run = merged(flags, scratch / "out", "--threads", "2", durable=True)
-    return {"what": "actmat, to an adapter", "wall_s": run.wall_s, "peak_anonymous_b": run.peak_anonymous_b}
-
-
-def per_layer(n: int, rank: int, hidden: int, intermediate: int) -> list[dict[str, Any]]:
-    """The factored rule against the dense formula, on one layer of each shape."""
-    from actmat.linalg.lowrank import LowRank
-    from actmat.methods import get_method
-
-    rule = get_method("actmat")
-    assert rule.lowrank is not None
-    rows = []
-    for o, i in sorted(set(layers_of(hidden, intermediate).values())):
-        rng = torch.Generator().manual_seed(0)
-        deltas = [
-            LowRank(torch.randn(o, rank, generator=rng) * 0.01, torch.randn(rank, i, generator=rng) / i**0.5)
-            for _ in range(n)
-        ]
-        factored = min(once(lambda d=deltas: rule.lowrank.merge(d)) for _ in range(3))  # type: ignore[misc]
-        dense = once(lambda d=deltas: rule.merge([x.dense() for x in d]))
-        rows.append({"shape": f"{o}x{i}", "factored_s": factored, "dense_s": dense, "ratio": dense / factored})
-    return rows
 
 
 def peft_side(adapters: list[Path], out: Path, combination: str, shape: tuple[int, int, int]) -> float:
@@ -107,30 +83,13 @@ def peft_side(adapters: list[Path], out: Path, combination: str, shape: tuple[in
         model.load_adapter(place, adapter_name=name)
     rank = min(sum(model.peft_config[n].r for n in names), hidden)
     svd = {"svd_rank": rank, "svd_full_matrices": False} if combination == "svd" else {}
+    svd |= {"density": 0.2} if combination == "ties" else {}
     with torch.no_grad():
         seconds = once(
             lambda: model.add_weighted_adapter(names, [1.0] * len(names), "merged", combination_type=combination, **svd)
         )
     model.save_pretrained(out, selected_adapters=["merged"], save_embedding_layers=False)  # "auto" asks the hub
     return seconds
-
-
-def actmat_side(adapters: list[Path], out: Path) -> float:
-    """The plain sum of the adapters in factored form; seconds of the merge, reading and writing included."""
-    from actmat.api.merging import merge
-
-    settings: dict[str, Any] = {"method": "task_arithmetic", "options": {"scaling": 1.0}, "durable": False}
-    return once(lambda: merge(None, adapters, out=out / "merged", threads=2, **settings))
-
-
-SIDES = ("actmat", "peft-svd", "peft-cat")
-
-
-def side(name: str, adapters: list[Path], out: Path, shape: tuple[int, int, int]) -> None:
-    """What a child process does; its seconds go to `out/seconds.json`."""
-    ours = name == "actmat"
-    seconds = actmat_side(adapters, out) if ours else peft_side(adapters, out, name.removeprefix("peft-"), shape)
-    (out / "seconds.json").write_text(json.dumps(seconds))
 
 
 def difference(one: Path, other: Path) -> float:
@@ -151,76 +110,74 @@ def difference(one: Path, other: Path) -> float:
     return (apart / size) ** 0.5
 
 
-def against_peft(
-    adapters: list[Path], scratch: Path, shape: tuple[int, int, int], repeats: int
-) -> list[dict[str, Any]]:
-    """The sum of the same adapters by both, float32 in and out, each run in a process of its own, in turn.
+def actmat_side(adapters: list[Path], out: Path, method: str) -> float:
+    """One method in factored form; seconds of the merge, reading and writing included."""
+    from actmat.api.merging import merge
 
-    `merge_s` is the merge inside the process: for PEFT the combination in memory alone, for actmat from files to a
-    finished folder. `process_s` is all, model and adapters loaded and imports included. `cat` concatenates factors: it
-    knows plain sums only, and is here to show what a sum costs without any decomposition.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    options: dict[str, Any] = {"options": {"scaling": 1.0}} if method == "task_arithmetic" else {}
+    options |= {"space": "core"} if method == "ties" else {}
+    return once(lambda: merge(None, adapters, out=out / "merged", threads=2, method=method, durable=False, **options))
 
-    def run(name: str) -> Run:
-        out = fresh(scratch / name)
-        out.mkdir()
-        hidden, intermediate, depth = shape
-        sizes = ["--hidden", hidden, "--intermediate", intermediate, "--layers", depth]
-        listed = [x for a in adapters for x in ("--given", a)]
-        command = [sys.executable, "-m", "benchmarks.adapters", "--side", name, "--out", out, *sizes, *listed]
-        measured = measure([str(c) for c in command], out, OMP_NUM_THREADS="2")
-        seconds[name].append(json.loads((out / "seconds.json").read_text()))
-        return measured
 
-    runs = alternate({name: partial(run, name) for name in SIDES}, repeats)
-    rows = []
-    for name in SIDES:
-        whole_process = summary(runs[name])
-        rows.append(
-            {
-                "what": name,
-                "merge_s": statistics.median(seconds[name]),
-                "process_s": whole_process["wall_s"],
-                "peak_anonymous_b": whole_process["peak_anonymous_b"],
-                "merge over actmat": statistics.median(seconds[name]) / statistics.median(seconds["actmat"]),
-                "difference": difference(scratch / "actmat" / "merged", scratch / name / "merged"),
-            }
-        )
-    return rows
+COLUMNS = ("tool", "method", "merge_s", "process_s", "cpu_s", "peak_anonymous_b", "difference")
+OURS = ("task_arithmetic", "auto", "tsv", "dc_merge", "knots", "ties")
+PEFT = ("cat", "peft-ties", "svd")
+SUMS = ("task_arithmetic", "cat", "svd")
+
+
+def side(name: str, adapters: list[Path], out: Path, shape: tuple[int, int, int]) -> None:
+    """What a child process does; its seconds go to `out/seconds.json`."""
+    seconds = (
+        actmat_side(adapters, out, name)
+        if name in OURS
+        else peft_side(adapters, out, name.removeprefix("peft-"), shape)
+    )
+    (out / "seconds.json").write_text(json.dumps(seconds))
+
+
+def row(name: str, place: Path, scratch: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """One method or combination in a process of its own."""
+    out = scratch / name
+    out.mkdir()
+    command = [sys.executable, "-m", "benchmarks.adapters", "--side", name, "--place", place, "--out", out]
+    given = [str(word) for size, value in sizes.items() for word in (f"--{size}", value)]
+    run = measure([*command, *given], OMP_NUM_THREADS="2", **SOURCE)
+    seconds = json.loads((out / "seconds.json").read_text())
+    costs = {"merge_s": seconds, "process_s": run.wall_s, "cpu_s": run.cpu_s, "peak_anonymous_b": run.peak_anonymous_b}
+    if name == SUMS[0]:
+        shutil.copytree(out / "merged", fresh(place.parent / f"{place.name}-sum"))
+    found = {"tool": "actmat" if name in OURS else "PEFT", "method": name, **costs}
+    if name in SUMS[1:]:
+        found["difference"] = difference(place.parent / f"{place.name}-sum", out / "merged")
+    return found
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, default=11008)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--vs-peft", action="store_true", help="also PEFT's SVD combination, on a model of this shape")
-    parser.add_argument("--repeats", type=int, default=3, help="of --vs-peft")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--given", type=Path, action="append", help=argparse.SUPPRESS)
+    parser = program(__doc__, "adapters")
+    sizes = {"adapters": 64, "rank": 16, "hidden": 4096, "intermediate": 11008, "layers": 1}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--only", nargs="+", choices=[*OURS, *PEFT], default=[*OURS, *PEFT])
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.side is not None:
-        side(given.side, given.given, given.out, (given.hidden, given.intermediate, given.layers))
+    sizes = {name: getattr(given, name) for name in sizes}
+    n, rank, *shape = sizes.values()
+    place = given.place or WORK / f"adapters-{'x'.join(map(str, sizes.values()))}"
+    adapters = write_adapters(place, n, rank, shape[0], shape[1], shape[2])
+    if given.side:
+        side(given.side, adapters, given.out, (shape[0], shape[1], shape[2]))
         return
-    place = WORK / f"adapters-{given.hidden}x{given.intermediate}x{given.layers}-{given.adapters}r{given.rank}"
-    sizes = (given.hidden, given.intermediate)
-    adapters = write_adapters(place, given.adapters, given.rank, *sizes, given.layers)
+    before = read_result(given.name) if (RESULTS / f"{given.name}.json").exists() else {"rows": []}
+    same = all(before.get(size) == value for size, value in sizes.items())
+    rows = {row["method"]: row for row in before["rows"] if same}  # those that are not run again
     with tempfile.TemporaryDirectory(dir=place) as scratch:
-        if given.vs_peft:
-            rows = against_peft(adapters, Path(scratch), (*sizes, given.layers), given.repeats)
-            print_table(rows, list(rows[0]))
-            write_result("adapters-peft", rows)
-            return
-        rows = [whole(adapters, Path(scratch))]
-    print_table(rows, list(rows[0]))
-    layers = per_layer(given.adapters, given.rank, *sizes)
-    print_table(layers, list(layers[0]))
-    write_result("adapters", rows, layers=layers)
+        for name in given.only:
+            rows[name] = row(name, place, Path(scratch), sizes)
+            listed = [rows[n] for n in (*OURS, *PEFT) if n in rows]
+            finish(given.name, listed, COLUMNS, **sizes)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,17 @@ import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from benchmarks.provenance import processor, record
@@ -45,22 +48,21 @@ class Run:
 
     Args:
         wall_s: from start to exit.
-        durable_s: the same, plus what it then took to bring its output to the disk (`fsync`); the fair number
-            when one tool syncs and the other leaves that to the kernel.
         peak_anonymous_b: largest sum of RssAnon over the process and its descendants, sampled every 20 ms. Pages
             of files (mapped checkpoints, page cache) are not counted: the kernel can drop them.
         cpu_s: user and system time of the process and of the descendants that it waited for.
         peak_resident_b: as `peak_anonymous_b`, of VmRSS: mapped files are counted.
+        read_b: read from the disk, past the page cache, also through mapped files.
     """
 
     wall_s: float
-    durable_s: float
     peak_anonymous_b: int
     cpu_s: float = 0.0
     peak_resident_b: int = 0
+    read_b: int = 0
 
 
-def measure(command: Sequence[str | Path], output: Path | None = None, **environment: str) -> Run:
+def measure(command: Sequence[str | Path], **environment: str) -> Run:
     """Run a command to its end.
 
     A child may write bytecode of the modules that it imports, and reads it the next time, as an installed package does:
@@ -98,9 +100,7 @@ def measure(command: Sequence[str | Path], output: Path | None = None, **environ
     if child.returncode:
         tail = said.decode(errors="replace")[-3000:]
         raise RuntimeError(f"exit status {child.returncode} of {' '.join(map(str, command))}\n{tail}")
-    sync(output)
-    durable = time.perf_counter() - started if output else wall
-    return Run(wall, durable, peaks["RssAnon"], used.ru_utime + used.ru_stime, peaks["VmRSS"])
+    return Run(wall, peaks["RssAnon"], used.ru_utime + used.ru_stime, peaks["VmRSS"], 512 * used.ru_inblock)
 
 
 def family(pid: int) -> list[int]:
@@ -128,16 +128,6 @@ def memory_bytes(pid: int) -> dict[str, int]:
     return found
 
 
-def sync(path: Path | None) -> None:
-    """Bring a file, or all files under a directory, to the disk."""
-    if path is None:
-        return
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        handle = os.open(file, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
 def alternate(runs: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
     """Run every entry `repeats` times, in turn, so that a drift of the machine meets all alike."""
     found: dict[str, list[Run]] = {name: [] for name in runs}
@@ -154,7 +144,6 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     """Medians, and every single time."""
     return {
         "wall_s": statistics.median(r.wall_s for r in runs),
-        "durable_s": statistics.median(r.durable_s for r in runs),
         "peak_anonymous_b": int(statistics.median(r.peak_anonymous_b for r in runs)),
         "all_wall_s": [round(r.wall_s, 4) for r in runs],
     }
@@ -170,10 +159,9 @@ def merge_words(base: str | Path, experts: Iterable[str | Path], method: str, *m
     return ["--base", base, "--method", method, *(w for e in experts for w in ("--expert", e)), *more]
 
 
-def merged(words: Sequence[str | Path], out: Path, *more: str, durable: bool = False) -> Run:
-    """`actmat merge` of this tree in a process of its own; `durable`: also until the output is on the disk."""
-    command = [*actmat_command(), "merge", *words, *more, "--out", fresh(out), "--quiet"]
-    return measure(command, out if durable else None, **SOURCE)
+def merged(words: Sequence[str | Path], out: Path, *more: str) -> Run:
+    """`actmat merge` of this tree in a process of its own."""
+    return measure([*actmat_command(), "merge", *words, *more, "--out", fresh(out), "--quiet"], **SOURCE)
 
 
 def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
@@ -294,27 +282,6 @@ def disk_rates(folder: Path, size: int = 1 << 30) -> dict[str, float]:
     return rates
 
 
-def floor_seconds(inputs: Iterable[Path], output_bytes: int, folder: Path) -> float:
-    """Reading every input file once and writing so many bytes once, synced: what no merge can be faster than."""
-    piece = bytearray(16 << 20)
-    target = folder / "floor"
-
-    def work() -> None:
-        with target.open("wb", buffering=0) as out:
-            for path in inputs:
-                with path.open("rb", buffering=0) as file:
-                    while file.readinto(piece):
-                        pass
-            left = output_bytes
-            while left:
-                left -= out.write(memoryview(piece)[: min(left, len(piece))])
-            os.fsync(out.fileno())
-
-    seconds = timed(work)
-    target.unlink()
-    return seconds
-
-
 class torch_threads:
     """So many threads of torch inside the block."""
 
@@ -369,6 +336,43 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def largest_difference(ours: Path, theirs: Path) -> float:
+    """`max over tensors of ||a - b||_F / ||b||_F` of two checkpoints, in float64.
+
+    Raises:
+        RuntimeError: they do not hold the same tensors.
+    """
+    here, there = _places(ours), _places(theirs)
+    if here.keys() != there.keys():
+        raise RuntimeError(f"{ours} and {theirs} hold different tensors: {sorted(here.keys() ^ there.keys())[:5]}")
+    worst = 0.0
+    for name, file in here.items():
+        with safe_open(file, "pt") as a_file, safe_open(there[name], "pt") as b_file:
+            worst = max(worst, relative_error(a_file.get_tensor(name), b_file.get_tensor(name)))
+    return worst
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    return found
+
+
+def borrowing_python(place: Path, packages: Sequence[str]) -> str:
+    """The interpreter of an environment with these packages, and all others of this one; made where it is not there."""
+    python = place / "bin" / "python"
+    borrowed = place / sysconfig.get_path("purelib", vars={"base": ""}).lstrip("/") / "zz_borrowed.pth"
+    if not borrowed.exists():
+        venv.create(place, symlinks=True, with_pip=False)
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, *packages], check=True)
+        seen = [p for p in sys.path if p.endswith("site-packages")]  # after its own packages, which go before them
+        borrowed.write_text("\n".join(seen) + "\n")
+    return str(python)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -150,13 +150,22 @@ def write_checkpoint(
     write_tokenizer(folder, size.vocabulary)
 
 
+def write_headers(folder: Path, size: Size) -> Path:
+    """A checkpoint in bfloat16 that has headers and a config, for plans of models that no disk here holds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_shard(folder / "model.safetensors", size.tensors(), "BF16", torch.bfloat16, None)
+    (folder / "config.json").write_text(json.dumps(size.config("bfloat16")))
+    return folder
+
+
 def _write_shard(
     path: Path,
     shapes: dict[str, tuple[int, ...]],
     code: str,
     kind: torch.dtype,
-    make: Callable[[str, tuple[int, ...]], Tensor],
+    make: Callable[[str, tuple[int, ...]], Tensor] | None,
 ) -> None:
+    """One file of weights; without `make` a hole of the disk where they would be."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -167,7 +176,10 @@ def _write_shard(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + (0 if make else offset))
         for name, shape in shapes.items():
+            if make is None:
+                break
             tensor = make(name, shape).to(kind).cpu()
             file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
 

@@ -1,23 +1,32 @@
-"""What Ray costs: two workers of one core against two threads, and the driver's time for 20,000 small tensors.
+"""What Ray costs, the same bytes with 1 to 8 workers, and how a merge of 70 B would spread over a cluster.
 
     python -m benchmarks.ray
     python -m benchmarks.ray --repeats 5 --layers 8          # longer merges: the start of the workers weighs less
     python -m benchmarks.ray --only small --tensors 20000
+    python -m benchmarks.ray --only schedule                 # needs no Ray, half a minute
 
 Both run on the same two cores, in turn, pair by pair; the ratio is the median over the pairs. The Ray cluster is one
 node of two cores that runs before; the workers start within the measured time. `wall_s` is the whole command, `merge_s`
 the run as its manifest tells. The outputs must be the same bytes. `driver_ms` is the user and system time of the
-driver's process, with its start, per tensor: the workers are not its children.
+driver's process, with its start, per tensor: the workers are not its children. `workers`: the case `large` with 1, 2, 4
+and 8 workers on the two cores; it stops where bytes differ.
+
+`schedule` plans a merge of a 70 B Llama and three experts from headers alone. An item takes its planned operations at
+the rate that three experts' matrices of its proportions, a quarter as wide, reach on one core here. Items go longest
+first to the worker that is free first, as in a merge. *disk*: time to read the inputs and write the output once at
+`--disk-gbps` for all nodes together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import os
 import statistics
+import subprocess
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +35,25 @@ from safetensors.torch import save_file
 
 from benchmarks.common import (
     RESULTS,
+    SOURCE,
     WORK,
     Run,
+    actmat_command,
     alternate,
     finish,
     merge_words,
     merged,
     program,
     read_result,
+    timed,
+    torch_threads,
     weights_digest,
 )
-from benchmarks.make_llama import Size, add_size_arguments, home, make_family, size_from
+from benchmarks.make_llama import Size, add_size_arguments, home, make_family, size_from, write_headers
 
 CORES = 2
 COLUMNS = ("case", "tensors", "threads_wall_s", "ray_wall_s", "wall_ratio", "merge_ratio", "driver_ms", "load")
+SCHEDULE = ("nodes", "workers", "compute_s", "busy", "longest_share", "disk_s", "disk_share", "node_b")
 STORE_BYTES = 200 << 20
 
 
@@ -58,12 +72,12 @@ def make_small(folder: Path, tensors: int, experts: int) -> tuple[Path, list[Pat
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[str]:
-    """Address of a cluster of one node with two cores, on 127.0.0.1."""
+def cluster(cores: int) -> Iterator[str]:
+    """Address of a cluster of one node that counts as so many cores, on 127.0.0.1."""
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray reads it on import, children inherit it
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": CORES, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    node = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     running = Cluster(initialize_head=True, head_node_args=node)
     try:
         yield running.address
@@ -107,21 +121,102 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
     }
 
 
+def workers(base: Path, experts: list[Path], address: str) -> list[dict[str, Any]]:
+    """The same merge by 1 to 8 workers, one row each."""
+    rows, digests = [], set()
+    for count in (1, 2, 4, 8):
+        out = WORK / "out" / f"workers-{count}"
+        run = merged(merge_words(base, experts, "actmat"), out, "--executor", f"ray={address}", "--threads", str(count))
+        digests.add(weights_digest(out))
+        rows.append({"case": f"{count} workers", "ray_wall_s": run.wall_s, "peak_anonymous_b": run.peak_anonymous_b})
+    if len(digests) > 1:
+        raise SystemExit("the bytes depend on the number of workers")
+    return rows
+
+
+# A merge of 70 B
+
+LLAMA_70B = Size(hidden=8192, intermediate=28672, layers=80, heads=64, key_value_heads=8, vocabulary=128256)
+NODES = (1, 8, 64)
+
+
+@cache
+def gigaflops(rows: int, width: int) -> float:
+    """Rate of `actmat_ridge` on matrices of these proportions, on one thread, in 1e9 planned operations per second."""
+    from actmat.linalg.operations import total
+    from actmat.methods import get_method
+
+    rule = get_method("actmat_ridge")
+    deltas = [torch.randn(rows // 4, width // 4) for _ in range(3)]
+    options = rule.resolve_options({})
+    planned = total(rule.cost.operations((rows // 4, width // 4), 3, options, False))
+    with torch_threads(1):
+        return planned / timed(lambda: rule.merge(deltas), 1) / 1e9
+
+
+def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
+    """One row per number of nodes."""
+    places = [write_headers(WORK / "llama-70b" / name, LLAMA_70B) for name in ("base", "one", "two", "three")]
+    words = merge_words(places[0], places[1:], "actmat_ridge", "--json", "--full")
+    said = subprocess.run(
+        [*actmat_command(), "plan", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | SOURCE,
+    )
+    plan = json.loads(said.stdout)
+    totals, times = plan["totals"], []
+    for item in plan["items"]:
+        of_matrix = item["action"] == "merge" and len(item["shape"]) == 2
+        rate = gigaflops(*item["shape"]) if of_matrix else 1.0
+        times.append(item["cost"]["flops"] / rate / 1e9)
+    times.sort(reverse=True)
+    per_node = node_memory_b // totals["peak_bytes_one_worker"]
+    rows = []
+    for nodes in NODES:
+        free = [0.0] * (nodes * per_node)
+        for seconds in times:
+            heapq.heapreplace(free, free[0] + seconds)
+        disk = (totals["read_bytes"] + totals["write_bytes"]) / disk_gbps / 1e9
+        busy = sum(times) / max(free) / len(free)
+        rows.append(
+            {"nodes": nodes, "workers": len(free), "compute_s": max(free), "busy": busy, "longest_item_s": times[0]}
+            | {"longest_share": times[0] / max(free), "disk_s": disk, "disk_share": disk / max(free)}
+            | {
+                "read_b": totals["read_bytes"],
+                "write_b": totals["write_bytes"],
+                "node_b": per_node * totals["peak_bytes_one_worker"],
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = program(__doc__, "ray", 3)
-    parser.add_argument("--only", choices=("large", "small"), help="one of the two cases")
+    parser.add_argument("--only", choices=("large", "small", "workers", "schedule"), help="one of the cases")
+    parser.add_argument("--disk-gbps", type=float, default=4.0, help="of the storage that all nodes share")
+    parser.add_argument("--node-memory-b", type=int, default=128 << 30)
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--tensors", type=int, default=20_000, help="of the case 'small'")
     add_size_arguments(parser)
     parser.set_defaults(hidden=1024, intermediate=2816, layers=6)
     given = parser.parse_args()
+    if given.only == "schedule":
+        finish("ray-schedule", schedule(given.disk_gbps, given.node_memory_b), SCHEDULE, disk_gbps=given.disk_gbps)
+        return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # children and the cluster inherit it
     there = given.only and (RESULTS / f"{given.name}.json").exists()
     kept = read_result(given.name)["rows"] if there else []  # the case that is not run again keeps its row
     rows = [row for row in kept if row["case"] != given.only]
-    with cluster() as address:
+    size = size_from(given)
+    if given.only == "workers":
+        base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")
+        with cluster(8) as address:
+            finish("ray-workers", workers(base, experts, address), ("case", "ray_wall_s", "peak_anonymous_b"))
+        return
+    with cluster(CORES) as address:
         if given.only != "small":
-            size = size_from(given)
             base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")
             rows.append(pairs("large", base, experts, "actmat", address, given.repeats))
         if given.only != "large":

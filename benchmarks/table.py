@@ -5,7 +5,7 @@
 
 Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `evidence NAME` and `small NAME` (experiments on
 pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
-`mergekit`, `demo`, `chaos`. `docs/markdown.py` has the marks.
+`mergekit`, `tools PART`, `demo`, `chaos`. `docs/markdown.py` has the marks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.families.tables import family_table
 from benchmarks.gpu.rows import NAMES
 from benchmarks.mergekit.tables import mergekit_table
 from benchmarks.semantics.tables import semantics_table
+from benchmarks.tools.tables import tools_table
 from benchmarks.tune.tables import tune_table
 
 
@@ -139,6 +140,7 @@ KINDS: pages.Kinds = {
     "matrix": family_table,
     "semantics": semantics_table,
     "mergekit": mergekit_table,
+    "tools": tools_table,
     "demo": demo,
     "chaos": chaos,
 }

@@ -57,7 +57,7 @@ def timed_pairs(trees: Sequence[Tree], name: str, arguments: Sequence[str | Path
         out = fresh(WORK / "out" / f"against-{tree.name}")
         written = ["--out", out, "--set", "durable=false", "--quiet"]
         command = [sys.executable, "-m", "actmat", "merge", *arguments, *written]
-        return measure(command, None, **tree.environment())
+        return measure(command, **tree.environment())
 
     for tree in trees:
         merge(tree)

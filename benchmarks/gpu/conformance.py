@@ -19,7 +19,7 @@ from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
-from benchmarks.elementwise import largest_difference
+from benchmarks.common import largest_difference
 from benchmarks.gpu.rows import arguments, give
 from benchmarks.make_llama import Size, make_family
 

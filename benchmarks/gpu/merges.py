@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 import actmat
-from benchmarks.common import Run, disk_rates, fresh, measure, once
-from benchmarks.elementwise import largest_difference
+from benchmarks.common import Run, disk_rates, fresh, largest_difference, measure, once
 from benchmarks.gpu.rows import arguments, give, peak_bytes, torch_device
 from benchmarks.make_llama import Size, make_family
 
@@ -70,7 +69,7 @@ class Merges:
         """One merge in a process of its own, and its output; its facts lie beside it."""
         out = fresh(self.folder / "out" / f"{method}-{where}{mark}")
         words = [sys.executable, "-m", "benchmarks.gpu.merges", method, self.device if where == "device" else "cpu"]
-        return measure([*words, out, self.base, *self.experts], None, HF_HUB_OFFLINE="1"), out
+        return measure([*words, out, self.base, *self.experts], HF_HUB_OFFLINE="1"), out
 
     def merge(self, method: str, where: str) -> None:
         """The row of a merge, and the difference where the host has merged it too."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.mergekit --mergekit-python PYTHON
 
-mergekit lives in an environment of its own (`benchmarks.elementwise` makes it), with the transformers of this one.
+mergekit lives in an environment of its own (`benchmarks.tools` makes it), with the transformers of this one.
 Models are tiny: those of tests/data/mergekit, an adapter of one of them, and dense models for mixtures.
 """
 
@@ -26,8 +26,8 @@ from actmat.api.reading import read_recipe
 from actmat.errors import MergeError
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
-from benchmarks.common import print_table, stored_tensors, write_result
-from benchmarks.elementwise import mergekit_python
+from benchmarks.common import WORK, borrowing_python, print_table, stored_tensors, write_result
+from benchmarks.tools import with_mergekit
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1] / "tests" / "data" / "mergekit"
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep models and outputs here")
     parser.add_argument("--only", nargs="+", help="names of configurations; prints, and writes no result")
     given = parser.parse_args()
-    python = mergekit_python(given.mergekit_python)
+    python = given.mergekit_python or borrowing_python(WORK / "environments" / "mergekit", with_mergekit.INSTALL)
     merges, mixtures = (yaml.safe_load((HERE / f"{n}.yml").read_text()) for n in ("cases", "mixtures"))
     cases = {n: c for n, c in (merges | mixtures).items() if not given.only or n in given.only}
     folder = given.folder or Path(tempfile.mkdtemp())

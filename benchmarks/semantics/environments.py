@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
+
+from benchmarks.common import borrowing_python
 
 TRANSFORMERS_4 = ("transformers<5", "tokenizers>=0.22,<0.23", "huggingface_hub<1")
 INSTALLED = "installed"
@@ -33,16 +33,7 @@ def interpreter(folder: Path, version: str) -> str:
     """The interpreter with this version, in an environment below the folder that is made where it is not there."""
     if not VERSIONS[version]:
         return sys.executable
-    place = folder / version
-    python = place / "bin" / "python"
-    borrowed = place / sysconfig.get_path("purelib", vars={"base": ""}).lstrip("/") / "zz_borrowed.pth"
-    if not borrowed.exists():
-        venv.create(place, symlinks=True, with_pip=False)
-        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, *VERSIONS[version]], check=True)
-        seen = [p for p in sys.path if p.endswith("site-packages")]  # after its own packages, which go before them
-        borrowed.write_text("\n".join(seen) + "\n")
-    return str(python)
+    return borrowing_python(folder / version, VERSIONS[version])
 
 
 def versions_of(python: str) -> dict[str, str]:
