@@ -19,14 +19,14 @@ LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
 ROOMS: dict[str, int] = {
-    "core": 24_400,
-    "extras": 16_650,
-    "api and cli": 3_400,
-    "src": 44_300,
-    "packages": 11_900,
-    "tests": 47_550,
-    "benchmarks": 5_900,
-    "whole tree": 112_400,
+    "core": 23_800,
+    "extras": 15_300,
+    "api and cli": 3_300,
+    "src": 42_350,
+    "packages": 11_550,
+    "tests": 46_500,
+    "benchmarks": 6_150,
+    "whole tree": 109_300,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
 what is removed: lower a bound when something goes."""

@@ -107,7 +107,7 @@ def plan_inputs(
         measured, checked = (read_sources(recipe, d, settings, given.config, measured=m) if d else {} for d, m in both)
         base = given.base
         if base is None:
-            place = next((e.base_model for e in given.experts if isinstance(e, LocatedAdapter)), None)
+            place = next((e.adapter.config.base_model for e in given.experts if isinstance(e, LocatedAdapter)), None)
             base = stack.enter_context(locate(place or recipe.experts[0].path))
         specs = base.model().specs
         method = "regmean" if recipe.method == AUTO and kinds else recipe.method

@@ -252,4 +252,4 @@ class StackedMoments:
         s = svd.s_R[order]
         left = self.m_ON @ svd.u_MR[:, order]
         right = s.unsqueeze(-1) * svd.vh_RN[order]
-        return Reduced(left, None, right, "stacked", len(s), dtype, Spectrum(s.square(), None, svd.retries))
+        return Reduced(left, None, right, "stacked", len(s), dtype, _spectrum=Spectrum(s.square(), None, svd.retries))

@@ -48,7 +48,7 @@ def store_gram(experiment: Experiment, path: Path) -> None:
 
 
 def overlap(experiment: Experiment) -> dict[str, float]:
-    """How alike the row spaces of adapters are, see `actmat.run.adapters`; nothing of full models."""
+    """Overlap of the row spaces of adapters, see `actmat.run.adapters`; empty for full models."""
     experts = [{"path": str(made.path), "name": task} for task, made in experiment.experts().items()]
     with located(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
         found = look_at(given)
