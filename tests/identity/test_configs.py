@@ -170,6 +170,14 @@ def test_schedulers_of_pipelines_are_compared(expert: dict[str, Any], named: str
     }
 
 
+def test_what_a_class_sets_itself_is_not_compared_as_written() -> None:
+    """Moshi gives its depth decoder the width of the whole, whatever the file says."""
+    base, expert = ({"model_type": "moshi", "hidden_size": 32, "depth_decoder_config": {"input_size": n}}
+                    for n in (4096, 32))  # fmt: skip
+    assert not agree(base, [("one", expert)]).problems
+    assert agree(base, [("one", expert | {"hidden_size": 64})]).problems
+
+
 def test_an_expert_may_be_a_part_of_the_base() -> None:
     """The tower of a multimodal model, or a component of a pipeline."""
     base = {"model_type": "llava", "text_config": LLAMA, "vision_config": VISION}

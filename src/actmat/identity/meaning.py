@@ -17,6 +17,8 @@ _OWN_LENGTH = ("llama3", "yarn", "longrope")
 """Kinds of RoPE that use the length of the first training."""
 _WINDOW = ("sliding_window", "max_window_layers")
 NESTED = "components"
+_SET_BY_CLASS = {"depth_decoder_config": {"input_size": "hidden_size"}}
+"""Nested config -> keys that the class of the whole sets from its own on loading, whatever is written (Moshi)."""
 
 ClassKeys = Mapping[str, Any]
 """Entry of a class in the table; empty for an unknown class."""
@@ -161,7 +163,8 @@ def _nested_configs(given: Mapping[str, Any], declared: ClassKeys) -> Iterator[t
     for key, value in given.items():
         is_other = is_ignored(key) or key in ROPE_KEYS
         if isinstance(value, Mapping) and not is_other and _is_nested(key, value, declared):
-            yield key, value, declared.get("nested", {}).get(key, "")
+            own = {k: given[name] for k, name in _SET_BY_CLASS.get(key, {}).items() if k in value and name in given}
+            yield key, {**value, **own}, declared.get("nested", {}).get(key, "")
 
 
 def same(a: Any, b: Any) -> bool:
