@@ -56,7 +56,7 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     own = {"inputs", "plan", "strict", "json", "quiet", "average", "data", "check", "set"}
     assert set(taken(merge)) == fields | settings | own
     assert len(set(taken(merge)) - {"inputs"}) <= 30
-    own = {"device", "device_memory", "recipe", "json", "as_recipe", "full", "quiet", "set"}
+    own = {"device", "device_memory", "recipe", "json", "as_recipe", "full", "quiet", "data", "check", "set"}
     assert set(taken(plan)) == fields - {"out"} | own
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
 

@@ -164,10 +164,10 @@ class Case:
         own = f"{self.method}::{self.case}"  # of a file with several cases
         return {"weight": out[own]} if own in out else dict(sorted(out.items()))
 
-    def rule(self, name: str, base: Tensor) -> Rule:
+    def rule(self, name: str, tensors: Mapping[str, Tensor]) -> Rule:
         """Method and options for the tensor called `name`."""
         if self.case == "policy":
-            return SCOPES[self.method](name, base)
+            return SCOPES[self.method](name, tensors["base"])
         return ORACLE_METHODS[self.method]
 
     def error(self, out: Mapping[str, Tensor], dtype: torch.dtype) -> float:

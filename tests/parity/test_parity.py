@@ -31,7 +31,7 @@ def merge_case(case: Case, dtype: torch.dtype, **changes: Any) -> dict[str, Tens
     surveys: dict[str, Any] = {}
     out = {}
     for name, tensors in stored.items():
-        method_name, table = case.rule(name, tensors["base"])
+        method_name, table = case.rule(name, tensors)
         extra = dict(table) | changes
         weights, count = extra.pop("weights", None), extra.pop("experts", None)
         if "fisher_t" in tensors and extra.get("normalize") == "tensor" and len(stored) > 1:
@@ -46,7 +46,7 @@ def merge_case(case: Case, dtype: torch.dtype, **changes: Any) -> dict[str, Tens
             method,
             deltas[name][:count],
             options,
-            base=tensors["base"].to(dtype),
+            base=tensors["base"].to(dtype) if "base" in tensors else None,
             statistics=_statistics(tensors, dtype),
             weights=None if weights is None else weights[: len(deltas[name][:count])],
             survey=surveys[method_name],

@@ -332,5 +332,5 @@ def test_experts_whose_tokenizer_has_no_pad_token_are_tuned(family: Path, tmp_pa
                     space={"methods": ["average"], "scales": [0.5, 1.0]}, progress=Notes())
         for i, places in enumerate(([tmp_path / n for n in TEXTS], experts_of(family)))
     )  # fmt: skip
-    assert "no pad token" in told[0]
+    assert any("no pad token" in text for text in told)
     assert found.chosen.losses == pytest.approx(known.chosen.losses)

@@ -76,7 +76,7 @@ def merge(
     asked: Annotated[InputFlags, FlagFields(only=("data", "check"))],
     shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
 ) -> None:
-    """Merge fine-tuned models or adapters of one base, best with a prompt of each task.
+    """Merge fine-tuned models of one base, best with a prompt of each task.
 
     actmat merge -e math=ADAPTER1 -e code=ADAPTER2 --out MERGED
            --data math='A typical question.' --data code=prompts.jsonl

@@ -235,7 +235,7 @@ def test_a_callback_of_the_shared_training_loop():
 def test_it_says_what_it_has_not_seen():
     model = new_mlp((4, 3, 2))
     monitor = DriftMonitor().attach(model)
-    with pytest.raises(MergeError, match="not seen") as caught:
+    with pytest.raises(MergeError, match="lacks measurements") as caught:
         monitor.angles()
     assert len(caught.value.problems) == 3
     with pytest.raises(MergeError, match=r"outside 'with monitor\.step"):

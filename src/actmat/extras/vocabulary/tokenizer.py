@@ -112,7 +112,7 @@ def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
         return (), 0
     config = checkpoint.config or {}
     levels = (c for c in (config, config.get("text_config")) if isinstance(c, Mapping))
-    rows = next((n for c in levels if (n := c.get("vocab_size")) in heights), max(heights))
+    rows = next((n for c in levels if isinstance(n := c.get("vocab_size"), int) and n in heights), max(heights))
     names = [
         s.name
         for n, s in specs.items()

@@ -64,7 +64,7 @@ class Reduced:
     form: MomentForm
     size: int  # side `N` of the reduced Gram matrix
     dtype: torch.dtype  # in which deltas are computed with
-    smallest: int = SMALLEST  # side from which a few eigenpairs are looked for first
+    smallest: int = field(default_factory=lambda: SMALLEST)  # side from which a few eigenpairs are looked for first
     _spectrum: Spectrum | None = field(default=None, repr=False)
 
     @property
