@@ -158,7 +158,13 @@ def print_answers(report: MergeReport) -> None:
     if report.answers:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
-        console.print("  is it good? Not measured: add --data NAME=INPUTS per expert (a prompt or file)")
+        of_images = report.plan.stems or (isinstance(report.out, Path) and report.out.is_file())
+        how = (
+            "compare its images with the experts'"
+            if of_images
+            else "add --data NAME=INPUTS per expert (a prompt or file)"
+        )
+        console.print(f"  is it good? Not measured: {how}")
 
 
 def print_kept(rows: Sequence[AgreementRow]) -> None:

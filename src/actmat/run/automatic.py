@@ -161,7 +161,8 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --space {choice.space}"
     beyond = _beyond(given, kind) if form != "mixed" else ""
-    reason = f"{choice.method}{where}, for {what}{of}{size} ({choice}{beyond}); actmat tune chooses by unlabeled inputs"
+    tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
+    reason = f"{choice.method}{where}, for {what}{of}{size} ({choice}{beyond}){tune}"
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 
