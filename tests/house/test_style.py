@@ -22,7 +22,7 @@ ROOMS: dict[str, int] = {
     "core": 23_800,
     "extras": 15_300,
     "api and cli": 3_300,
-    "src": 42_350,
+    "src": 42_370,
     "packages": 11_550,
     "tests": 46_500,
     "benchmarks": 6_150,
