@@ -16,7 +16,7 @@ from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
-from actmat.run.adapters import look_at
+from actmat.run.adapters import mean_size
 from actmat.run.locate import Given, located
 
 AUTO = "auto"
@@ -168,9 +168,9 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
 
 def _by_size(given: Given) -> tuple[ModelForm, str]:
     """The form of adapters with factors, and their size in words."""
-    if (found := look_at(given)) is None:
+    if (size := mean_size(given)) is None:
         return "adapters", " of unknown size"
-    return "gentle" if found.size < GENTLE else "adapters", f" that change the weights by {100 * found.size:.2g} %"
+    return "gentle" if size < GENTLE else "adapters", f" that change the weights by {100 * size:.2g} %"
 
 
 def _beyond(given: Given, kind: ModelKind) -> str:

@@ -15,7 +15,7 @@ from actmat.layout.types import TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
-from actmat.run.adapters import look_at
+from actmat.run.adapters import median_overlap
 from actmat.run.locate import located
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
@@ -35,8 +35,8 @@ __all__ = [
     "get_method",
     "in_one_line",
     "located",
-    "look_at",
     "make_recipe",
+    "median_overlap",
     "one_thread",
     "open_statistics",
     "output_energy",

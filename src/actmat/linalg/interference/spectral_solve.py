@@ -209,7 +209,8 @@ def certified_cholesky(sym_NN: Tensor, rtol: float, largest: float = math.inf) -
     """float64 Cholesky factor of `sym`, but only if no eigenvalue is at or below `rtol * lambda_max`.
 
     `min(||sym||_F, ||sym||_inf, largest) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorization
-    of `sym - c I` that succeeds proves `lambda_min > c`. With `c = rtol u + margin` this proves
+    of `sym - c I` that succeeds proves `lambda_min > c` (`largest` is a Ritz value plus its residual: a
+    bound, unless the random start missed the leading direction). With `c = rtol u + margin` this proves
     `lambda_min > rtol lambda_max`; the margin covers the backward error of the factorization,
     `(N + 2) eps(float64) tr(sym)` (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 10.3).
 

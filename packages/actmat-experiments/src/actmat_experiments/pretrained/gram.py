@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat_experiments.analyses.angles import cosine
-from actmat_experiments.core import located, look_at, make_recipe, open_statistics
+from actmat_experiments.core import located, make_recipe, median_overlap, open_statistics
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.models import is_adapter, read_tensors
@@ -51,8 +51,8 @@ def overlap(experiment: Experiment) -> dict[str, float]:
     """Overlap of the row spaces of adapters, see `actmat.run.adapters`; empty for full models."""
     experts = [{"path": str(made.path), "name": task} for task, made in experiment.experts().items()]
     with located(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
-        found = look_at(given)
-    return {} if found is None else {"overlap": round(found.overlap, 3)}
+        found = median_overlap(given)
+    return {} if found is None else {"overlap": round(found, 3)}
 
 
 def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
