@@ -4,7 +4,8 @@
     python -m benchmarks.few adapters --base BASE --data FOLDER  # FOLDER/TASK, TASK.jsonl, TASK.test.jsonl
 
 Of `n` inputs of each expert, `C_t` is the mean of `z z^T` over the inputs `z` of a layer; of a prior, it is
-`C_t + a k_t D_t^T D_t` with equal traces of both (`k_t`) and `a = A / n`. The merge is `(sum D_t C_t) (sum C_t)^+`.
+`C_t + a k_t D_t^T D_t` with equal traces of both (`k_t`) and `a = A / n`. The merge is `(sum D_t C_t) (sum C_t)^+`, or
+with a ridge in units of the mean eigenvalue in place of the cut-off.
 Rows are appended to the result file, and a row that is there is not measured again; `--minutes` ends a run early.
 
 Shapes: `O` out_features, `I` in_features, `N` samples or tokens.
@@ -12,6 +13,7 @@ Shapes: `O` out_features, `I` in_features, `N` samples or tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import time
@@ -29,6 +31,7 @@ FILE = RESULTS / "few.jsonl"
 NUMBERS = (1, 2, 4, 8, 16, 32, 64)
 PRIORS = (1.0, 4.0)
 """`A` of the prior's share `A / n`."""
+RIDGES = (0.0, 0.001)
 QUESTIONS = 60
 BATCH = 20
 EPS = torch.finfo(torch.float32).eps
@@ -54,21 +57,26 @@ class Subject(Protocol):
         """Accuracy, and share of answers that are the expert's, by task, of the base plus these deltas."""
 
 
-def solved(deltas: Sequence[Tensor], roots: Sequence[Tensor]) -> Tensor:
-    """`(sum D_t C_t) (sum C_t)^+` with the cut-off of `regmean`, of `C_t = Z_t^T Z_t`; by the smaller of both sides."""
+def solved(deltas: Sequence[Tensor], roots: Sequence[Tensor], ridge: float = 0.0) -> Tensor:
+    """`(sum D_t C_t) (sum C_t)^+` with the cut-off of `regmean`, of `C_t = Z_t^T Z_t`; by the smaller of both sides.
+
+    Args:
+        ridge: in place of the cut-off, in units of the mean eigenvalue.
+    """
     rows_NI = torch.cat(list(roots)).double()
     width = rows_NI.shape[1]
     wide = len(rows_NI) < width
     values, vectors = torch.linalg.eigh(rows_NI @ rows_NI.T if wide else rows_NI.T @ rows_NI)
-    kept = values > width * EPS * values[-1].clamp(min=0)
+    shift = ridge * float(values.sum()) / width
+    kept = values > (0 if ridge else width * EPS) * values[-1].clamp(min=0)
     values, vectors = values[kept], vectors[:, kept]
     basis_IK = rows_NI.T @ (vectors / values.sqrt()) if wide else vectors
     pairs = [(d.double(), z.double()) for d, z in zip(deltas, roots, strict=True) if bool(d.any())]
     left = sum((d @ z.T) @ (z @ basis_IK) for d, z in pairs)
-    return (left / values) @ basis_IK.T  # type: ignore[no-any-return]
+    return (left / (values + shift)) @ basis_IK.T  # type: ignore[no-any-return]
 
 
-def merge(subject: Subject, grams: Sequence[Grams] | None, prior: float) -> dict[str, Tensor]:
+def merge(subject: Subject, grams: Sequence[Grams] | None, prior: float, ridge: float) -> dict[str, Tensor]:
     """Merged deltas; without inputs by the deltas' own Gram matrices, which is ACTMat."""
     out = {}
     for layer, deltas in subject.deltas.items():
@@ -79,7 +87,7 @@ def merge(subject: Subject, grams: Sequence[Grams] | None, prior: float) -> dict
                 float(z.square().sum() / s) if (s := k.square().sum()) else 0.0 for z, k in zip(roots, own, strict=True)
             ]
             roots = [torch.cat([z, k * (prior * s) ** 0.5]) for z, k, s in zip(roots, own, sizes, strict=True)]
-        out[layer] = solved(deltas, roots).float()
+        out[layer] = solved(deltas, roots, ridge).float()
     return out
 
 
@@ -89,24 +97,24 @@ def average(subject: Subject) -> dict[str, Tensor]:
 
 
 def wanted(draws: int, priors: Mapping[float, Sequence[int]], controls: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every row: kind of inputs, their number, the draw, the prior; the most telling first."""
-    yield {"kind": "average", "n": 0, "draw": 0, "prior": 0.0}
-    yield {"kind": "actmat", "n": 0, "draw": 0, "prior": 0.0}
+    """Every row: kind of inputs, their number, the draw, prior, ridge; the most telling first."""
+    plain = {"prior": 0.0, "ridge": 0.0}
+    yield {"kind": "average", "n": 0, "draw": 0, **plain}
+    yield {"kind": "actmat", "n": 0, "draw": 0, **plain}
     for draw in range(draws):
         for n in sorted(NUMBERS, key=lambda n: n not in controls):
-            yield {"kind": "own", "n": n, "draw": draw, "prior": 0.0}
-            for a, numbers in priors.items():
-                if n in numbers:
-                    yield {"kind": "own", "n": n, "draw": draw, "prior": a}
+            for a, ridge in itertools.product((0.0, *priors), RIDGES):
+                if not a or n in priors[a]:
+                    yield {"kind": "own", "n": n, "draw": draw, "prior": a, "ridge": ridge}
         for n in controls:
             for kind in ("random", "other", "mixed"):
-                yield {"kind": kind, "n": n, "draw": draw, "prior": 0.0}
+                yield {"kind": kind, "n": n, "draw": draw, **plain}
 
 
 def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: float) -> None:
     """Measure what the file lacks."""
     there = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    done = {tuple(r[k] for k in ("subject", "kind", "n", "draw", "prior")) for r in there}
+    done = {tuple(r[k] for k in ("subject", "kind", "n", "draw", "prior", "ridge")) for r in there}
     for row in rows:
         if (name, *row.values()) in done or time.monotonic() > until:
             continue
@@ -115,7 +123,7 @@ def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: fl
         else:
             number = range(len(subject.tasks))
             grams = [subject.grams(t, row["kind"], row["draw"], row["n"]) for t in number] if row["n"] else None
-            found = merge(subject, grams, row["prior"] / row["n"] if row["n"] else 0.0)
+            found = merge(subject, grams, row["prior"] / row["n"] if row["n"] else 0.0, row["ridge"])
         accuracy, kept = subject.score(found)
         line = {"subject": name, **row, "accuracy": accuracy, "kept": kept, "tasks": list(subject.tasks)}
         with FILE.open("a") as file:

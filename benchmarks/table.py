@@ -100,19 +100,22 @@ def few(subject: str) -> str:
     """Accuracy and answers kept by kind and number of inputs, means over tasks and draws, as `benchmarks.few` wrote."""
     rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject]
     kinds = {
-        ("average", 0.0): "average, no inputs",
-        ("actmat", 0.0): "`actmat`, no inputs",
-        ("own", 0.0): "`regmean`, own inputs",
-        ("own", 1.0): "with a prior of 1 / n",
-        ("own", 4.0): "with a prior of 4 / n",
-        ("other", 0.0): "`regmean`, another task's inputs",
-        ("mixed", 0.0): "`regmean`, inputs of all tasks",
-        ("random", 0.0): "`regmean`, random inputs",
+        ("average", 0.0, 0.0): "average, no inputs",
+        ("actmat", 0.0, 0.0): "`actmat`, no inputs",
+        ("own", 0.0, 0.0): "`regmean`, own inputs",
+        ("own", 1.0, 0.0): "with a prior of 1 / n",
+        ("own", 4.0, 0.0): "with a prior of 4 / n",
+        ("own", 0.0, 0.001): "with a ridge of 0.001",
+        ("own", 1.0, 0.001): "with a prior of 1 / n and the ridge",
+        ("own", 4.0, 0.001): "**with a prior of 4 / n and the ridge**",
+        ("other", 0.0, 0.0): "`regmean`, another task's inputs",
+        ("mixed", 0.0, 0.0): "`regmean`, inputs of all tasks",
+        ("random", 0.0, 0.0): "`regmean`, random inputs",
     }
     numbers = sorted({r["n"] for r in rows} - {0})
     lines = []
     for kind, name in kinds.items():
-        own = [r for r in rows if (r["kind"], r["prior"]) == kind]
+        own = [r for r in rows if (r["kind"], r["prior"], r["ridge"]) == kind]
         cells = {n: _percents([r for r in own if r["n"] == n]) for n in (0, *numbers)}
         shown = [cells[0]] * len(numbers) if cells[0] else [cells[n] for n in numbers]
         lines += [[name, *shown]] if own else []

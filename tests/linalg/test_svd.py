@@ -38,6 +38,22 @@ def test_triplets_rebuild_the_matrix_and_are_orthonormal(shape, dtype, bound):
     assert int(parts.rank) == min(shape)
 
 
+@pytest.mark.parametrize(
+    ("rank", "noise", "quick"), [(5, 0.0, True), (20, 0.0, True), (40, 0.0, False), (5, 1e-9, False)]
+)
+def test_a_matrix_of_few_directions_is_decomposed_in_these(rank, noise, quick, monkeypatch):
+    """What the quick way cannot prove goes through the whole decomposition: one direction too many, small as it is."""
+    (left,), (right,) = random_deltas(1, 260, rank, seed=1), random_deltas(1, rank, 300, seed=2)
+    matrix = left @ right + noise * random_deltas(1, 260, 300, seed=3)[0]
+    shapes, whole = [], svd.orthogonal_svd
+    monkeypatch.setattr(svd, "orthogonal_svd", lambda m: shapes.append(min(m.shape)) or whole(m))
+    parts, exact = thin_svd(matrix, k=20), torch.linalg.svd(matrix)
+    assert shapes[0] == (28 if quick else 260)
+    assert int(parts.rank) == rank, "of the whole matrix, or of the few directions that it has"
+    expected = (exact.U[:, :20] * (exact.S[:20] * (exact.S[:20] > RANK_RTOL * exact.S[0]))) @ exact.Vh[:20]
+    assert relative_error(rebuilt(parts), expected) < F64_IDENTITY
+
+
 @pytest.mark.parametrize("condition", [1e3, 1e6])
 @pytest.mark.parametrize("shape", [(20, 60), (60, 20), (30, 30)])
 def test_gram_route_beats_a_float32_svd_on_steep_spectra(condition, shape):

@@ -82,6 +82,19 @@ def test_a_prior_adds_the_deltas_own_gram_of_equal_trace(tiny):
     assert relative_error(low.value.dense(), expected) < 1e-10
 
 
+@pytest.mark.parametrize("samples", [2, 20])
+def test_a_ridge_fades_out_weak_directions_in_place_of_the_cut_off(samples):
+    """In both forms; the ridge is in units of the mean eigenvalue of the summed Gram."""
+    grams, deltas = given(inputs(3, samples, 6))["gram"], random_deltas(3, 9, 6)
+    summed = sum(grams)
+    ridge = 0.01 * summed.trace() / 6 * torch.eye(6, dtype=summed.dtype)
+    expected = sum(d @ g for d, g in zip(deltas, grams, strict=True)) @ torch.linalg.inv(summed + ridge)
+    assert relative_error(merge(deltas, statistics={"gram": grams}, ridge=0.01).value, expected) < 1e-12
+    pairs = [LowRank(d, torch.eye(6, dtype=d.dtype)) for d in deltas]
+    low = get_method("regmean").lowrank.merge(pairs, statistics={"gram": grams}, ridge=0.01)
+    assert relative_error(low.value.dense(), expected) < 1e-10
+
+
 def test_normalize_trace_makes_the_number_of_tokens_irrelevant():
     grams, deltas = given(inputs(3, 20, 6))["gram"], random_deltas(3, 9, 6)
     more = [50 * grams[0], *grams[1:]]

@@ -66,7 +66,7 @@ def test_the_usual_methods_suit_the_experts() -> None:
     adapters = usual.fitted(8, to_adapters=True)
     assert [c.method for c in adapters.merges] == list(ADAPTER_METHODS)
     assert [c.method for c in usual.fitted(8, to_adapters=False).merges] == list(DEFAULT_METHODS)
-    assert adapters.merges[0].options == {"prior": 0.5}
+    assert adapters.merges[0].options == {"prior": 0.5, "ridge": 0.001}
     assert adapters.statistics == {"gram"}
     own = make_space({"methods": ["regmean", "cart@pico"]})
     assert own.fitted(8, to_adapters=True) == own

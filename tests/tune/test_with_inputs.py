@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.helpers.family import TEXTS, data_flags, model_flags
 from tests.helpers.merging import actmat
+from tests.tolerances import F32_FORWARD, relative_error
 
 import actmat as api
 from actmat.diagnostics.model import read_diagnosis
@@ -53,7 +54,7 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert (found["method"], found["kind"]) == ("regmean", "adapter")
     notes = [n["text"] for n in found["notes"]]
     assert "inputs of 'math': 5 measured; answers compared on 1 (held back)" in notes
-    assert "auto: inputs of the experts: regmean, whose prior counts as 4 inputs" in notes
+    assert "auto: inputs of the experts: regmean with a ridge of 0.001 and a prior that counts as 4 inputs" in notes
     assert [p.name for p in out.parent.iterdir()] == ["merged"], "no statistics and no average are left"
     first = [t for n, t in enumerate(TEXTS["math"]) if n != 3]
     for name in TEXTS:
@@ -65,12 +66,12 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert len(first) == 5
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
-    how = ["-m", "regmean", "-o", "prior=0.8", *statistics, "--out", str(by_hand), "--quiet"]
+    how = ["-m", "regmean", "-o", "prior=0.8", "-o", "ridge=0.001", *statistics, "--out", str(by_hand), "--quiet"]
     assert actmat(["merge", *adapter_flags(family)[2:], *how]).code == 0
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, theirs[name])
+    for name, tensor in mine.items():  # of other batches: the ridge lets their rounding through
+        assert relative_error(tensor, theirs[name]) < F32_FORWARD
 
 
 def test_kept_is_the_share_of_the_experts_own_tokens_that_the_merge_ranks_first(

@@ -178,7 +178,7 @@ class InputFlags(ReadingFlags):
     ] = None
     label_column: str | None = None
     samples: int = 64
-    new_tokens: int = 32
+    new_tokens: int = 16
     model_class: str | None = None
     model_dtype: RunDtype = "float32"
     keep_statistics: bool = False

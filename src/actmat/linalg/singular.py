@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -100,6 +100,12 @@ def _gram_polar(matrix_MN: Tensor, s_S: Tensor, vectors_SS: Tensor, retries: Ret
 def slots_per_expert(shape: Sequence[int], n_experts: int) -> int:
     """`floor(min(O, I) / T)`: an equal share of the directions of a matrix of this shape."""
     return min(shape[-2:]) // n_experts
+
+
+def trimmed(parts: Sequence[ThinSVD]) -> list[ThinSVD]:
+    """The parts without the columns that are zero in all of them, beyond the largest rank; at least one column."""
+    size = max(1, *(int((p.s_K > 0).sum(-1).max()) for p in parts))
+    return [replace(p, u_OK=p.u_OK[..., :size], s_K=p.s_K[..., :size], v_IK=p.v_IK[..., :size]) for p in parts]
 
 
 def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,9 @@ compute dtype does not decide the rank.
 **Two routes.** With `eps = 2^-53`, `kappa_i = s_1 / s_i`:
 
 * *orthogonal*: QR of the long side when `L >= 2 S`, then LAPACK's SVD, in float64. Backward stable: the error of
-  `s_i` is about `eps s_1`. Used for float64 accuracy.
+  `s_i` is about `eps s_1`. Used for float64 accuracy. Where few triplets of a large matrix are requested and it has no
+  more (cores of adapters), the SVD is that of `Q^T A`, `Q` an orthonormal basis of random combinations of its columns,
+  which is taken only if `A - Q Q^T A` is found to be rounding.
 * *gram*: `G = A A^T` (`S x S`) formed and decomposed in float64. The eigenvalues carry an error of about `eps s_1^2`,
   so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
   `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
@@ -43,6 +45,13 @@ RANK_RTOL = 2.0**-20
 
 GRAM_RTOL = 2.0**-22
 """Smallest cut-off that the Gram route resolves: the root of the error of its zero eigenvalues, with a margin."""
+
+FEW_OF = 256
+"""Short side from which a matrix may be found to have few directions; below it, the whole decomposition is cheap."""
+
+SPARE = 8
+"""Random combinations of columns beyond the requested directions: `Q` misses nothing of lower rank with probability
+one, and is well conditioned."""
 
 COLUMNS = 2048
 """Columns of the long side that are widened to float64 at a time. Fixed, so that results do not depend on memory."""
@@ -107,7 +116,8 @@ def thin_svd(
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
-    u_OS, s_S, v_IS, retries = orthogonal_svd(matrix_OI)
+    found = None if k is None else _of_few_directions(matrix_OI, k)
+    u_OS, s_S, v_IS, retries = found or orthogonal_svd(matrix_OI)
     s_S, rank = numerical_range(s_S, rtol, floor)
     s_K = s_S[..., :k]
     on_1K = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
@@ -158,6 +168,24 @@ def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, Retries]:
     q_OS, r_SI = torch.linalg.qr(wide_OI)
     u_SS, s_S, vh_SI, retries = economy_svd(r_SI)
     return q_OS @ u_SS, s_S, vh_SI.mT, retries
+
+
+def _of_few_directions(matrix_OI: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Retries] | None:
+    """`u, s, v, retries` of a float64 matrix that has at most `k` directions, up to rounding; None if it has more."""
+    rows, columns = matrix_OI.shape[-2:]
+    size = k + SPARE
+    if matrix_OI.dim() > 2 or min(rows, columns) < max(FEW_OF, 4 * size):
+        return None
+    matrix_OI = matrix_OI.to(torch.float64)
+    mix_IS = torch.randn(columns, size, generator=torch.Generator().manual_seed(columns), dtype=torch.float64)
+    q_OS = torch.linalg.qr(matrix_OI @ mix_IS.to(matrix_OI.device)).Q
+    inner_SI = q_OS.mT @ matrix_OI
+    rest_OI = torch.addmm(matrix_OI, q_OS, inner_SI, alpha=-1.0)
+    rounding = torch.finfo(torch.float64).eps * columns**0.5 * torch.linalg.matrix_norm(matrix_OI)
+    if not bool(torch.linalg.matrix_norm(rest_OI) <= rounding):  # also not finite: the whole decomposition says so
+        return None
+    u_SS, s_S, v_IS, retries = orthogonal_svd(inner_SI)
+    return q_OS @ u_SS, s_S, v_IS, retries
 
 
 def column_slices(length: int) -> Iterator[slice]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg import operations as ops
-from actmat.linalg.singular import join, slots_per_expert
+from actmat.linalg.singular import join, slots_per_expert, trimmed
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
@@ -98,10 +98,10 @@ def _merge(
     if slots == 0:
         return OneMatrix(torch.zeros_like(deltas[0], dtype=torch.float64), {"entries_kept": 0})
     count = len(deltas)
-    parts = [thin_svd(delta, k=slots, rtol=rtol) for delta in deltas]
+    parts = trimmed([thin_svd(delta, k=slots, rtol=rtol) for delta in deltas])
     u_OJ, _, v_IJ = join(parts)
     left, right = polar(u_OJ, accuracy=accuracy), polar(v_IJ, accuracy=accuracy)
-    size = parts[0].s_K.shape[-1]  # fewer than the slots where the deltas are small cores
+    size = parts[0].s_K.shape[-1]  # fewer than the slots where no expert has so many directions
     blocks, entries_kept = [], 0
     for part in parts:
         rows_JK = (left.factor_MN.mT @ part.u_OK) * smoothed(part.s_K, smoothing, rho)

@@ -15,6 +15,7 @@ def rule(
     off_diagonal: Fraction = 1.0,
     normalize: Literal["none", "trace"] = "none",
     prior: Annotated[float, Bounds(0)] = 0.0,
+    ridge: Annotated[float, Bounds(0)] = 0.0,
     form: Literal["delta", "weight"] = "delta",
 ) -> InterferenceRule:
     """Least squares on every layer's outputs, from the Gram matrices of its inputs.
@@ -32,21 +33,24 @@ def rule(
         off_diagonal: factor on the off-diagonal entries of every Gram. 1 as in the ACTMat paper; 0.9 in the original.
         normalize: "trace" divides every Gram by its trace, so that experts with more or larger inputs do not lead.
         prior: share of ACTMat's estimate that is added to every Gram, `G_t + prior k_t D_t^T D_t` with `k_t` such that
-            both traces agree. Of few inputs `n` per expert, 4 / n was best; `actmat merge --data` takes it.
+            both traces agree. Of few inputs `n` per expert, 4 / n was best.
+        ridge: in place of the cut-off, every direction is kept by `l / (l + ridge m)`, `l` its eigenvalue and `m` their
+            mean. With the prior, 0.001 was best; `actmat merge --data` takes both.
         form: "delta" keeps the base weights in directions that no data reached. "weight", for study, solves for the
             weights `W_t` as first published: the same answer if the summed Gram is regular; otherwise it sets the
             weights in these directions to zero, base included.
 
     Raises:
         StatisticsError: no Gram matrices, or of the wrong number or shape.
-        ValueError: a negative weight, or `form="weight"` without the base.
+        ValueError: a negative weight, `form="weight"` without the base or with a ridge.
 
     Source:
         X. Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", ICLR 2023, arXiv:2212.09849.
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
+    spectral = Filter("tikhonov", ridge=ridge) if ridge else Filter(rtol=rtol)
     return InterferenceRule(
-        spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalize == "trace", prior=prior
+        spectral=spectral, null=fill, off_diagonal=off_diagonal, per_trace=normalize == "trace", prior=prior
     )
 
 

@@ -5,6 +5,7 @@ Shapes: `G` groups of a convolution, `I` in_features.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 BLOCK = 128
@@ -24,11 +25,12 @@ def packed_shape(width: int, groups: int) -> tuple[int, ...]:
 def unpack(packed: Tensor, width: int) -> Tensor:
     """The full symmetric `*batch I I` of `*batch I(I+1)/2`."""
     full = packed.new_empty(*packed.shape[:-1], width, width)
-    for i in range(width):
-        full[..., i, : i + 1] = packed[..., packed_size(i) : packed_size(i + 1)]
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
+        lower = packed.new_ones(stop - start, stop, dtype=torch.bool).tril(start)
+        kept = packed[..., packed_size(start) : packed_size(stop)]
+        full[..., start:stop, :stop].masked_scatter_(lower, kept)
         corner = full[..., start:stop, start:stop]
         corner.copy_(corner.tril() + corner.tril(-1).mT)
-        full[..., start:stop, stop:] = full[..., stop:, start:stop].mT
+        full[..., :start, start:stop] = full[..., start:stop, :start].mT
     return full

@@ -123,7 +123,7 @@ def dealt(samples: Sequence[T], *, measuring: bool) -> tuple[Sequence[T], Sequen
 
 
 def prepare_inputs(
-    label: str, loaded: Loaded, source: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 32, measuring: bool = False
+    label: str, loaded: Loaded, source: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 16, measuring: bool = False
 ) -> ExpertInputs:
     """Deal the samples of batches that are ready, and let the expert write continuations if it is a generating model.
 

@@ -65,7 +65,7 @@ class InputSettings:
     """
 
     reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
-    new_tokens: int = 32
+    new_tokens: int = 16
     model_class: str | None = None
     dtype: str = "float32"
     keep_statistics: bool = False

@@ -36,7 +36,7 @@ class TuneSettings:
     model_class: str | None = None
     dtype: str = "float32"
     device: str = "cpu"
-    new_tokens: int = 32
+    new_tokens: int = 16
     predict: Predict | Mapping[str, Predict] = default_predict
     load: Callable[[str], Loaded] | None = None
     average: bool = True

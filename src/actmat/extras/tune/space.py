@@ -18,6 +18,8 @@ ADAPTER_METHODS = ("regmean", "average", "tsv")
 """In place of them where all experts are adapters: better than the choice among eight there."""
 PRIOR = 4.0
 """Inputs that the prior of `regmean` counts as, see docs/inputs.md."""
+RIDGE = 0.001
+"""Of `regmean`, where it has the prior."""
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 
 
@@ -88,9 +90,9 @@ def prior_of(measured: int) -> dict[str, float]:
     """Options of `regmean` for statistics of so many inputs of an expert.
 
     >>> prior_of(8)
-    {'prior': 0.5}
+    {'prior': 0.5, 'ridge': 0.001}
     """
-    return {"prior": round(PRIOR / max(1, measured), 4)}
+    return {"prior": round(PRIOR / max(1, measured), 4), "ridge": RIDGE}
 
 
 def make_space(fields: Mapping[str, Any]) -> SearchSpace:

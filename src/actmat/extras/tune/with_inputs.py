@@ -23,7 +23,7 @@ from actmat.extras.tune.inputs import completed
 from actmat.extras.tune.kept import FEWEST, Asking, DataRows, InputSettings, read_sources
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
-from actmat.extras.tune.space import PRIOR, prior_of
+from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
 from actmat.recipe.output import AdapterOutput, ModelOutput
@@ -150,7 +150,8 @@ def _ready(
     fields: dict[str, Any] = {"experts": tuple(map(ExpertRef.model_validate, own)), "notes": (*recipe.notes, *notes)}
     if recipe.method == AUTO and fewest:
         fields |= {"method": "regmean", "options": prior_of(fewest)}
-        fields["notes"] += (f"auto: inputs of the experts: regmean, whose prior counts as {PRIOR:g} inputs",)
+        how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
+        fields["notes"] += (f"auto: inputs of the experts: regmean {how}",)
     if as_adapter and recipe.output == ModelOutput():
         fields["output"] = AdapterOutput()
         fields["notes"] += ("adapters are merged into an adapter; --to model writes a full model of the base",)

@@ -64,7 +64,6 @@ class Reduced:
     form: MomentForm
     size: int  # side `N` of the reduced Gram matrix
     dtype: torch.dtype  # in which deltas are computed with
-    smallest: int = field(default_factory=lambda: SMALLEST)  # side from which a few eigenpairs are looked for first
     _spectrum: Spectrum | None = field(default=None, repr=False)
 
     @property
@@ -103,7 +102,7 @@ class Reduced:
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         wide_NN, dtype = self._gram.double(), self._gram.dtype
-        found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= self.smallest else ""
+        found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
         if isinstance(found, str):
             self._spectrum = self._full(wide_NN, found)
         else:

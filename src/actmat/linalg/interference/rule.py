@@ -157,7 +157,10 @@ class InterferenceRule:
 
     def __post_init__(self) -> None:
         if self.null == "minus_base" and self.spectral.kind not in ("hard", "adaptive"):
-            raise ValueError(f"form='weight' is defined with filter='hard' or 'adaptive', not '{self.spectral.kind}'")
+            raise ValueError(
+                "form='weight' takes the base out of directions that are cut off, and nothing is cut here. "
+                "Fix: no ridge, filter='hard' or 'adaptive', or form='delta'"
+            )
 
     @property
     def needs_sum(self) -> bool:

@@ -48,10 +48,6 @@ from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.scaling import exponent_of, scaled
 
-SMALLEST_OF_FEW = 1024
-"""Side from which eigenpairs above the cut-off are looked for first where few are likely: of 91 in 1536 in a quarter of
-the time of all, else 4 % more (one thread, 2026-11)."""
-
 Moments = PrimalMoments | StackedMoments
 
 
@@ -113,9 +109,6 @@ def prepare(
     assert state is not None
     del delta  # frees it before Gram matrices of the stack are formed
     state.items = [accumulator.reduced() for accumulator in moments]
-    if rule.prior:  # goes with few inputs, which leave few directions
-        for reduced in state.items:
-            reduced.smallest = SMALLEST_OF_FEW
     return state
 
 
