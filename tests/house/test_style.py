@@ -19,10 +19,10 @@ LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
 ROOMS: dict[str, int] = {
-    "core": 23_800,
+    "core": 23_830,
     "extras": 15_300,
     "api and cli": 3_300,
-    "src": 42_370,
+    "src": 42_390,
     "packages": 11_550,
     "tests": 46_500,
     "benchmarks": 6_150,
