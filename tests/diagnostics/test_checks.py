@@ -28,6 +28,10 @@ def low_rank(**fields: object) -> Facts:
     return measured(numerical_rank=(4, 4), subspace_overlap=table(2, 1.0, 0.03), **fields)
 
 
+def by_inputs(**fields: object) -> Facts:
+    return dataclasses.replace(measured(**fields), by_inputs=True)
+
+
 def truncated(error: float) -> Facts:
     return some_facts(tensors=[a_row(name, stats={"norm": 2.0, "error_norm": 2.0 * error}) for name in ("q", "v")])
 
@@ -108,6 +112,7 @@ CASES = (
         lambda: low_rank(merged_norm=0.72),
     ),
     Case("AM402", lambda: measured(merged_norm=3.5), r"3\.5 times the mean", lambda: measured(norms=(0.0, 0.0))),
+    Case("AM402", lambda: measured(merged_norm=3.5), r"3\.5 times the mean", lambda: by_inputs(merged_norm=3.5)),
     Case("AM403", lambda: measured(merged_norm=0.01), "below 0.1 times", lambda: some_facts(measures=[])),
     Case("AM403", lambda: measured(merged_norm=11.0), "above 10 times", lambda: some_facts(measures=[])),
     Case("AM404", lambda: truncated(0.43), r"its relative error is 0\.43", some_facts, lambda: truncated(0.2)),

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.helpers.located import open_expert
+from tests.helpers.merging import actmat as command
 from torch import Tensor
 
 import actmat
@@ -99,6 +100,21 @@ def test_files_of_all_layouts_merge_into_a_file(place: Path, to: str | None) -> 
     for name, delta in found.items():
         torch.testing.assert_close(delta, sum(p[name] for p in parts), rtol=1e-12, atol=1e-12)
     assert not [p.name for p in place.iterdir() if p.name.startswith(".mix") and "lock" not in p.name]
+
+
+def test_image_models_are_not_told_to_run(place: Path) -> None:
+    experts = [x for name in ("kohya", "comfy") for x in ("-e", f"{name}={place / name}.safetensors")]
+    for words in (["merge", *experts, "--out", str(place / "folder")], ["diagnose", *experts]):
+        said = command(words).out
+        assert "ompare" in said
+        assert "--data" not in said
+    data = ["--data", "kohya=a cat", "--data", "comfy=a cat", "--out", str(place / "other")]
+    assert "Image models are merged, but not run" in " ".join(command(["merge", *experts, *data]).err.split())
+    summed(place, "mix.safetensors", "kohya", "comfy")
+    assert "it is one file" in command(["verify", str(place / "mix.safetensors")]).err
+    save_file({"model.diffusion_model.w": torch.zeros(2, 2)}, place / "base.safetensors")
+    base = ["-b", str(place / "base.safetensors"), "-e", str(place / "base.safetensors")]
+    assert "cannot be run" in command(["try", *base, "-m", "average", "--prompt", "a cat"]).err
 
 
 def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:

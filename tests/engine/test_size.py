@@ -143,7 +143,8 @@ def test_records_keep_their_size_in_the_journal() -> None:
 def test_what_is_far_off_has_a_code() -> None:
     assert size_warning(1.0, [1.0, 1.0]) is None
     assert (size_warning(3.1, [1.0, 1.0]) or "")[0] == "AM402"
-    assert (size_warning(10.1, [1.0, 1.0]) or "")[0] == "AM403"
+    assert size_warning(3.1, [1.0, 1.0], by_inputs=True) is None, "also good merges by inputs are this large"
+    assert (size_warning(10.1, [1.0, 1.0], by_inputs=True) or "")[0] == "AM403"
     assert (size_warning(0.066, [1.0, 1.0, 1.0]) or "")[0] == "AM403"
     assert size_warning(1 / 7**0.5, [1.0] * 7) is None, "the average of seven that share nothing"
     assert truncation_warning(0.3) is None

@@ -66,6 +66,7 @@ def test_an_edited_rule_is_another_merge(rule: Path, tmp_path: Path) -> None:
     ("edit", "attribute", "says"),
     [
         ("", "FIRTS", "Did you mean 'FIRST'"),
+        ("", "none", "no function or MergeMethod called 'none'.* It holds: merge, FIRST"),
         ("1 / 0", "FIRST", "cannot be imported: ZeroDivisionError"),
         (None, "FIRST", "does not exist"),
         (
@@ -82,6 +83,15 @@ def test_what_is_wrong_is_told(rule: Path, edit: str | None, attribute: str, say
         rule.write_text(edit + RULE)
     with pytest.raises(RecipeError, match=says):
         get_method(f"{rule}:{attribute}")
+
+
+def test_errors_of_a_users_function_are_the_users(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def product(deltas):\n    return deltas[0] @ deltas[1]\n")
+    with pytest.raises(RecipeError, match=r"mine\.py:product' raised RuntimeError in line 2, given 2 deltas of 6x5"):
+        merge_tensors(tensors(0), [tensors(1), tensors(2)], tmp_path / "m", method=f"{tmp_path / 'mine.py'}:product")
+    for name in ("mine.py", "mine:product"):
+        with pytest.raises(RecipeError, match=r"named with its file: FILE\.py:NAME"):
+            get_method(name)
 
 
 def test_a_declaration_takes_the_place_of_a_name() -> None:

@@ -297,6 +297,9 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(StatisticsError, match="at least 2 inputs"):
         tuned(family, tmp_path / "best", data=tmp_path / "one.jsonl")
+    flags = [x for n in ("math", "code") for x in ("-e", f"{n}={family / 'experts' / n}", "--data", f"{n}=one prompt")]
+    refused = run(["tune", "-b", str(family / "base"), *flags, "--out", str(tmp_path / "best")])
+    assert "the prompt given: expected at least 2 inputs" in " ".join(refused.err.split())
 
 
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -66,12 +67,15 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert len(first) == 5
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
-    how = ["-m", "regmean", "-o", "prior=0.8", "-o", "ridge=0.001", *statistics, "--out", str(by_hand), "--quiet"]
-    assert actmat(["merge", *adapter_flags(family)[2:], *how]).code == 0
+    how = [*adapter_flags(family)[2:], "-m", "regmean", "-o", "prior=0.8", "-o", "ridge=0.001", *statistics]
+    assert actmat(["merge", *how, "--out", str(by_hand), "--quiet"]).code == 0
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():  # of other batches: the ridge lets their rounding through
         assert relative_error(tensor, theirs[name]) < F32_FORWARD
+    five_times = 5 * sum(found["size"]["experts"]) / 2 / found["size"]["merged"]
+    large = actmat(["merge", *how, "--scale", str(five_times), "--out", str(tmp_path / "large"), "--json"])
+    assert json.loads(large.out)["outputs"][0]["warnings"] == [], "the size of a merge by inputs says nothing"
 
 
 def test_kept_is_the_share_of_the_experts_own_tokens_that_the_merge_ranks_first(
@@ -107,7 +111,7 @@ def test_one_prompt_in_the_flag_is_measured_and_asked(family: Path, tmp_path: Pa
     assert head <= 2, "first, below the name of the output"
     assert "answers kept" in lines[head]
     assert "1*" in lines[head + 1]
-    assert "*: the merge has seen these inputs" in outcome.out
+    assert "*: measured on these very inputs" in outcome.out
     assert "1 measured; answers compared on 1 (the same)" in " ".join(outcome.out.split())
     assert max(map(len, lines)) <= 80
 
@@ -212,6 +216,31 @@ def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(fa
         found.append([{k: v for k, v in row.items() if k != "data"} for row in out["answers"]])
     assert found[0] == found[1]
     assert found[0][0]["accuracy"]
+
+
+def test_python_merges_by_inputs_and_says_what_was_kept(
+    family: Path, adapters: tuple[Path, Any], tmp_path: Path
+) -> None:
+    base, places = str(family / "base"), [family / "adapters" / n for n in TEXTS]
+    data = {n: family / f"{n}.jsonl" for n in TEXTS}
+    report = api.merge(base, places, data=data, to="peft", out=tmp_path / "m", new_tokens=4)
+    assert [dataclasses.asdict(r) | {"data": ""} for r in report.answers] == [
+        r | {"data": "", "accuracy": ()} for r in adapters[1]["answers"]
+    ]
+    assert "answers kept: math " in repr(report)
+    (row,) = api.merge(base, places, check={"math": TEXTS["math"][0]}, to="peft", out=tmp_path / "c").answers
+    assert row.inputs == 1
+    for wrong, text in (({"data": data}, "out=FOLDER"), ({"data": "one two", "out": tmp_path / "w"}, "'NAME'")):
+        with pytest.raises(RecipeError, match=text):
+            api.merge(base, places, **wrong)
+
+
+def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters: tuple[Path, Any]) -> None:
+    for more in ([], ["--data", "math=one two"]):
+        outcome = actmat(["diagnose", str(adapters[0]), *more])
+        assert outcome.code == 1
+        assert "--check NAME=INPUTS' compares answers" in " ".join(outcome.err.split())
+        assert "asking" not in outcome.err, "before any model is run"
 
 
 def test_prompts_and_places() -> None:

@@ -156,7 +156,7 @@ def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged
     lines += [words for words in (size_words(report.totals.norms),) if words]
     if report.totals.relative_error:
         lines.append(f"relative error of the rank: {report.totals.relative_error:.3g}")
-    notes = (*warnings_of(report.totals, report.plan.recipe.mute), *report.plan.notes)
+    notes = (*warnings_of(report.totals, report.plan), *report.plan.notes)
     lines += [str(note) if note.severity == "warning" else f"note: {note}" for note in notes]
     return Merged(file, report.manifest, "\n".join(lines))
 

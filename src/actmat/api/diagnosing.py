@@ -9,9 +9,11 @@ from typing import Any
 
 from actmat.api.held import MergeInput, hold_inputs
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
+from actmat.errors import StatisticsError
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import Location, make_arguments
+from actmat.report.manifest import read_manifest
 from actmat.report.outputs import recipe_of_output
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
@@ -56,9 +58,27 @@ def diagnose_output(
         MergeError: the output has neither report nor manifest, or its inputs are missing.
     """
     folder = Path(directory)
+    check_measurable(folder)
     if os.path.isfile(folder / REPORT_NAME):
         return read_diagnosis(folder)
     return diagnose_recipe(recipe_of_output(folder), settings, progress or usual_progress("measuring"))
+
+
+def check_measurable(directory: str | Path) -> None:
+    """Raise if an output has no report, and cannot be measured again, since the merge removed its statistics.
+
+    Raises:
+        StatisticsError: gives the commands that help.
+    """
+    folder = Path(directory)
+    if os.path.isfile(folder / REPORT_NAME):
+        return
+    if any(row.get("removed") for row in read_manifest(folder).get("statistics", ())):
+        raise StatisticsError(
+            f"The layers of {directory} cannot be measured: its merge measured inputs and removed the statistics. Fix: "
+            f"'actmat verify {directory} --check NAME=INPUTS' compares answers; to have a report of the layers, merge "
+            "again with --diagnose"
+        )
 
 
 def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from actmat.api.diagnosing import draw_page
 from actmat.api.held import MergeInput, hold_inputs
+from actmat.errors import RecipeError
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
@@ -35,6 +36,7 @@ def merge(
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
+    data: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     **fields: Any,
 ) -> MergeReport | MemoryMerge:
@@ -51,11 +53,14 @@ def merge(
             from benchmark results.
         weights: one per expert, for methods that take weights.
         statistics: outputs of `actmat statistics collect`, by expert name or in the order of the experts, for
-        methods that need them.
+            methods that need them.
+        data: expert -> inputs of its task, a prompt, a file, or `DataOptions`: the merge is made for them, and
+            `answers` of the report says what it kept. Base and experts are locations then.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
-            ...; see `settings.RunSettings`).
+            ...; see `settings.RunSettings`); `check`, like `data`, but only to compare
+            answers; with either, `new_tokens`, `model_class`, `model_dtype` and `keep_statistics`.
 
     Returns:
         The report; the model is in `out`. Without `out`, the merge: its `tensors`, with the bytes that would be
@@ -65,14 +70,43 @@ def merge(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     place, places, held = hold_inputs(base, experts)
+    check = fields.pop("check", None)
+    asked = {name: fields.pop(name) for name in INPUT_FIELDS & fields.keys()} if data or check else {}
     fields = {"out": out and str(out), "method": method, "held": held} | fields
     recipe, settings = make_arguments(place, places, fields, weights, statistics)
+    if data or check:
+        return _by_inputs(recipe, settings, data or {}, check or {}, asked)
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
     from actmat.extras.models.in_memory import run_in_memory
 
     return run_in_memory(recipe, settings, progress, module=base)
+
+
+INPUT_FIELDS = frozenset({"new_tokens", "model_class", "model_dtype", "keep_statistics"})
+"""Arguments of `merge` about the models that run on inputs."""
+
+
+def _by_inputs(
+    recipe: Recipe, run: RunSettings, data: Mapping[str, Any], check: Mapping[str, Any], asked: dict[str, Any]
+) -> MergeReport:
+    """Merge by inputs of the experts.
+
+    Raises:
+        RecipeError: a model that is in memory, no output, or inputs that are not by expert.
+    """
+    from actmat.extras.tune.kept import InputSettings
+    from actmat.extras.tune.progress import usual_tune_progress
+    from actmat.extras.tune.with_inputs import merge_with_inputs
+
+    if run.held or recipe.out is None or not isinstance(data, Mapping) or not isinstance(check, Mapping):
+        raise RecipeError(
+            "A merge with data or check runs models from their folders, each expert on inputs of its task. Fix: pass "
+            "out=FOLDER, locations for base and experts (save_pretrained), and data={'NAME': INPUTS, ...}"
+        )
+    given = InputSettings(**{("dtype" if n == "model_dtype" else n): v for n, v in asked.items()})
+    return merge_with_inputs([recipe], data, check, given, run, usual_tune_progress())[0]
 
 
 def merge_recipes(

@@ -89,8 +89,10 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFla
     """The report of a merged model, measured again if it has none, with rows on data if requested."""
     if "experts" in given or ("base" in given and not data.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
-    from actmat.api.diagnosing import diagnose_output
+    from actmat.api.diagnosing import check_measurable, diagnose_output
     from actmat.cli.screen import counting, showing_progress
+
+    check_measurable(merged)
 
     base, statistics = given.values["base"], given.values["statistics"]
     rows = None

@@ -49,7 +49,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 
 FIRST = (
     *PANELS["Options"],
-    *("budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
+    *("minutes", "budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
 )
 """Parameters that `--help` of such a command describes; it lists the other flags by name only."""
 
@@ -304,7 +304,8 @@ def _check_complete(given: Mapping[str, Any]) -> None:
     if missing == ["--expert"] and stack_parts(given["base"]):
         return
     if missing and (missing != ["--base"] or given.get("to") == "model"):
-        raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
+        no_base = " (adapters need no base)" if len(missing) == 2 else ""
+        raise typer.BadParameter(f"give {' and '.join(missing)}{no_base}, or a recipe file (actmat merge RECIPE.yaml)")
 
 
 def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:

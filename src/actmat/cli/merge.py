@@ -125,9 +125,8 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None) 
     """Recipes from the flags, or the recipe of an average."""
     if average is None:
         if inputs and len(inputs) > 1:
-            raise typer.BadParameter(
-                f"unexpected extra arguments ({' '.join(inputs[1:])}); name the output with --out OUT"
-            )
+            fix = "name the output with --out OUT, and every expert with a flag of its own: -e A -e B"
+            raise typer.BadParameter(f"unexpected extra arguments ({' '.join(inputs[1:])}); {fix}")
         return given.recipes(Path(inputs[0]) if inputs else None)
     if others := sorted(given.given.keys() - set(OF_AVERAGE)):
         raise typer.BadParameter(f"--average takes checkpoints only: remove {', '.join(others)}")

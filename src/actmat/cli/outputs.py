@@ -63,7 +63,7 @@ def _remarks(report: MergeReport) -> list[str]:
     remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
     if report.diagnosis is not None:
         return remarks + [c.code for c in report.diagnosis.checks if c.verdict == "found"]
-    remarks += [f"warning {w.code}" for w in warnings_of(report.totals, report.plan.recipe.mute)]
+    remarks += [f"warning {w.code}" for w in warnings_of(report.totals, report.plan)]
     bad = report.totals.nonfinite
     return remarks + ([f"{bad} NaN or Inf entries treated as unchanged"] if bad else [])
 
@@ -72,7 +72,7 @@ def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) ->
     """Print every warning once, with the text of the first output that has it."""
     found: dict[str, list[tuple[str, str]]] = {}
     for report in reports if reports[0].diagnosis is None else ():
-        for warning in warnings_of(report.totals, report.plan.recipe.mute):
+        for warning in warnings_of(report.totals, report.plan):
             found.setdefault(warning.code, []).append((str(report.out), warning.text))
     for code, rows in found.items():
         (out, wrong), more = rows[0], len(rows) - 1

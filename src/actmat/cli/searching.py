@@ -77,12 +77,12 @@ class Lines:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._began = say, time.monotonic()
         self._text, self._ended = "starting", threading.Event()
-        self._on = False
+        self._on, self._shown = False, ""
 
     def show(self, text: str, *, now: bool) -> None:
-        """Set the state; `now` prints it at once."""
+        """Set the state; `now` prints it at once if it is new."""
         self._text = text
-        if now and self._on:
+        if now and self._on and text != self._shown:
             self._print()
 
     @contextlib.contextmanager
@@ -102,6 +102,7 @@ class Lines:
             self._print()
 
     def _print(self) -> None:
+        self._shown = self._text
         self._say(f"{time.monotonic() - self._began:.0f} s: {self._text}")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from actmat.errors import Note, format_size
 from actmat.planning.model import Item, count_actions
 from actmat.report.words import (
     action_counts,
+    are_image_files,
     copied_thing,
     item_groups,
     measure_answers,
@@ -158,7 +159,7 @@ def print_answers(report: MergeReport) -> None:
     if report.answers:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
-        of_images = report.plan.stems or (isinstance(report.out, Path) and report.out.is_file())
+        of_images = report.plan.stems or are_image_files(i.location for i in report.plan.inputs)
         how = (
             "compare its images with the experts'"
             if of_images
@@ -171,7 +172,7 @@ def print_kept(rows: Sequence[AgreementRow]) -> None:
     """Print the answers kept of each expert."""
     console.print(answers_table(rows))
     if any(row.measured for row in rows):
-        console.print("  *: the merge has seen these inputs; 4 or more, or --check, say more")
+        console.print("  *: measured on these very inputs. Give 4 or more inputs, or --check others")
 
 
 def answers_table(rows: Sequence[AgreementRow]) -> Table:
@@ -197,8 +198,15 @@ def print_nonfinite(totals: Totals) -> None:
 
 
 def _print_report_size(report: MergeReport) -> None:
-    """Print warnings about the size of the merged delta, except after a diagnosis."""
-    print_size(report.totals, report.out, warn=report.diagnosis is None, muted=report.plan.recipe.mute)
+    """Print warnings about the size of the merged delta and the cut of a rank, except after a diagnosis."""
+    for warning in warnings_of(report.totals, report.plan) if report.diagnosis is None else ():
+        # at a URL: diagnose the recipe
+        where = f" {shlex.quote(str(report.out))}" if isinstance(report.out, Path) else ""
+        if (severity := next((c.severity for c in SIZE_CHECKS if c.code == warning.code), None)) is None:
+            console.print(f"  [yellow]warning[/]: {escape(warning.text)} ({warning.code})")
+            continue
+        console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {warning.code}[/]: {warning.text}; see")
+        console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 
 def _print_findings(report: MergeReport) -> None:
@@ -229,24 +237,6 @@ def print_extracted(report: MergeReport) -> None:
             console.print(f"  {words}: {escape(names[0])}{more} ({escape(reason)})")
     if same := sum(r["kind"] == "unchanged" for r in rows):
         console.print(f"  {same} tensors are the same as in the base")
-
-
-def print_size(totals: Totals, out: Path | str, *, warn: bool = True, muted: Sequence[str] = ()) -> None:
-    """Print warnings if the size of a merged delta or the error of a rank cut is far off.
-
-    Args:
-        totals: of a finished merge.
-        out: location of the merge.
-        warn: print anything.
-        muted: codes of checks to ignore.
-    """
-    for warning in warnings_of(totals, muted) if warn else ():
-        where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # at a URL: diagnose the recipe
-        if (severity := next((c.severity for c in SIZE_CHECKS if c.code == warning.code), None)) is None:
-            console.print(f"  [yellow]warning[/]: {escape(warning.text)} ({warning.code})")
-            continue
-        console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {warning.code}[/]: {warning.text}; see")
-        console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 
 def _model_lines(report: MergeReport) -> list[str]:
@@ -289,8 +279,8 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "unchanged": totals.unchanged,
         "answers": [dataclasses.asdict(row) for row in report.answers] or None,
         "nonfinite": totals.nonfinite,
-        "size": size_data(totals.norms, plan.recipe.mute),
-        "warnings": list(map(str, warnings_of(totals, plan.recipe.mute))),
+        "size": size_data(totals.norms, plan),
+        "warnings": list(map(str, warnings_of(totals, plan))),
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
@@ -340,11 +330,11 @@ def compact_plan(plan: MergePlan) -> dict[str, Any]:
     }
 
 
-def size_data(norms: Norms | None, muted: Collection[str] = ()) -> dict[str, Any] | None:
+def size_data(norms: Norms | None, plan: MergePlan) -> dict[str, Any] | None:
     """Norms of a merge, and the code of a check that finds them far off; None if nothing was merged."""
     if norms is None:
         return None
-    found = size_finding(norms, muted)
+    found = size_finding(norms, plan)
     code = None if found is None else found[0]
     return {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts), "warning": code}
 
@@ -367,8 +357,10 @@ def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
     if found.agreement is not None:
         print_kept(found.agreement)
     else:
-        console.print("\nis it good? Not measured. On a few inputs of each expert's task, without labels:")
-        for line in measure_answers(found).splitlines():
+        commands = measure_answers(found).splitlines()
+        how = "On a few inputs of each expert's task, without labels:" if commands else "Compare images."
+        console.print(f"\nis it good? Not measured. {how}")
+        for line in commands:
             console.print(f"  {escape(line)}", soft_wrap=True)
     if found.measures:
         console.print("\nper expert: norm and rho over all matrices, medians of the rest")

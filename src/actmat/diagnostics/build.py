@@ -48,6 +48,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         measures=measures,
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         twins=_twins(plan, records) if plan.base is not None else (),
+        by_inputs=plan.by_inputs,
     )
     recipe = plan.recipe
     return Diagnosis(

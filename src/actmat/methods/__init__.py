@@ -84,6 +84,8 @@ def get_method(name: AnyMethod) -> MergeMethod:
         raise RecipeError(f"'{name}' was a function of another Python process. Fix: put it into a file, PATH.py:NAME")
     known = [*(m.name for m in METHODS), *entries(GROUP)]
     near, listed = did_you_mean(name, known), ", ".join(known)
+    if ".py" in name or ":" in name:
+        near = " A function of your own is named with its file: FILE.py:NAME."
     raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.{hint(GROUP, name)}")
 
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from actmat.errors import RecipeError, did_you_mean
+from actmat.errors import MergeError, RecipeError, did_you_mean
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import Merged
 from actmat.plugins import entries, is_extra, load
@@ -50,7 +50,17 @@ def method_of(function: Callable[..., Any], name: str = "") -> MergeMethod:
     @functools.wraps(function)
     def merge(deltas: Sequence[Tensor], **given: Any) -> Merged:
         listed = list(deltas)
-        found = function(listed, **given)
+        try:
+            found = function(listed, **given)
+        except (MergeError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a user's function may raise anything
+            inside = error.__traceback__ and error.__traceback__.tb_next
+            line = f" in line {inside.tb_lineno}" if inside else ""
+            shape = "x".join(map(str, listed[0].shape))
+            raise RecipeError(
+                f"method '{name}' raised {type(error).__name__}{line}, given {len(listed)} deltas of {shape}: {error}"
+            ) from error
         value = found.value if isinstance(found, Merged) else torch.as_tensor(found).to(listed[0])
         if value.shape != listed[0].shape:
             raise RecipeError(f"method '{name}': expected shape {[*listed[0].shape]}, found {[*value.shape]}")
@@ -134,9 +144,11 @@ def _load(name: str, digest: str) -> MergeMethod:
     if isinstance(found, types.FunctionType):
         return method_of(found, name)
     if not isinstance(found, MergeMethod):
-        rules = [n for n, value in vars(module).items() if isinstance(value, MergeMethod)]
+        own = {MergeMethod.__module__, module.__name__}
+        kinds = MergeMethod | types.FunctionType
+        rules = [n for n, v in vars(module).items() if isinstance(v, kinds) and v.__module__ in own]
         raise RecipeError(
-            f"{path} has no MergeMethod called '{attribute}'.{did_you_mean(attribute, rules)} "
+            f"{path} has no function or MergeMethod called '{attribute}'.{did_you_mean(attribute, rules)} "
             f"It holds: {', '.join(rules) or 'none'}"
         )
     return dataclasses.replace(found, name=name)

@@ -16,6 +16,7 @@ from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import Note, RecipeError, format_size
 from actmat.foreign import html_table, terminal
+from actmat.methods import get_method
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
 from actmat.planning.item import Item, ItemCost, MethodCall, Plain
 from actmat.recipe import Recipe
@@ -175,6 +176,11 @@ class MergePlan(Plain):
     def is_extracted(self) -> bool:
         """True if an adapter is extracted from a merge into a base; its tensors are known after the merge."""
         return self.output == "adapter" and self.base is not None
+
+    @property
+    def by_inputs(self) -> bool:
+        """True if a method merges by statistics of the experts' inputs."""
+        return bool(self.statistics) and any(i.call and get_method(i.call.method).needs_statistics for i in self.items)
 
     @property
     def inputs(self) -> tuple[InputSummary, ...]:

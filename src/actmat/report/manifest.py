@@ -328,6 +328,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = local_path(directory) / MANIFEST_NAME
     if not os.path.lexists(path):
         reason = "it is not a merge made by actmat, or the file was removed."
+        if os.path.isfile(directory):
+            reason = "it is one file, whose metadata hold the recipe only. Merge into a folder to have hashes to verify"
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
     try:
         manifest = read_object(path, values=MAX_WRITTEN_VALUES, unique=True)

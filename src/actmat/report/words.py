@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from actmat.checkpoints.layer_names import stack_parts
@@ -125,20 +125,31 @@ def size_words(norms: Norms | None) -> str:
     return f"{ratios['a mean expert']:.3g} x the experts' mean norm{more}" if ratios else ""
 
 
-def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str, str] | None:
+def size_finding(norms: Norms | None, plan: MergePlan) -> tuple[str, str] | None:
     """Code and text of a problem with the size of a merge; None without one, or if its code is muted."""
-    found = None if norms is None else size_warning(norms.merged, norms.experts)
-    return None if found is None or found[0] in muted else found
+    found = None if norms is None else size_warning(norms.merged, norms.experts, by_inputs=plan.by_inputs)
+    return None if found is None or found[0] in plan.recipe.mute else found
 
 
-def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[Note]:
+def warnings_of(totals: Totals, plan: MergePlan) -> list[Note]:
     """Warnings on all problems that the totals of a merge show, without muted codes."""
-    found = (*totals.findings, size_finding(totals.norms, muted), truncation_warning(totals.relative_error))
-    return [Note("warning", words, code) for code, words in filter(None, found) if code not in muted]
+    found = (*totals.findings, size_finding(totals.norms, plan), truncation_warning(totals.relative_error))
+    return [Note("warning", words, code) for code, words in filter(None, found) if code not in plan.recipe.mute]
+
+
+def are_image_files(places: Iterable[str]) -> bool:
+    """True for single weight files without a config, as image tools write them: they are merged, but not run.
+
+    >>> are_image_files(["ink.safetensors"]), are_image_files(["math/adapter_model.safetensors", "math"])
+    (True, False)
+    """
+    return all(p.endswith(".safetensors") and not p.endswith("adapter_model.safetensors") for p in places)
 
 
 def measure_answers(found: Diagnosis) -> str:
-    """The commands that measure whether a merged model still answers as its experts do."""
+    """The commands that measure whether a merged model still answers as its experts do; empty for image models."""
+    if are_image_files(p for p in (found.base, *(e.location for e in found.experts)) if p):
+        return ""
     more = " ..." if len(found.experts) > 1 else ""
     data = f"--data {shlex.quote(found.experts[0].name)}=INPUTS{more}" if found.experts else "--data INPUTS"
     merge = "" if found.out else "actmat merge ... --out merged\n"

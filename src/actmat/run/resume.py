@@ -58,7 +58,9 @@ class MergeReport:
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
         what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
-        said = [size_words(self.totals.norms), *map(str, warnings_of(self.totals, self.plan.recipe.mute))]
+        kept = ", ".join(f"{row.expert} {1 - row.disagreement:.0%}" for row in self.answers)
+        of_merge = f"answers kept: {kept}" if kept else size_words(self.totals.norms)
+        said = [of_merge, *map(str, warnings_of(self.totals, self.plan))]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
 
     def _repr_html_(self) -> str:

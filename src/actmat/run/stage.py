@@ -158,7 +158,7 @@ class StagedOutput:
                 files=copied,
             )
             totals = replace(recorded_totals(manifest), findings=identity_findings(self.plan, self.records))
-            warnings = warnings_of(totals, self.plan.recipe.mute)
+            warnings = warnings_of(totals, self.plan)
             manifest["notes"] += [asdict(note) for note in warnings]
             card = model_card(self.plan, inputs, warnings)
             (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")

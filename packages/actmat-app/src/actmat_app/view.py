@@ -41,7 +41,7 @@ def merged_html(report: MergeReport) -> Markup:
     how = "already complete and intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
     checks = () if report.diagnosis is None else report.diagnosis.checks
     found = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
-    found += map(str, (*warnings_of(report.totals, report.plan.recipe.mute), *report.plan.notes))
+    found += map(str, (*warnings_of(report.totals, report.plan), *report.plan.notes))
     said = Markup("<p><b>{}</b> by {} {}</p>").format(html(report.out), html(report.plan.recipe.method), how)
     return _section(said, _list(filter(None, [size_words(report.totals.norms), *found])))
 

@@ -28,6 +28,7 @@ class Facts:
         measures: of matrices.
         samples: tensor -> counts of `diagnostics.sample`.
         twins: pairs of tensors with the same bytes in the base and in every expert.
+        by_inputs: a method merged by statistics of the experts' inputs.
     """
 
     labels: Sequence[str]
@@ -35,6 +36,7 @@ class Facts:
     measures: Sequence[MatrixRow]
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     twins: Sequence[tuple[str, str]] = ()
+    by_inputs: bool = False
 
     def total_norm(self, t: int) -> float:
         """`sqrt(sum ||D_t||_F^2)` over all measured matrices."""

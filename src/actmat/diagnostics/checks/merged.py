@@ -110,6 +110,8 @@ def _far_out(facts: Facts) -> Outcome:
     merged, total, mean = _sizes(facts.measures)
     if mean == 0:
         return not_applicable("no expert changes a matrix")
+    if facts.by_inputs:
+        return not_applicable("the merge is made for the experts' inputs: answers kept on them judge it, not its size")
     words = f"{merged / mean:.3g} times the mean expert's norm, {merged / total:.3g} times the sum's" if total else ""
     if merged > FAR * mean:
         return found(
@@ -151,13 +153,14 @@ def _out_of_bounds(facts: Facts) -> Outcome:
     return clear("no merged delta has collapsed or exploded")
 
 
-def size_warning(merged: float, experts: Sequence[float]) -> tuple[str, str] | None:
+def size_warning(merged: float, experts: Sequence[float], *, by_inputs: bool = False) -> tuple[str, str] | None:
     """Code and text of a problem with the size of a whole merge; None without a problem.
 
     The thresholds of AM402 and AM403, on norms over all merged tensors: every merge has them, also without a diagnosis.
 
     Args:
         merged: norm of the merged delta; `experts`: of each expert's.
+        by_inputs: merged by statistics of the experts' inputs: also good merges are much larger then.
 
     >>> size_warning(0.9, [0.7, 0.7]) is None
     True
@@ -174,7 +177,7 @@ def size_warning(merged: float, experts: Sequence[float]) -> tuple[str, str] | N
             "the merged delta collapsed: it is near zero, and the output is almost the base. Raise --scale, or "
             "use another method (with iso_c on adapters, -o mean=rank)"
         )
-    if merged > FAR * mean:
+    if merged > FAR * mean and not by_inputs:
         return "AM402", "the merged delta is much larger than the experts'"
     return None
 

@@ -379,8 +379,12 @@ def _misfit(
             f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, which does not fit {found} of "
             "the base; is it an adapter of this base?"
         )
-    text = f"module '{module.name}' finds no tensor in the base ({base.location}): '{names[0] if names else '?'}'"
-    return text + (f"; {why}" if why else "; is it an adapter of this base?")
+    text = f"module '{module.name}' finds no tensor in the base ({base.location})"
+    return (
+        text
+        + (f": '{names[0]}'" if names else "")
+        + (f"; {why}" if why and names else "; is it an adapter of this base?")
+    )
 
 
 def hidden_names(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:

@@ -156,7 +156,8 @@ def _check_for_peft(adapter: Adapter, location: str) -> None:
         raise StatisticsError(f"{location}: the adapter cannot be used.", adapter.problems)
     if adapter.layout != "peft":
         raise StatisticsError(
-            f"{location}: only PEFT adapters can be loaded with a model; this one has the layout '{adapter.layout}'"
+            f"{location}: expected an adapter of PEFT, which runs on a model, found the layout '{adapter.layout}'. "
+            "Image models are merged, but not run. Fix: leave out the inputs"
         )
     if adapter.unlike_peft:
         raise StatisticsError(
@@ -213,6 +214,7 @@ def load_tensors(
         parsed, problems = parse_adapter_config(adapter)
         with Adapter(MemoryCheckpoint(tensors, location="the merged adapter"), parsed, problems) as opened:
             _check_for_peft(opened, opened.location)
+    architecture = model_class or next(iter(config.get("architectures") or ()), None)
     with tempfile.TemporaryDirectory() as folder:
         if adapter is not None:
             with named_base("the merged adapter", location):
@@ -224,20 +226,27 @@ def load_tensors(
             if found.unexpected_keys:
                 raise StatisticsError(f"PEFT finds no module for {found.unexpected_keys[0]} in {location}")
             return Loaded(model.to(device).eval(), location, None, files)
+        if architecture is None or "model_type" not in config:
+            raise StatisticsError(_unnamed(location))
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         given = extra("transformers").AutoConfig.from_pretrained(folder)
-    architecture = model_class or next(iter(config.get("architectures") or ()), None)
     model = _load(location, architecture, dtype, config=given, state_dict=dict(tensors))
     return Loaded(model.to(device).eval(), location, None, files)
+
+
+def _unnamed(location: str) -> str:
+    """Error of a checkpoint that cannot be run."""
+    return (
+        f"{location} cannot be run: no config.json names its architecture (image models are merged, but not run). Fix: "
+        "name the class, such as --model-class AutoModelForCausalLM (of merge: --set model_class=...)"
+    )
 
 
 def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> Any:
     """Load a transformers model; `more`: config and tensors instead of the files at `location`."""
     transformers = extra("transformers")
     if model_class is None:
-        raise StatisticsError(
-            f"{location}: config.json names no architecture. Fix: pass --model-class, such as AutoModelForCausalLM"
-        )
+        raise StatisticsError(_unnamed(location))
     kind = getattr(transformers, model_class, None)
     if kind is None or not hasattr(kind, "from_pretrained"):
         near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])

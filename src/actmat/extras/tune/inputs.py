@@ -154,7 +154,7 @@ def check_enough(label: str, samples: int, where: str) -> None:
     if samples < 2:
         raise StatisticsError(
             f"{where}: expected at least 2 inputs for expert '{label}' (eight or more are better): one half for the "
-            "search and one for the final comparison."
+            "search and one for the final comparison. For 'actmat merge --data' one input is enough"
         )
 
 

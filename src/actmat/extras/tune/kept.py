@@ -77,13 +77,12 @@ class InputSettings:
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
         """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
-        if isinstance(given, DataOptions):
-            return given
-        reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
-        text = str(given)
-        if is_prompt(text):
-            return dataclasses.replace(reading, location="the prompt given", texts=(text,))
-        return dataclasses.replace(reading, location=text)
+        reading = given if isinstance(given, DataOptions) else dataclasses.replace(self.reading, location=str(given))
+        if reading is not given and not measured:
+            reading = dataclasses.replace(reading, max_samples=SAMPLES)
+        if not reading.texts and is_prompt(reading.location):
+            return dataclasses.replace(reading, location="the prompt given", texts=(reading.location,))
+        return reading
 
 
 def is_prompt(text: str) -> bool:
@@ -128,7 +127,8 @@ def read_sources(
 def check_every_expert(recipe: Recipe, data: Mapping[str, Any]) -> None:
     """Raise `RecipeError` for experts without data."""
     if missing := [label for label in recipe.labels if label not in data]:
-        raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
+        problems = [f"no data is given for '{m}'. Fix: --data {m}=INPUTS, a prompt or a file" for m in missing]
+        raise RecipeError("Every expert needs inputs of its own.", problems)
 
 
 def with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> DataOptions:
