@@ -35,6 +35,8 @@ LISTS = re.compile(
 )
 """Names of keys with an entry per layer, or with numbers of layers, that may follow from other keys."""
 DEPTHS = (11, 24)
+FUNCTIONS = {("tapas", "temperature"), ("phimoe", "router_jitter_noise")}
+"""Keys of generation and of training in other classes, which change what these classes compute."""
 
 
 def folder(library: str) -> Path:
@@ -67,7 +69,8 @@ def entry(cls: Any) -> dict[str, Any]:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     keys = {}
     for name, field in fields.items():
-        if is_ignored(name) or name in cls.sub_configs_defaults or name in cls.attribute_map:
+        is_other = is_ignored(name) and (cls.model_type, name) not in FUNCTIONS
+        if is_other or name in cls.sub_configs_defaults or name in cls.attribute_map:
             continue
         made = field.default_factory
         keys[name] = plain(made() if made is not dataclasses.MISSING else field.default)

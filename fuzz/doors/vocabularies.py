@@ -1,4 +1,4 @@
-"""Door of vocabularies: the `tokenizer.json` of a base and of an expert, whose rows are put into one order."""
+"""Door of vocabularies: the `tokenizer.json` of a base and of an expert, whose rows are put into one order; pieces."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save
 
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.sentencepiece import pieces
 from actmat.errors import MergeError
 from actmat.extras.vocabulary.align import align_vocabularies
 from actmat.recipe.output import Vocabulary
@@ -41,6 +42,7 @@ def _tokenizer(rng: random.Random) -> bytes:
 
 def _case(rng: random.Random) -> Files:
     files = {f"{of}.tokenizer.json": _tokenizer(rng) for of in ("base", "expert")}
+    files["tokenizer.model"] = b"".join(b"\n%c\n%c%s" % (len(t) + 2, len(t), t) for t in map(str.encode, TOKENS))
     config = {"model_type": "llama", "vocab_size": ROWS, "eos_token_id": 1, "tie_word_embeddings": False}
     files |= {f"{of}.config.json": json_text(rng, config) if rng.random() < 0.1 else json.dumps(config).encode()
               for of in ("base", "expert")}  # fmt: skip
@@ -51,6 +53,7 @@ def _case(rng: random.Random) -> Files:
 
 
 def _read(folder: Path) -> str:
+    pieces((folder / "tokenizer.model").read_bytes())
     for of in ("base", "expert"):
         (folder / of).mkdir()
         for name in ("tokenizer.json", "config.json"):

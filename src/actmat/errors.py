@@ -94,8 +94,16 @@ def first_names(names: Collection[str]) -> str:
     >>> first_names(["a", "b", "c", "d"])
     "'a', 'b', 'c' and 1 more"
     """
-    shown = ", ".join(f"'{n}'" for n in list(names)[:MOST_ALIKE])
-    return shown + (f" and {len(names) - MOST_ALIKE} more" if len(names) > MOST_ALIKE else "")
+    return first_of([f"'{n}'" for n in names])
+
+
+def first_of(texts: Sequence[str], most: int = MOST_ALIKE) -> str:
+    """The first texts and the number of others.
+
+    >>> first_of(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 class RecipeError(MergeError):

@@ -12,7 +12,9 @@ import errno
 import importlib
 import os
 import re
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -144,6 +146,33 @@ def _patiently(rename: Callable[[], None]) -> None:
         except PermissionError:
             time.sleep(wait)
     return rename()
+
+
+def temporary_folder(kind: str) -> tuple[Path, Callable[[], None]]:
+    """A new folder for temporary files, and what removes it; those of its kind that killed processes left are removed.
+
+    Each is locked by its process; one that changed in the last minute may have no lock yet.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"actmat-{kind}.*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as locks:
+            if time.time() - left.lstat().st_mtime > 60:
+                _lock(left, locks)
+                shutil.rmtree(left, ignore_errors=True)
+    held = contextlib.ExitStack()
+    folder = Path(tempfile.mkdtemp(prefix=f"actmat-{kind}."))
+    with contextlib.suppress(OSError):
+        _lock(folder, held)
+    held.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder, held.close
+
+
+def _lock(folder: Path, locks: contextlib.ExitStack) -> None:
+    """Lock a folder; OSError if another process holds it, and on systems and file systems without such locks."""
+    if (fcntl := optional_module("fcntl")) is None:
+        raise OSError(errno.ENOTSUP, "no locks")
+    handle = os.open(folder, os.O_RDONLY | NOFOLLOW)
+    locks.callback(os.close, handle)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def stored_bytes(status: os.stat_result) -> int:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tests.helpers.merging import actmat
 
 from actmat.checkpoints.source import LocalSource
-from actmat.identity.inputs import chat_template, label_names, most_frequent_template
+from actmat.identity.inputs import chat_template, label_names
+from actmat.run.stage import most_frequent_template
 
 ORDERED, TURNED = ["neg", "neu", "pos"], ["pos", "neu", "neg"]
 GENERIC = ["LABEL_0", "LABEL_1", "LABEL_2"]
@@ -56,6 +57,31 @@ def test_rows_of_a_head_mean_the_same_labels(
     found = actmat([*run, "--out", f"{tmp_path}/out", *flags])
     assert found.code == int(refused), found
     assert ("id2label" in found.out + found.err) == (refused or "--set" in flags)
+
+
+HEADS = {
+    "class_labels_classifier.weight": (4, True),  # DETR: a row for "no object"
+    "model.decoder.class_embed.1.weight": (3, True),  # RT-DETR: a head per layer
+    "decode_head.classifier.weight": (3, True),
+    "model.embed.weight": (3, False),
+    "model.layers.1.mlp.bias": (3, False),
+}
+"""Tensor with a row per label, or not -> number of its rows."""
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_of_all_kinds_have_labels(tmp_path: Path, head: str) -> None:
+    rows, refused = HEADS[head]
+    for i, (name, labels) in enumerate({"base": ORDERED, "one": TURNED}.items()):
+        folder = classifier(tmp_path / name, labels, i)
+        tensors = {"model.layers.0.mlp.weight": torch.randn(8, 8), head: torch.randn(rows, 8)}
+        save_file(tensors, folder / "model.safetensors")
+    run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", "--out", f"{tmp_path}/out"]
+    found = actmat(run)
+    assert found.code == int(refused), found
+    if refused:
+        keep = found.err.split("(--keep '")[1].split("'")[0]
+        assert actmat([*run, "--keep", keep]).code == 0
 
 
 @pytest.mark.parametrize(
@@ -102,6 +128,39 @@ def test_chat_templates_that_differ_are_a_note(
     assert found.code == 0, found
     assert words in text
     assert ("chat templates differ" in text) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("file", "base", "one", "flags", "words"),
+    [
+        ("generation_config.json", {"eos_token_id": 2}, {"eos_token_id": [2, 7]}, [], "eos_token_id ('one')"),
+        ("generation_config.json", {"eos_token_id": 2}, {"eos_token_id": 2, "transformers_version": "5"}, [], ""),
+        ("preprocessor_config.json", {"image_mean": [0.5]}, {"image_mean": [0.48]}, [], "that of the base is written"),
+        ("preprocessor_config.json", {"image_mean": [0.5]}, {"image_mean": [0.48]}, ["--set", "files_from=one"],
+         "image_mean ('base'): that of expert 'one' is written"),
+        ("preprocessor_config.json", {"image_processor_type": "A"}, {"image_processor_type": "AFast"}, [], ""),
+        ("processor_config.json", {"image_seq_length": 4}, {"image_seq_length": 9}, [], "image_seq_length ('one')"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, {"do_lower_case": False}, [], "do_lower_case"),
+        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, {"prompts": {}}, [], "prompts ('one')"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, {"pooling_mode_mean_tokens": False}, [],
+         "1_Pooling/config.json differs in pooling_mode_mean_tokens ('one'): that of the base is written"),
+        ("1_Pooling/config.json", {"pooling_mode": "mean"}, {"pooling_mode_cls_token": False}, [], ""),
+    ],
+)  # fmt: skip
+def test_settings_beside_the_weights_that_differ_are_a_note(
+    tmp_path: Path, file: str, base: dict[str, Any], one: dict[str, Any], flags: list[str], words: str
+) -> None:
+    for i, (name, settings) in enumerate({"base": base, "one": one}.items()):
+        path = classifier(tmp_path / name, None, i) / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(settings))
+        if "/" in file:
+            (tmp_path / name / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", *flags])
+    text = " ".join(found.out.split())
+    assert found.code == 0, found
+    assert words in text
+    assert (f"{file} differs" in text) == bool(words)
 
 
 def test_a_chat_template_is_found_in_each_file(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.helpers.merging import actmat, llama_tensors, save_checkpoint
 
-from actmat.identity.tokens import TokenInput, compare_tokens
+from actmat.checkpoints.sentencepiece import pieces
+from actmat.identity.tokens import TokenInput, comparable, compare_tokens
 
 ROWS = 20
 WORDS = [f"w{i}" for i in range(16)]
@@ -21,7 +23,7 @@ def compared(*tokens: list[str], written: str = "base", merged: bool = True) -> 
         TokenInput(label, {t: i for i, t in enumerate(own)})
         for label, own in zip(("base", "a", "b"), tokens, strict=False)
     ]
-    problems, notes = compare_tokens(inputs, written, ROWS, merged=merged)
+    problems, notes = compare_tokens(comparable(inputs)[0], written, ROWS, merged=merged)
     return " | ".join([*(f"PROBLEM {p}" for p in problems), *notes])
 
 
@@ -60,12 +62,28 @@ def test_experts_that_agree_need_no_base() -> None:
     assert "PROBLEM" in compared(WORDS, SWAPPED, WORDS, written="a")
 
 
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protobuf message that holds bytes."""
+    assert len(content) < 128
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def sentencepiece(tokens: list[str]) -> bytes:
+    """A model of SentencePiece: pieces with their scores and kinds, and what it was trained with."""
+    scored = (field(1, t.encode()) + b"\x15\0\0\x80\xbf\x18\x01" for t in tokens)
+    return b"".join(field(1, piece) for piece in scored) + field(2, field(1, b"corpus.txt"))
+
+
 def write_tokens(folder: Path, form: str, tokens: list[str]) -> None:
     """A tokenizer with these tokens, the last one added, in one of the forms that transformers writes."""
     (folder / "tokenizer.json").unlink()
     *plain, added = tokens
     last = len(plain)
     vocabulary = {t: i for i, t in enumerate(plain)}
+    if form in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
+        (folder / form).write_bytes(sentencepiece(plain))
+        (folder / "added_tokens.json").write_text(json.dumps({added: last}))
+        return
     files: dict[str, dict[str, Any]] = {
         "fast": {"tokenizer.json": {"model": {"vocab": vocabulary}, "added_tokens": [{"id": last, "content": added}]}},
         "slow": {"vocab.json": vocabulary, "added_tokens.json": {added: last}},
@@ -79,7 +97,7 @@ def write_tokens(folder: Path, form: str, tokens: list[str]) -> None:
         (folder / name).write_text(data if isinstance(data, str) else json.dumps(data))
 
 
-@pytest.mark.parametrize("form", ["fast", "slow", "decoder", "words"])
+@pytest.mark.parametrize("form", ["fast", "slow", "decoder", "words", "tokenizer.model", "spiece.model"])
 def test_tokens_are_read_in_all_forms(form: str, tmp_path: Path) -> None:
     for seed, (name, tokens) in enumerate({"base": WORDS, "a": [*WORDS, "<a>"], "b": [*WORDS, "<b>"]}.items()):
         write_tokens(save_checkpoint(tmp_path / name, llama_tensors(seed=seed)), form, tokens)
@@ -107,3 +125,70 @@ def test_tokenizers_that_are_not_read_are_said(texts: str, who: str, tmp_path: P
     found = " ".join(actmat(["plan", *map(str, flags)]).out.split())
     assert ("are not compared with those of others: their tokenizers differ" in found) == bool(who)
     assert not who or f"expert '{who}' (tokenizer.model)" in found
+
+
+def planned(folder: Path) -> str:
+    done = actmat(["plan", "-b", f"{folder}/base", "-e", f"{folder}/a", "-m", "linear"])
+    return " ".join((done.out + done.err).split())
+
+
+MOVED = ["w1", "w0", *WORDS[2:]]
+SHIFTED = ["<s>", "<pad>", "</s>", "<unk>", *WORDS[:14]]
+"""The rows that XLM-RoBERTa gives to pieces that begin with three of its own."""
+PIECES: dict[str, tuple[str, list[str], str, list[str], str]] = {
+    "equal": ("spiece.model", WORDS, "spiece.model", WORDS, ""),
+    "moved": ("spiece.model", WORDS, "spiece.model", MOVED, "row 0 is 'w0' and 'w1'"),
+    "beside JSON, equal": ("tokenizer.model", WORDS, "fast", WORDS, ""),
+    "beside JSON, moved": ("tokenizer.model", WORDS, "fast", MOVED, "row 0 is 'w0' and 'w1'"),
+    "rows of another numbering": (
+        *("sentencepiece.bpe.model", ["<unk>", "<s>", "</s>", *WORDS[:14]]),
+        *("fast", SHIFTED, "tokens of the base (sentencepiece.bpe.model) are not compared"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_pieces_are_compared_by_token(case: str, tmp_path: Path) -> None:
+    form, tokens, other, others, said = PIECES[case]
+    write_tokens(save_checkpoint(tmp_path / "base", llama_tensors(seed=0)), form, tokens)
+    write_tokens(save_checkpoint(tmp_path / "a", llama_tensors(seed=1)), other, others)
+    found = planned(tmp_path)
+    assert said in found
+    assert ("have different tokens" in found) == ("row 0" in said)
+    assert ("not compared" in found) == ("not compared" in said)
+    assert "lacks" not in found
+
+
+def test_t5_numbers_its_own_tokens(tmp_path: Path) -> None:
+    """Its class adds them behind the pieces, downwards; they are in no file of the slow tokenizer."""
+    own = [f"<extra_id_{i}>" for i in (2, 1, 0)]
+    base = save_checkpoint(tmp_path / "base", llama_tensors(seed=0))
+    write_tokens(base, "spiece.model", [*WORDS[:10], "<extra_id_2>"])
+    (base / "tokenizer_config.json").write_text('{"extra_ids": 3}')
+    write_tokens(save_checkpoint(tmp_path / "a", llama_tensors(seed=1)), "fast", [*WORDS[:10], *own])
+    found = planned(tmp_path)
+    assert "different tokens" not in found
+    assert "lacks" not in found
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 300])
+def test_pieces_are_those_of_the_message(count: int) -> None:
+    message = pytest.importorskip("transformers.utils.sentencepiece_model_pb2_new").ModelProto()
+    for i in range(count):
+        message.pieces.add(piece=f"\u2581p{i}" * (1 + i), score=-1.5 * i, type=1 + i % 6)
+    message.trainer_spec.model_prefix = "m"
+    message.normalizer_spec.precompiled_charsmap = bytes(range(256))
+    whole = message.SerializeToString()
+    assert pieces(whole) == {p.piece: i for i, p in enumerate(message.pieces)}
+    for cut in range(1, min(len(whole), 300)):
+        assert len(pieces(whole[:cut])) <= count, "a damaged file is not read, or as far as it goes"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_rows_of_a_head_without_embeddings(moved: bool, tmp_path: Path) -> None:
+    """Models of speech have a head over characters, and no table."""
+    for name, tokens in (("base", WORDS), ("a", MOVED if moved else WORDS)):
+        tensors = {n: t for n, t in llama_tensors(seed=len(name)).items() if "embed" not in n}
+        folder = save_checkpoint(tmp_path / name, tensors | {"lm_head.weight": torch.randn(20, 8)})
+        write_tokens(folder, "slow", tokens)
+    assert ("have different tokens" in planned(tmp_path)) == moved

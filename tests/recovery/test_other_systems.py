@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +99,53 @@ def test_reading_and_writing_at_a_place(tmp_path: Path, monkeypatch: pytest.Monk
         assert system.read_at(handle, memoryview(found), 100) == 0
     finally:
         os.close(handle)
+
+
+LEFT = "import os, signal, actmat.system as s; print(s.temporary_folder('test')[0], flush=True); "
+ENDS = {"killed": "os.kill(os.getpid(), signal.SIGKILL)", "alive": "input()"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("age", [0, 100])
+def test_temporary_folders_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, age: int
+) -> None:
+    """By the next process; not those of one that runs, nor of one that may be about to lock its own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(SOURCES)}
+    command = [sys.executable, "-c", LEFT + ENDS[end]]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        if end == "killed":
+            process.wait()
+        (left / "model.safetensors").touch()
+        os.utime(left, (time.time() - age,) * 2)
+        other, link = tmp_path / "actmat-other.x", tmp_path / "actmat-test.link"
+        other.mkdir()
+        link.symlink_to(other)
+        own, remove = system.temporary_folder("test")
+        assert left.exists() == (end == "alive" or not age)
+        remove()
+        remove()
+        assert not own.exists()
+        assert other.exists()
+        if end == "alive":
+            process.communicate("\n")
+    assert link.is_symlink()
+
+
+def test_without_locks_a_folder_is_made_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    folder, remove = system.temporary_folder("test")
+    os.utime(folder, (0, 0))
+    remove_other = system.temporary_folder("test")[1]
+    assert folder.exists()
+    remove()
+    remove_other()
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_and_cores_are_estimated_where_nothing_tells(monkeypatch: pytest.MonkeyPatch) -> None:

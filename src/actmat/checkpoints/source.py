@@ -163,7 +163,7 @@ class LocalSource(Source):
         if name == self.named:
             return self._path
         if name not in self._members:
-            self._members[name] = folder.member(self._folder, name)
+            self._members[name] = folder.nested_member(self._folder, name)
         return self._members[name]
 
     def weight_map(self, index: str) -> dict[str, str]:

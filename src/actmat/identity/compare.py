@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG
+from actmat.errors import first_of
 from actmat.identity.meaning import ABSENT, NESTED, ROPE_KEYS, ConfigEntry, meaning, same
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
@@ -17,6 +18,7 @@ LOADERS = ("model_type", "architectures")
 """Entries by which loaders find the class of a model."""
 KINDS = {
     "length": "lengths and sizes for which the inputs are meant differ",
+    "token": "ids of special tokens differ",
     "unknown": "entries whose effect is not known differ",
     "absent": "entries that their class computes where they are absent are in one file only",
 }
@@ -72,8 +74,8 @@ def agree(
 
     >>> llama = {"model_type": "llama"}
     >>> found = agree(llama, [("long", llama | {"rope_theta": 1e6})])
-    >>> print(found.problems[0][:76])
-    config.json: 1 entry that changes what the model computes differs: rope_thet
+    >>> print(found.problems[0][:75])
+    config.json: entries that change what the model computes differ: rope_theta
     >>> agree(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
     1000000.0
     """
@@ -162,17 +164,15 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
         a, b = ours.get(key), theirs.get(key)
         if a is None or b is None:
             only = a or b
-            if only is not None and only.given and only.value is not None and only.value is not ABSENT:
+            if only is not None and only.given and only.value not in (None, ABSENT) and only.kind != "token":
                 yield _Difference(key, label, a, b)
         elif not same(a.value, b.value):
             yield _Difference(key, label, a, b)
 
 
 def _problem(found: Sequence[_Difference]) -> str:
-    n = len({d.key for d in found})
-    entries, differ = ("entries that change", "differ") if n > 1 else ("entry that changes", "differs")
     return (
-        f"config.json: {n} {entries} what the model computes {differ}: {_listed(found)}. The output has one config "
+        f"config.json: entries that change what the model computes differ: {_listed(found)}. The output has one config "
         "for all weights. Likely cause: training changed the config, or this is not the expert's base. Fix: give the "
         f"right base, or say whose entries to write: {FIX}"
     )
@@ -183,13 +183,13 @@ def _listed(found: Sequence[_Difference]) -> str:
     for difference in found:
         by_key.setdefault(difference.key, []).append(difference)
     words = []
-    for key, of_key in list(by_key.items())[:SHOWN]:
+    for key, of_key in by_key.items():
         values: dict[str, list[str]] = {}
         for d in of_key:
             values.setdefault(_shown(d.expert), []).append(f"'{d.label}'")
         others = (f"{', '.join(who[:3])}{' and others' * (len(who) > 3)} {v}" for v, who in values.items())
         words.append(f"{key} (base {_shown(of_key[0].base)}; {'; '.join(others)})")
-    return ", ".join(words) + (f" and {len(by_key) - SHOWN} more" if len(by_key) > SHOWN else "")
+    return first_of(words, SHOWN)
 
 
 def _shown(entry: ConfigEntry | None) -> str:
@@ -214,15 +214,14 @@ def _patched(
     return out
 
 
-def _inner(config: Mapping[str, Any], at: Sequence[str]) -> Any:
-    found: Any = config
+def _inner(config: Any, at: Sequence[str]) -> Any:
     for key in at:
-        if not isinstance(found.get(key), Mapping):
-            if not isinstance(found, dict):
+        if not isinstance(config.get(key), Mapping):
+            if not isinstance(config, dict):
                 return {}
-            found[key] = {}
-        found = found[key]
-    return found
+            config[key] = {}
+        config = config[key]
+    return config
 
 
 def _by_path(base: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,21 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX
 from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
-from actmat.checkpoints.side_files import ModelFiles
-from actmat.errors import CheckpointError
+from actmat.checkpoints.side_files import MODULES, ModelFiles
+from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import Expert
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
-from actmat.identity.tokens import TokenInput, TokenReader, compare_tokens, unread_tokenizer
+from actmat.identity.meaning import differing
+from actmat.identity.tokens import TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
+from actmat.identity.usable import PROCESSORS
 from actmat.layout.ties import is_output_head, is_token_table
 
 TEMPLATE = "chat_template.jinja"
-Named = Sequence[tuple[str, Expert]]
-"""Experts with their labels."""
+SETTINGS = ("generation_config.json", "sentence_bert_config.json", "config_sentence_transformers.json", *PROCESSORS)
+"""Files by which models are called, in the folder of a tokenizer."""
+POOLING = "1_Pooling/config.json"
+"""File of the module by which a sentence-transformers model makes an embedding; written as the base's."""
+ReadJson = Callable[[Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,11 @@ class Choices:
 
 
 def compare_inputs(
-    base: Checkpoint, experts: Named, chosen: Choices, written: Mapping[str, Any] | None, kept: Collection[str]
+    base: Checkpoint,
+    experts: Sequence[tuple[str, Expert]],
+    chosen: Choices,
+    written: Mapping[str, Any] | None,
+    kept: Collection[str],
 ) -> InputAgreement:
     """Compare base and experts.
 
@@ -58,10 +68,13 @@ def compare_inputs(
     configs = [(label, expert.config) for label, expert in experts]
     found = _with_labels(agree(written, configs, chosen.config_from), base, written, configs, chosen.config_from, kept)
     reader = TokenReader()
-    problems, notes = ([], []) if chosen.has_vocabulary else _tokens(base, experts, chosen.files_from, kept, reader)
+    every: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
+    problems, notes = ([], []) if chosen.has_vocabulary else _tokens(every, chosen.files_from, kept, reader)
     if not chosen.is_model:
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
-    notes += _template_note(base, experts, chosen.files_from, reader.config)
+    files = {label: of_one for label, one in every if (of_one := files_of(one)) is not None}
+    notes += _template_note(files, chosen.files_from, reader.config)
+    notes += _setting_notes(files, chosen.files_from, reader.config)
     return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs)
 
 
@@ -78,26 +91,28 @@ def _with_labels(
     if set(named) <= {"base"}:
         return found
     first = "base" if "base" in named else next(iter(named))
-    rows = (n for n, s in base.specs.items() if s.shape and s.shape[0] == len(named[first]))
-    heads = [n for n in rows if split_layer(n) is None and not is_before_layers(n) and n not in kept]
+    sizes = (len(named[first]), len(named[first]) + 1)  # detectors have a row for "no object", and a head per layer
+    rows = [n for n, s in base.specs.items() if s.shape and s.shape[0] in sizes and n not in kept]
+    heads = [
+        n for n in rows if re.search("class|score|label", n) or (split_layer(n) is None and not is_before_layers(n))
+    ]
     if not heads:
         return found
     owner = take if take in named or take == "base" else first
     if owner != "base" and named[owner] != named.get("base"):
-        own = next(config for label, config in configs if label == owner) or {}
-        labels = {k: own[k] for k in ("id2label", "label2id") if k in own}
+        labels = {k: v for k, v in (dict(configs)[owner] or {}).items() if k in ("id2label", "label2id")}
         config = {**(found.configs.get("config.json") or written or {}), **labels}
         found = replace(found, configs={**found.configs, "config.json": config})
     if len(set(named.values())) < 2:
         return found
-    shown = ((label if label == "base" else words_of(label), names) for label, names in named.items())
-    listed = "; ".join(f"{who}: {_shown(names)}" for who, names in shown)
+    listed = "; ".join(f"{words_of(label)}: {first_of(names, 4)}" for label, names in named.items())
     text = f"config.json: id2label differs, so that rows of the head mean other labels ({listed})"
     if take is not None:
         return replace(found, notes=(*found.notes, f"{text}; written as in {words_of(owner)} (config_from)"))
+    every = re.sub(r"\.\d+\.", ".*.", heads[0]).rpartition(".")[0] + ".*"
     problem = (
         f"{text}: '{heads[0]}' cannot be merged row by row. Fix: give experts whose labels have one order, keep the "
-        f"base's head (--keep '{heads[0]}'), or merge it all the same: {FIX}"
+        f"base's head (--keep '{every}'), or merge it all the same: {FIX}"
     )
     return replace(found, problems=(*found.problems, problem))
 
@@ -115,46 +130,55 @@ def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
     return None if not names or names == tuple(f"LABEL_{i}" for i in range(len(names))) else names
 
 
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _tokens(
-    base: Checkpoint, experts: Named, files_from: str, kept: Collection[str], reader: TokenReader
+    every: Sequence[tuple[str, Checkpoint | Expert]], files_from: str, kept: Collection[str], reader: TokenReader
 ) -> tuple[list[str], list[str]]:
-    """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared."""
-    tables = [n for n, s in base.specs.items() if len(s.shape) == 2 and is_token_table(n)]
-    if not tables or not experts:
+    """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared.
+
+    Args:
+        every: labels and inputs, the base first.
+        files_from: label of the input whose tokenizer is written.
+        kept: tensors that are copied from the base.
+        reader: of tokens.
+    """
+    base = every[0][1]
+    if not (tables := _tables(base)) or len(every) < 2:
         return [], []
     rows = max(base.specs[n].shape[0] for n in tables)
     notes: list[str] = []
     inputs: list[TokenInput] = []
-    unread: dict[str, list[str]] = {}
-    every: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
+    opaque: dict[str, list[str]] = {}
     for label, one in every:
         changes = True
         if isinstance(one, Expert) and one.needs_base:
             names = (n for n in one.specs if is_token_table(n) or is_output_head(n))
             changes = any(one.source(n).kind != "zero" for n in names)
-        elif rows not in {s.shape[0] for n, s in one.specs.items() if len(s.shape) == 2 and is_token_table(n)}:
+        elif rows not in {one.specs[n].shape[0] for n in _tables(one)}:
             continue
-        if (files := files_of(one)) is None:
+        if (files := files_of(one)) is None or (name := tokenizer_file(files)) is None:
             continue
         try:
-            inputs.append(TokenInput(label, reader.tokens(files), changes))
-            if not inputs[-1].tokens and (name := unread_tokenizer(files)) is not None:
-                unread.setdefault(hash_file(files.fetch(name)), []).append(f"{words_of(label)} ({name})")
+            inputs.append(TokenInput(label, reader.tokens(files, name), changes, files.fetch(name)))
         except CheckpointError as error:
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
-    if len(unread) + any(i.tokens for i in inputs) > 1:
-        who = ", ".join(name for of_file in unread.values() for name in of_file)
+    known, unknown = comparable(inputs)
+    for one_input in unknown:
+        opaque.setdefault(hash_file(one_input.path), []).append(f"{words_of(one_input.label)} ({one_input.path.name})")
+    if len(opaque) + bool(known) > 1:
+        who = ", ".join(name for of_file in opaque.values() for name in of_file)
         notes.append(
-            f"tokens of {who} are not compared with those of others: their tokenizers differ, in a form that is not "
-            "read. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json (use_fast)"
+            f"tokens of {who} are not compared with those of others: their tokenizers differ, in forms that do not "
+            "give rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json (use_fast)"
         )
     heads = [n for n, s in base.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
-    problems, told = compare_tokens(inputs, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
+    problems, told = compare_tokens(known, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
     return problems, [*told, *notes]
+
+
+def _tables(one: Checkpoint | Expert) -> list[str]:
+    """Token embeddings; heads over the vocabulary of a model without, as those of speech recognition."""
+    matrices = [n for n, s in one.specs.items() if len(s.shape) == 2]
+    return [n for n in matrices if is_token_table(n)] or [n for n in matrices if is_output_head(n)]
 
 
 def files_of(one: Checkpoint | Expert) -> ModelFiles | None:
@@ -166,24 +190,33 @@ def files_of(one: Checkpoint | Expert) -> ModelFiles | None:
     return None
 
 
-def _template_note(
-    base: Checkpoint, experts: Named, taken: str, read: Callable[[Path], Mapping[str, Any]]
-) -> list[str]:
+def _template_note(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) -> Iterator[str]:
     """Note on chat templates that differ; `taken`: whose tokenizer files are written."""
-    every: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
-    found = {label: chat_template(files_of(one), read) for label, one in every}
+    found = {label: chat_template(of_one, read) for label, of_one in files.items()}
     templates = {label: text for label, text in found.items() if text is not None}
     other = [f"'{label}'" for label, text in templates.items() if text != templates.get(taken)]
-    if not other:
-        return []
-    owner = words_of(taken)
-    whose = f"that of {owner} is written" if taken in templates else f"{owner} has none, and none is written"
-    return [f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"]
+    if other:
+        owner = words_of(taken)
+        whose = f"that of {owner} is written" if taken in templates else f"{owner} has none, and none is written"
+        yield f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"
 
 
-def chat_template(
-    files: ModelFiles | None, read: Callable[[Path], Mapping[str, Any]] = read_object, name: str | None = None
-) -> str | None:
+def _setting_notes(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) -> Iterator[str]:
+    """Notes on files of settings that differ from those that are written."""
+    for name in (*SETTINGS, POOLING):
+        found: dict[str, Mapping[str, Any]] = {}
+        for label, of_one in files.items():
+            with contextlib.suppress(OSError, CheckpointError):
+                if (MODULES if name == POOLING else name) in of_one.names:
+                    found[label] = read(of_one.fetch(name))
+        owner, fix = ("base", "") if name == POOLING else (taken, ". Another one: --set files_from=NAME")
+        own = found.pop(owner, {})
+        if other := {k: label for label, content in found.items() for k in differing(own, content)}:
+            shown = [f"{k} ('{label}')" for k, label in other.items()]
+            yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{fix}"
+
+
+def chat_template(files: ModelFiles | None, read: ReadJson = read_object, name: str | None = None) -> str | None:
     """Chat template of a tokenizer, from any of the files that transformers reads; of several, all, or that of a name.
 
     Args:
@@ -192,23 +225,14 @@ def chat_template(
         name: of one template.
     """
     names = () if files is None else files.names
-    try:
+    with contextlib.suppress(OSError, CheckpointError):
         if files is not None and TEMPLATE in names:
             return files.fetch(TEMPLATE).read_text(encoding="utf-8", errors="replace").strip()
         for file in ("chat_template.json", "tokenizer_config.json"):
             if files is None or file not in names or not (found := read(files.fetch(file)).get("chat_template")):
                 continue
             if name is not None and isinstance(found, list):
-                found = next(
-                    (t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == name), None
-                )
+                of_name = (t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == name)
+                found = next(of_name, None)
             return (found if isinstance(found, str) else json.dumps(found)).strip() if found else None
-    except (OSError, CheckpointError):
-        return None
     return None
-
-
-def most_frequent_template(inputs: Sequence[Checkpoint | Expert]) -> str | None:
-    """The chat template that most inputs have, the first of several; None if no input has one."""
-    found = [text for one in inputs if (text := chat_template(files_of(one), name="default"))]
-    return Counter(found).most_common(1)[0][0] if found else None

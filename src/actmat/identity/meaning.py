@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from actmat.identity.tables import DEPTH_KEYS, LOOSE, class_of, expand, is_ignored, known_keys
+from actmat.identity.tables import DEPTH_KEYS, LOOSE, TOKEN_IDS, class_of, expand, is_ignored, known_keys
 
 ABSENT: Final = "(absent)"
 """Value of a key that a config does not hold and its class computes from others."""
@@ -20,9 +21,6 @@ NESTED = "components"
 _SET_BY_CLASS = {"depth_decoder_config": {"input_size": "hidden_size"}}
 """Nested config -> keys that the class of the whole sets from its own on loading, whatever is written (Moshi)."""
 
-ClassKeys = Mapping[str, Any]
-"""Entry of a class in the table; empty for an unknown class."""
-
 
 @dataclass(frozen=True, slots=True)
 class ConfigEntry:
@@ -30,7 +28,8 @@ class ConfigEntry:
 
     Args:
         value: as written, or the default of the class.
-        kind: `function` if it changes what the model computes, `length`, or `unknown` if no class declares it.
+        kind: `function` if it changes what the model computes, `length`, `token` for ids of tokens, or `unknown` if no
+            class declares it.
         raw: keys of the file that hold it, to take from one config to another.
         given: whether the file holds it.
         at: keys of the nested config that has it.
@@ -49,7 +48,7 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntr
     >>> {k: e.value for k, e in meaning({"model_type": "llama", "rope_theta": 5e5}).items() if k.startswith("rope")}
     {'rope_theta': 500000.0, 'rope_type': 'default'}
     """
-    declared: ClassKeys = class_of(config, nested) or {}
+    declared: Mapping[str, Any] = class_of(config, nested) or {}
     names = declared.get("names", {})
     given = {names.get(k, k): v for k, v in config.items() if k not in names or names[k] not in config}
     keys = {**declared.get("older", {}), **declared.get("keys", {})}
@@ -60,11 +59,14 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntr
     known = keys if declared else known_keys()
     out: dict[str, ConfigEntry] = {}
     for key in dict.fromkeys([*keys, *given]):
-        if key in ROPE_KEYS or is_ignored(key) or _is_nested(key, given.get(key), declared):
+        is_token = TOKEN_IDS.search(key) and given.get(key) is not None
+        if key in ROPE_KEYS or _is_nested(key, given.get(key), declared):
+            continue
+        if is_ignored(key) and not is_token and key not in keys:
             continue
         value = lists.get(key, _computed(key, filled, derived, replaced) if declared else given.get(key))
         is_function = key in known and key not in replaced
-        kind = "length" if LOOSE.search(key) else "function" if is_function else "unknown"
+        kind = "token" if is_token else "length" if LOOSE.search(key) else "function" if is_function else "unknown"
         raw = (key, *(k for k, v in names.items() if v == key))
         out[key] = ConfigEntry(value, kind, raw, key in given)
     _drop_unused(out, declared)
@@ -90,7 +92,7 @@ def _computed(key: str, filled: Mapping[str, Any], derived: Any, replaced: Any) 
     return width // heads if isinstance(heads, int) and isinstance(width, int) and heads else ABSENT
 
 
-def _lists(declared: ClassKeys, filled: Mapping[str, Any]) -> dict[str, Any]:
+def _lists(declared: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
     """Lists with an entry per layer that the config leaves to its class."""
     found: dict[str, Any] = {}
     depth = next((n for k in DEPTH_KEYS if isinstance(n := filled.get(k), int)), None)
@@ -101,7 +103,7 @@ def _lists(declared: ClassKeys, filled: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _drop_unused(out: dict[str, ConfigEntry], declared: ClassKeys) -> None:
+def _drop_unused(out: dict[str, ConfigEntry], declared: Mapping[str, Any]) -> None:
     """Remove keys that have no effect: those that a list replaces, and windows that no layer uses."""
     for key, rule in declared.get("rules", {}).items():
         if key in out and out[key].value not in (None, ABSENT):
@@ -115,7 +117,7 @@ def _drop_unused(out: dict[str, ConfigEntry], declared: ClassKeys) -> None:
             out.pop(name, None)
 
 
-def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: ClassKeys) -> dict[str, Any]:
+def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of rotary embeddings; empty for classes without."""
     if "rope_parameters" not in declared.get("keys", ()) and not any(k in given for k in ROPE_KEYS):
         return {}
@@ -135,7 +137,7 @@ def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: ClassKe
     return _flat_rope(found, filled, declared)
 
 
-def _flat_rope(rope: Mapping[str, Any], filled: Mapping[str, Any], declared: ClassKeys) -> dict[str, Any]:
+def _flat_rope(rope: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     out = {k: v for k, v in rope.items() if k != "type" and v is not None}
     kind = str(out.get("rope_type", rope.get("type", "default")))
     out["rope_type"] = _RENAMED_ROPE.get(kind, kind)
@@ -151,14 +153,16 @@ def _flat_rope(rope: Mapping[str, Any], filled: Mapping[str, Any], declared: Cla
     return dict(sorted(out.items()))
 
 
-def _is_nested(key: str, value: Any, declared: ClassKeys) -> bool:
+def _is_nested(key: str, value: Any, declared: Mapping[str, Any]) -> bool:
     if key in declared.get("nested", ()):
         return True
     named = key == NESTED or key.endswith("_config")
     return isinstance(value, Mapping) and (named or "model_type" in value or "_class_name" in value)
 
 
-def _nested_configs(given: Mapping[str, Any], declared: ClassKeys) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+def _nested_configs(
+    given: Mapping[str, Any], declared: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Key, content and model type of the nested configs that are written."""
     for key, value in given.items():
         is_other = is_ignored(key) or key in ROPE_KEYS
@@ -177,3 +181,13 @@ def same(a: Any, b: Any) -> bool:
         one, two = ({str(k): v for k, v in x.items()} for x in (a, b))
         return one.keys() == two.keys() and all(same(v, two[k]) for k, v in one.items())
     return bool(a == b)
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Keys with other values, of those that both hold; names of classes and versions are none.
+
+    >>> differing({"a": 1, "b": 2, "_x": 3}, {"a": 1.0, "b": 3, "_x": 4, "c": 5})
+    ['b']
+    """
+    both = (k for k in ours if k in theirs and not re.search(r"^_|_(class|type|version)$", k))
+    return [k for k in both if not same(ours[k], theirs[k])]

@@ -17,7 +17,7 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 IGNORED = re.compile(
     r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype|vocab_size|\w*vocab_size"
     r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|is_composition|quantization_config"
-    r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(?!dim|size|channels|stride|proj|hidden_size|mult)\w+"
+    r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(attentions|hidden_states|scores|past|loading_info|retrieved|segmentation|\w*logits)"
     r"|chunk_size_feed_forward|pretraining_tp|gradient_checkpointing|use_\w*kernels?|disable_custom_kernels|use_mambapy"
     r"|attn_implementation|compression_config|unsloth_\w+|tf_legacy_loss|pruned_heads|torchscript|use_bfloat16"
     r"|min_length|max_length|max_new_tokens|do_sample|early_stopping|num_beams|temperature|top_k|top_p|typical_p"
@@ -26,9 +26,9 @@ IGNORED = re.compile(
     r"|suppress_tokens|begin_suppress_tokens|prefix|sep_token|mask_token|vocab_list|langs"
     r"|scale_attn_weights_init|rescale_prenorm_residual|fp32|freeze\w*|stop_gradient\w*|has_lora_adapter)$"
     r"|token_(id|ids|index|indices)$|_token_\w*id$|(bos|eos|pad|unk|mask|sep|cls)_index$"
-    r"|init(ializer)?_|initializer|_init(_|$)|^init_|dropout|_pdrop|layer_?drop|drop_path|drop_rate|drop_connect"
+    r"|init(ializer)?_(?!target|option|trk)|initializer|_init$|(?<!^token_)dropout|_pdrop|layer_?drop|drop_path|drop_rate|drop_connect"
     r"|(^|_)loss(_|$)|coef(ficient)?(_|$)|_cost$|^matcher_|label_noise|box_noise|label_smoothing|jitter|^mask_(time|feature)_"
-    r"|spec_augment|^ctc_|focal_(alpha|gamma)|num_denoising|weight_loss_|_weight$|_momentum$|num_negatives|training"
+    r"|spec_augment|^ctc_|focal_(alpha|gamma)|num_denoising|weight_loss_|(?<!residual)_weight$|_momentum$|num_negatives|training"
 )
 """Keys that change no output of a trained model (training, versions, ids of tokens, dtypes, paths, caches, generation),
 and those that other parts compare (vocabularies, ties, labels)."""
@@ -38,6 +38,9 @@ LOOSE = re.compile(
     r"|context_length|image_size|sample_size|eval_size)$"
 )
 """Keys of lengths up to which a model is meant to be used: they change no output for inputs that all accept."""
+
+TOKEN_IDS = re.compile(r"token_(id|ids|index)$")
+"""Keys with rows of special tokens."""
 
 
 def is_ignored(key: str) -> bool:

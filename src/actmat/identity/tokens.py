@@ -1,7 +1,7 @@
 """Tokens of two inputs compared by row: the same row of a table must mean the same token, or rows are taken by token.
 
-A tokenizer is read from `tokenizer.json`, else from `vocab.json` or `vocab.txt`, with the tokens that were added to it
-(`added_tokens.json`, `tokenizer_config.json`). Of tokenizers in other forms, a note says that they were not compared.
+A tokenizer is read from `tokenizer.json`, else from `vocab.json`, `vocab.txt` or a file of SentencePiece, with added
+tokens (`added_tokens.json`, `tokenizer_config.json`). A note says which tokenizers, in other forms, were not compared.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import fnmatch
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import parse_object, read_bytes, read_object
+from actmat.checkpoints.sentencepiece import pieces
 from actmat.checkpoints.side_files import ModelFiles
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_of
 from actmat.identity.compare import words_of
 from actmat.identity.usable import TOKENIZERS
 
@@ -66,52 +68,51 @@ def _vocabulary(listed: Any) -> dict[str, int]:
     return {}
 
 
-def unread_tokenizer(files: ModelFiles) -> str | None:
-    """The file of a tokenizer in another form, such as SentencePiece's; None without one."""
+def tokenizer_file(files: ModelFiles) -> str | None:
+    """The file with the tokens of a tokenizer: JSON, a list of words, or another form such as SentencePiece's."""
     patterns = [p for p in TOKENIZERS if not p.endswith(".json") and not p.startswith("vocab.")]
-    return next((n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p)), None)
+    others = (n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p))
+    return next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), next(others, None))
 
 
 class TokenReader:
-    """Reads the tokens of inputs; every file is read once, and equal tokenizers are parsed once."""
+    """Reads the tokens of inputs; equal tokenizers are parsed once."""
 
     def __init__(self) -> None:
         self._parsed: dict[bytes, Mapping[str, int]] = {}
-        self._tokens: dict[Path, Mapping[str, int]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
-    def tokens(self, files: ModelFiles) -> Mapping[str, int]:
+    def tokens(self, files: ModelFiles, first: str) -> Mapping[str, int]:
         """Token -> row, from the tokenizer among files; empty without one that is read.
 
         Raises:
             CheckpointError: a file is damaged.
         """
-        first = next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), None)
-        if first is None:
-            return {}
-        path = files.fetch(first)
-        if path in self._tokens:
-            return self._tokens[path]
-        text = read_bytes(path)
+        text = read_bytes(path := files.fetch(first))
         added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
         decoder = config.get("added_tokens_decoder")
-        seen = hashlib.sha256(hashlib.sha256(text).digest() + json.dumps([first, added, decoder]).encode()).digest()
+        seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
         if seen not in self._parsed:
             if first == TOKENIZER:
                 tokens = listed_tokens(parse_object(text, str(path)), path)[0]
             elif first.endswith(".txt"):
                 lines = text.decode("utf-8", "replace").split("\n")
                 tokens = {line.rstrip("\r"): i for i, line in enumerate(lines) if line}
-            else:
+            elif first.endswith(".json"):
                 tokens = _vocabulary(parse_object(text, str(path)))
-            more = _vocabulary(added)
+            else:
+                tokens = pieces(text)
+                more = config.get("extra_ids", 0)  # of T5, which numbers them downwards
+                end = len(tokens) + (more if is_row(more) and more < len(tokens) else 0)
+                tokens |= {f"<extra_id_{end - 1 - row}>": row for row in range(len(tokens), end)}
+            named = _vocabulary(added)
             for row, entry in (decoder if isinstance(decoder, Mapping) else {}).items():
                 token = entry.get("content") if isinstance(entry, Mapping) else None
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
-                    more.setdefault(token, int(row))
-            self._parsed[seen] = {**more, **tokens}
-        return self._tokens.setdefault(path, self._parsed[seen])
+                    named.setdefault(token, int(row))
+            self._parsed[seen] = {**named, **tokens} if tokens else {}
+        return self._parsed[seen]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,11 +123,29 @@ class TokenInput:
         label: `base`, or the name of an expert.
         tokens: token -> row; empty if not known.
         merges_rows: its table is merged row by row with the others.
+        path: of the file with the tokens.
     """
 
     label: str
     tokens: Mapping[str, int]
     merges_rows: bool = True
+    path: Path = Path(TOKENIZER)
+
+
+def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[TokenInput]]:
+    """Inputs whose tokens have their rows, and the others.
+
+    SentencePiece numbers its pieces, and some classes (XLM-RoBERTa, Pegasus) put tokens before them: where an input
+    with written rows shows that, these pieces are not compared.
+    """
+    written = {i.label for i in inputs if i.path.name.endswith((".json", ".txt"))}
+    shown = next((i.tokens for i in inputs if i.tokens and i.label in written), {})
+    known, unknown = [], []
+    for one in inputs:
+        shifts = Counter(shown[t] - row for t, row in one.tokens.items() if t in shown)
+        is_shifted = one.label not in written and any(shift for shift, _ in shifts.most_common(1))
+        (unknown if is_shifted or not one.tokens else known).append(one)
+    return known, unknown
 
 
 def compare_tokens(
@@ -138,29 +157,24 @@ def compare_tokens(
     the written tokenizer lacks are a note.
 
     Args:
-        inputs: the base first, if its tokens are known, then experts.
+        inputs: those with tokens: the base first, if it has them, then experts.
         written: label of the input whose tokenizer is written.
         rows: number of rows of the tables; tokens beyond are not compared.
         merged: tables are merged; False if the recipe keeps the base's.
     """
-    known = [i for i in inputs if i.tokens]
-    if len(known) < 2:
+    if len(inputs) < 2:
         return [], []
-    at = {i.label: {row: token for token, row in i.tokens.items() if row < rows} for i in known}
-    reference, *others = known
-    problems: list[str] = []
-    for one in others if merged else []:
-        moved = _moved(reference, one, at)
-        if one.merges_rows and reference.merges_rows and moved:
-            problems.append(_problem(reference, one, moved, at))
-    if problems and _agree_without_base(known, written, at):
-        problems = []
-    contested = _contested(others, at, at[reference.label]) if merged and not problems else {}
-    for (a, b), found in contested.items():
-        problems.append(_problem(a, b, found, at))
-    if problems:
-        return problems, []
-    return [], list(_unwritten(known, written, at))
+    at = {i.label: {row: token for token, row in i.tokens.items() if row < rows} for i in inputs}
+    reference, *others = inputs
+    mixed = [i for i in others if i.merges_rows] if merged else []
+    moved = [(i, found) for i in mixed if reference.merges_rows and (found := _moved(reference, i, at))]
+    only_base_differs = written in at.keys() - {"base"} and all(
+        at[written].get(row, token) == token for label in at if label != "base" for row, token in at[label].items()
+    )
+    if moved and not only_base_differs:
+        return [_problem(reference, one, found, at) for one, found in moved], []
+    problems = list(_contested(mixed, at, at[reference.label]))
+    return (problems, []) if problems else ([], list(_unwritten(inputs, written, at)))
 
 
 def _moved(reference: TokenInput, one: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:
@@ -171,37 +185,24 @@ def _moved(reference: TokenInput, one: TokenInput, at: Mapping[str, Mapping[int,
     return sorted(moved or (different if 2 * len(different) > len(own) else ()))
 
 
-def _agree_without_base(known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]]) -> bool:
-    """True if all experts have the tokens of the one whose tokenizer is written: then only the base differs."""
-    experts = [i for i in known if i.label != "base"]
-    return written in {i.label for i in experts} and all(
-        at[written].get(row, token) == token for i in experts for row, token in at[i.label].items()
-    )
-
-
 def _contested(
     experts: Sequence[TokenInput], at: Mapping[str, Mapping[int, str]], own: Mapping[int, str]
-) -> dict[tuple[TokenInput, TokenInput], list[int]]:
-    """Pairs of experts -> rows that mean a new token in both, and not the same."""
+) -> Iterator[str]:
+    """Problems with rows that mean a new token in two experts, and not the same."""
     first: dict[int, TokenInput] = {}
-    pairs: dict[tuple[str, str], list[int]] = {}
-    by_label = {e.label: e for e in experts}
-    for one in (e for e in experts if e.merges_rows):
+    for one in experts:
+        pairs: dict[TokenInput, list[int]] = {}
         for row, token in at[one.label].items():
-            if own.get(row) == token:
-                continue
-            holder = first.setdefault(row, one)
-            if at[holder.label][row] != token:
-                pairs.setdefault((holder.label, one.label), []).append(row)
-    return {(by_label[a], by_label[b]): sorted(found) for (a, b), found in pairs.items()}
+            if own.get(row) != token and at[(holder := first.setdefault(row, one)).label][row] != token:
+                pairs.setdefault(holder, []).append(row)
+        yield from (_problem(a, one, sorted(found), at) for a, found in pairs.items())
 
 
 def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str, Mapping[int, str]]) -> str:
-    shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows[:SHOWN]]
-    more = f", and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows]
     return (
         f"{words_of(a.label)} and {words_of(b.label)} have different tokens in {len(rows)} rows of their token tables: "
-        f"{', '.join(shown)}{more}. Merged row by row, these would be mixed. Fix: take rows by token (--vocabulary "
+        f"{first_of(shown, SHOWN)}. Merged row by row, these would be mixed. Fix: take rows by token (--vocabulary "
         "union, or base, or the name of an expert)"
     )
 
@@ -213,12 +214,11 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
         return
     for one in known:
         found = {row: token for row, token in at[one.label].items() if token not in keeper.tokens}
-        if one is keeper or not found:
+        if not found:
             continue
-        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(found.items())[:SHOWN]]
-        more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(found.items())]
         yield (
             f"{words_of(one.label)} has {len(found)} tokens that the written tokenizer, of {words_of(written)}, lacks: "
-            f"{', '.join(shown)}{more}. '--vocabulary union' gives each its row, '--set files_from=NAME' writes "
+            f"{first_of(shown, SHOWN)}. '--vocabulary union' gives each its row, '--set files_from=NAME' writes "
             "another tokenizer"
         )

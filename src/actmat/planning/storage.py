@@ -15,7 +15,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.quantization import quantization_config
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import DeltaSource, Expert
 from actmat.experts.fitted import StoredAdapter
 from actmat.identity.accounted import adapter_warnings, module_warnings
@@ -210,6 +210,17 @@ def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[E
         for label, name in names
         if FOUR_BITS.search(name) or _is_bitsandbytes(quantization_config(_local_config(name)))
     ]
+
+
+def named_base_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Note on adapters that name other bases than each other, or than a base on the hub."""
+    names = {label: e.adapter.config.base_model for label, e in zip(recipe.labels, experts, strict=True) if e.adapter}
+    names |= {"base": next((files.hub_id for files in base.sources()), "")}
+    named = {label: name for label, name in names.items() if name}
+    if len({os.path.basename(name.rstrip("/")).lower() for name in named.values()}) < 2:
+        return []
+    listed = first_of([f"{label}: {name}" for label, name in named.items()], SHOWN)
+    return [f"the adapters name different bases ({listed}): unless these are copies of one model, the merge is wrong"]
 
 
 def _is_bitsandbytes(settings: Mapping[str, object]) -> bool:

@@ -32,6 +32,7 @@ from actmat.planning.statistics import ExpertStatistics, with_statistics
 from actmat.planning.storage import (
     absent_parts,
     encoding_problems,
+    named_base_notes,
     part_notes,
     quantization_notes,
     scheme_words,
@@ -97,6 +98,7 @@ def plan_tensors(
             *_storage_notes(recipe, base, experts),
             *_adapter_notes(recipe.labels, experts, items),
             *trained_on_codes_notes(recipe, base, experts),
+            *named_base_notes(recipe, base, experts),
         ),
         configs=agreed.configs,
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.remote import staging_for
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
@@ -20,7 +22,8 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
-from actmat.identity.inputs import most_frequent_template
+from actmat.experts.base import Expert
+from actmat.identity.inputs import chat_template, files_of
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
 from actmat.planning.adapter.extraction import settled_plan
@@ -298,6 +301,12 @@ def _is_record_of(record: Record, item: Item) -> bool:
     if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
         return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
     return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
+
+
+def most_frequent_template(inputs: Sequence[Checkpoint | Expert]) -> str | None:
+    """The chat template that most inputs have, the first of several; None if no input has one."""
+    found = [text for one in inputs if (text := chat_template(files_of(one), name="default"))]
+    return Counter(found).most_common(1)[0][0] if found else None
 
 
 def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:

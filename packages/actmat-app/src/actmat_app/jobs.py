@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actmat.errors import MergeError, OutputError, RecipeError
+from actmat.system import temporary_folder
 from actmat_app.limits import Limits, repository_of
 
 COMMAND = [sys.executable, "-P", "-m", "actmat_app.child"]
@@ -53,7 +54,7 @@ class Jobs:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits
-        self.root = Path(tempfile.mkdtemp(prefix="actmat-app-"))
+        self.root, self._remove = temporary_folder("app")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, user: str, job: Mapping[str, Any], keep: Path | None = None) -> Events:
@@ -150,7 +151,7 @@ class Jobs:
         for process in list(self._running.values()):
             process.terminate()
             _end(process)
-        shutil.rmtree(self.root, ignore_errors=True)
+        self._remove()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

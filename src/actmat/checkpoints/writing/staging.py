@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from actmat.bounds import kind_of_file, list_folder, local_path
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
-from actmat.errors import OutputError, format_size
+from actmat.errors import OutputError, first_of, format_size
 from actmat.system import WINDOWS, is_file_name, rename_folder, replace_file, sync_directory
 
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
@@ -185,10 +185,9 @@ def not_ours_problems(place: str, names: Sequence[str]) -> list[str]:
     """Problem: a user's own files in an output that is to be replaced; empty without such files."""
     if not names:
         return []
-    more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return [
         f"{place} holds files that its merge did not write and --overwrite will not delete: "
-        f"{', '.join(names[:SHOWN_FILES])}{more}. Move them elsewhere, or choose another place"
+        f"{first_of(names, SHOWN_FILES)}. Move them elsewhere, or choose another place"
     ]
 
 

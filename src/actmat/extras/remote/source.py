@@ -7,8 +7,6 @@ folder, which is removed when the source is closed, and at the latest with the p
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +34,7 @@ from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.errors import CheckpointError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, Store, check_url, split_url
+from actmat.system import temporary_folder
 
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -233,8 +232,8 @@ class RemoteSource(RemoteFiles):
                 f"{self.location}: expected {name} to have at most {MAX_BYTES} bytes, found {file.size}"
             )
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="actmat-remote-"))
-            self._removal = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder, remove = temporary_folder("remote")
+            self._removal = weakref.finalize(self, remove)
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         start = self._heads.pop(name, b"")

@@ -17,7 +17,7 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.errors import CheckpointError, did_you_mean
+from actmat.errors import CheckpointError, did_you_mean, first_of
 from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary import tokenizer
 from actmat.extras.vocabulary.rows import OWN_MEAN, Sources, TokenRowsCheckpoint, joined_runs
@@ -238,12 +238,11 @@ class _Joined:
         if not self.added:
             return
         listed = []
-        for token in list(self.added)[:SHOWN]:
+        for token in self.added:
             sources = self._lent[token]
             of = " and ".join(self.labels[k] for k, _ in sources) or "zeros"
             listed.append(f"{self.tokens[token]} {token!r} from {of}{' (mean)' if len(sources) > 1 else ''}")
-        more = f", and {len(self.added) - SHOWN} more" if len(self.added) > SHOWN else ""
-        yield f"{len(self.added)} tokens are new to its tokenizer: {', '.join(listed)}{more}"
+        yield f"{len(self.added)} tokens are new to its tokenizer: {first_of(listed, SHOWN)}"
 
     def _config(self) -> Mapping[str, Any] | None:
         config = self.inputs[BASE].checkpoint.config
