@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.adapters.test_adapter_reading import CASES, edit_config
+from tests.adapters.test_adapter_reading import CASES
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
@@ -139,17 +139,6 @@ def test_nan_in_an_adapter_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="NaN or Inf"):
         merge(tmp_path, tmp_path / "base", [tmp_path / "a"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "base"]
-
-
-@pytest.mark.parametrize(("other", "is_said"), [("org/Base", False), ("/data/base/", False), ("org/other", True)])
-def test_adapters_that_name_other_bases_are_told(tmp_path: Path, other: str, is_said: bool) -> None:
-    tiny("llama").save_pretrained(tmp_path / "base")
-    for seed, (name, base) in enumerate({"a": "org/base", "b": other}.items()):
-        save_adapter(tmp_path / name, "llama", seed, **LLAMA)
-        edit_config(tmp_path / name, base_model_name_or_path=base)
-    notes = map(str, actmat.plan(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], method="average").notes)
-    said = [n for n in notes if "name different bases (a: org/base, b: org/other)" in n]
-    assert len(said) == is_said
 
 
 def test_a_rank_makes_no_sense_for_a_model(tmp_path: Path) -> None:

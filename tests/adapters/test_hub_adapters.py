@@ -51,3 +51,21 @@ def test_the_manifest_names_files_of_the_hub_by_repository(hub: HubStandIn, tmp_
     assert files == [f"{name}/adapter_model.safetensors" for name in ADAPTERS]
     assert hub.bytes_of("adapter_model.safetensors") > 8 * WIDE
     actmat.verify(tmp_path / "out", inputs=True)
+
+
+@pytest.mark.parametrize(
+    ("named", "is_said"), [("org/base", False), ("/data/base/", False), ("org/other", True), ("", False)]
+)
+def test_an_adapter_that_names_another_base_is_told(hub: HubStandIn, tmp_path: Path, named: str, is_said: bool) -> None:
+    (base := tmp_path / "remote" / "base").mkdir()
+    save_file({"q.weight": torch.ones(3, 4)}, base / "model.safetensors")
+    (base / "config.json").write_text('{"model_type": "llama"}')
+    hub.add("org/base", base)
+    (adapter := tmp_path / "adapter").mkdir()
+    factors = {"lora_A": torch.ones(1, 4), "lora_B": torch.ones(3, 1)}
+    save_file({f"base_model.model.q.{k}.weight": v for k, v in factors.items()}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"], "base_model_name_or_path": named}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    notes = " ".join(map(str, actmat.plan("org/base", [adapter], method="average", output={"kind": "model"}).notes))
+    said = "adapters name another base (adapter: org/other): unless it is a copy of org/base, the merge is wrong"
+    assert (said in notes) == ("another base" in notes) == is_said

@@ -90,6 +90,7 @@ def test_a_config_is_equal_however_it_is_saved(kind: str) -> None:
         (LLAMA, {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
         (LLAMA | {"rms_norm_eps": 1e-6}, {"rms_norm_eps": 9.99999997e-7}, []),
         (LLAMA, {"hidden_act": "gelu"}, ["hidden_act"]),
+        (LLAMA | {"hidden_act": "silu"}, {"hidden_act": "swish"}, []),
         (LLAMA, {"num_key_value_heads": 4, "head_dim": 16, "attention_bias": False}, []),
         (LLAMA, {"num_key_value_heads": 2}, ["num_key_value_heads"]),
         (LLAMA, {"num_attention_heads": 8}, ["num_attention_heads", "head_dim"]),

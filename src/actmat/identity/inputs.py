@@ -88,15 +88,13 @@ def _with_labels(
 ) -> InputAgreement:
     """The comparison with that of labels; those of an expert are written if its entries are, or the base has none."""
     named = {label: names for label, config in (("base", base.config), *configs) if (names := label_names(config))}
-    if set(named) <= {"base"}:
-        return found
-    first = "base" if "base" in named else next(iter(named))
-    sizes = (len(named[first]), len(named[first]) + 1)  # detectors have a row for "no object", and a head per layer
+    first = "base" if "base" in named else next(iter(named), "")
+    sizes = ((n := len(named.get(first, ()))), n + 1)  # detectors have a row for "no object", and a head per layer
     rows = [n for n, s in base.specs.items() if s.shape and s.shape[0] in sizes and n not in kept]
     heads = [
         n for n in rows if re.search("class|score|label", n) or (split_layer(n) is None and not is_before_layers(n))
     ]
-    if not heads:
+    if not heads or set(named) <= {"base"}:
         return found
     owner = take if take in named or take == "base" else first
     if owner != "base" and named[owner] != named.get("base"):

@@ -171,8 +171,11 @@ def _nested_configs(
             yield key, {**value, **own}, declared.get("nested", {}).get(key, "")
 
 
+_SYNONYMS = ({"silu", "swish"}, {"gelu", "gelu_python"})
+
+
 def same(a: Any, b: Any) -> bool:
-    """True for values that mean the same: numbers up to float32's rounding, tuples as lists."""
+    """True for values that mean the same: numbers up to float32's rounding, tuples as lists, names of activations."""
     if isinstance(a, int | float) and isinstance(b, int | float) and isinstance(a, bool) == isinstance(b, bool):
         return a == b or math.isclose(a, b, rel_tol=1e-6)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -180,7 +183,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         one, two = ({str(k): v for k, v in x.items()} for x in (a, b))
         return one.keys() == two.keys() and all(same(v, two[k]) for k, v in one.items())
-    return bool(a == b)
+    return bool(a == b) or {str(a), str(b)} in _SYNONYMS
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -133,19 +133,20 @@ class TokenInput:
 
 
 def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[TokenInput]]:
-    """Inputs whose tokens have their rows, and the others.
+    """Inputs whose tokens have their rows, and those of whose tokenizers this is not known.
 
     SentencePiece numbers its pieces, and some classes (XLM-RoBERTa, Pegasus) put tokens before them: where an input
     with written rows shows that, these pieces are not compared.
     """
     written = {i.label for i in inputs if i.path.name.endswith((".json", ".txt"))}
     shown = next((i.tokens for i in inputs if i.tokens and i.label in written), {})
-    known, unknown = [], []
-    for one in inputs:
+
+    def is_shifted(one: TokenInput) -> bool:
         shifts = Counter(shown[t] - row for t, row in one.tokens.items() if t in shown)
-        is_shifted = one.label not in written and any(shift for shift, _ in shifts.most_common(1))
-        (unknown if is_shifted or not one.tokens else known).append(one)
-    return known, unknown
+        return one.label not in written and any(shift for shift, _ in shifts.most_common(1))
+
+    known = [i for i in inputs if i.tokens and not is_shifted(i)]
+    return known, [i for i in inputs if i not in known and i.path.name != TOKENIZER]
 
 
 def compare_tokens(

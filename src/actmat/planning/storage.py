@@ -213,14 +213,12 @@ def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[E
 
 
 def named_base_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
-    """Note on adapters that name other bases than each other, or than a base on the hub."""
-    names = {label: e.adapter.config.base_model for label, e in zip(recipe.labels, experts, strict=True) if e.adapter}
-    names |= {"base": next((files.hub_id for files in base.sources()), "")}
-    named = {label: name for label, name in names.items() if name}
-    if len({os.path.basename(name.rstrip("/")).lower() for name in named.values()}) < 2:
-        return []
-    listed = first_of([f"{label}: {name}" for label, name in named.items()], SHOWN)
-    return [f"the adapters name different bases ({listed}): unless these are copies of one model, the merge is wrong"]
+    """Note on adapters that name another base than this one, by the last part of its name on the hub."""
+    own = next((files.hub_id for files in base.sources()), "")
+    named = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
+    others = [f"{label}: {n}" for label, n in named if n and os.path.basename(n.rstrip("/")) != os.path.basename(own)]
+    fix = f"unless it is a copy of {own}, the merge is wrong"
+    return [f"adapters name another base ({first_of(others, SHOWN)}): {fix}"] if own and others else []
 
 
 def _is_bitsandbytes(settings: Mapping[str, object]) -> bool:
