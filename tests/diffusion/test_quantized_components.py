@@ -69,8 +69,6 @@ def test_the_output_is_a_pipeline_of_floats(home: Path, tmp_path: Path) -> None:
     assert found.keys() == plain.keys()
     assert relative_error(found[NAME], plain[NAME]) < F32_ELEMENTWISE
     assert "decoded from" in report.plan.by_name[f"transformer.{NAME}"].reason
-    with pytest.raises(MergeError, match="is not quantized"):
-        actmat.plan(home / "coded", [home / "plain"], method="linear", quantize="same")
 
 
 def test_an_unknown_method_of_a_component_is_refused(home: Path, tmp_path: Path) -> None:

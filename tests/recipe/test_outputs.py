@@ -30,7 +30,7 @@ def flagged(fields: dict[str, Any]) -> Recipe:
     [
         (BASE, ModelOutput()),
         (BARE, None),
-        (BASE | {"to": "model", "quantize": "same"}, ModelOutput(quantize="same")),
+        (BASE | {"to": "model", "config_from": "code"}, ModelOutput(config_from="code")),
         (BASE | {"vocabulary": "union", "files_from": "base"}, ModelOutput(vocabulary=Vocabulary())),
         (BARE | {"files_from": "code"}, ModelOutput(files_from="code")),
         (BARE | {"rank": 8}, AdapterOutput(rank=8)),
@@ -63,7 +63,7 @@ def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: AnyOutput
         (BASE | {"to": "model", "others": "leave"}, ("others", "the output is a model")),
         (BASE | {"to": "adapter", "rank": 8, "energy": 0.9}, ("a rank and an energy",)),
         (BASE | {"to": "kohya", "energy": 0.9}, ("energy", "the output is an adapter")),
-        (BARE | {"to": "adapter", "quantize": "same"}, ("quantize", "goes with a model", "an adapter")),
+        (BARE | {"to": "adapter", "config_from": "code"}, ("config_from", "goes with a model", "an adapter")),
         (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an extracted adapter")),
         (BASE | {"output": {"rank": 8}}, ("output: name its kind: model, adapter, extracted",)),
         (BASE | {"to": "onnx"}, ("output", "'onnx'", "model, adapter, extracted")),

@@ -141,7 +141,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
         notes: remarks for the plan on tensors that were read or left out.
-        unused: stored tensors that are in no spec, such as scales of activations.
         absent: names that an index lists and no file holds, which only ties can explain (`layout.ties.check_absent`).
         models: locations of the models it is composed of; empty for one stored model.
         keeps_rows: rows of its token tables are those that are stored, with others after them.
@@ -155,7 +154,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     keeps_rows = True

@@ -27,7 +27,7 @@ class CheckpointView(Checkpoint):
     """A view of the tensors of a stored checkpoint, which it closes.
 
     Args:
-        inner: the stored checkpoint. Its location, folder, notes and unused tensors are those of the view; `specs` and
+        inner: the stored checkpoint. Its location, folder and notes are those of the view; `specs` and
             `aliases` are the view's own, and its `handle`, where another process can open it.
     """
 
@@ -36,7 +36,7 @@ class CheckpointView(Checkpoint):
     def __init__(self, inner: Checkpoint) -> None:
         self.inner = inner
         self.location, self.directory = inner.location, inner.directory
-        self.notes, self.unused, self.absent, self.models = inner.notes, inner.unused, inner.absent, inner.models
+        self.notes, self.absent, self.models = inner.notes, inner.absent, inner.models
         self.is_composed, self.written_sidecars = inner.is_composed, inner.written_sidecars
 
     def viewed(self, make: Callable[[Checkpoint, Any], Checkpoint], data: Any) -> CheckpointHandle:

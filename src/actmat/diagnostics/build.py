@@ -97,8 +97,7 @@ def _names(plan: MergePlan) -> list[str]:
     """Items in the order of the output."""
     if plan.output == "adapter":
         return [i.name for i in plan.items]
-    of_part = {s.name: i.name for i in plan.items if i.encoding for s in i.outputs}  # tensors of codes are one item
-    return list(dict.fromkeys(of_part.get(s.name, s.name) for s in plan.specs))
+    return [s.name for s in plan.specs]
 
 
 def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:

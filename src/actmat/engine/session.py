@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import CheckpointHandle, torch_dtype
-from actmat.checkpoints.codecs.base import CodedTensor
-from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.engine.content import broken_ties, foreign_tensors
@@ -212,14 +210,7 @@ class Session:
             writer=self._writers[member[0]],
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
             observer=observers.observer(item) if observers is not None else None,
-            coding=self._coding(member[0], item),
         )
-
-    def _coding(self, plan: int, item: Item) -> CodedTensor | None:
-        """Quantized layout of an item that is written as the base stores it."""
-        if not item.encoding or self.inputs.base is None or isinstance(self._writers[plan], NoWriter):
-            return None
-        return coding_of(self.inputs.base, item.name)
 
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from actmat.checkpoints.codecs.base import CodedTensor
 from actmat.engine.observer import Observer, SinkSource
 from actmat.engine.writing import Output, TensorOutput
 from actmat.linalg.lapack import retry_stats
@@ -34,7 +33,6 @@ class Task:
         survey: result of the method's survey of the whole model, if it has one.
         observer: measures the merge, if requested.
         stats: what the method reported so far.
-        coding: layout of codes in which the tensor is written; None: as floats, or not at all.
 
     Attributes:
         output: receives the merged delta, and writes it.
@@ -46,7 +44,6 @@ class Task:
     survey: Any = None
     observer: Observer | None = None
     stats: dict[str, Any] = field(default_factory=dict)
-    coding: CodedTensor | None = None
 
     @property
     def call(self) -> MethodCall:
@@ -65,7 +62,7 @@ class Task:
         return self.plan.recipe.postprocess
 
     def __post_init__(self) -> None:
-        self.output: Output = TensorOutput(self.item, self.writer, self.coding)
+        self.output: Output = TensorOutput(self.item, self.writer)
 
     @property
     def looks_again(self) -> bool:

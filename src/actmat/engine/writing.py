@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import CodedTensor
-from actmat.checkpoints.codecs.checkpoint import EncodingSink
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.observer import Sink, SinkSource
 from actmat.engine.reader import StreamedBase, TensorReader
@@ -102,22 +100,11 @@ class Output(abc.ABC):
 
 
 class TensorOutput(Output):
-    """Writes `W_0 + scale * D*` in the output dtype, or in codes; without a delta, the base's bits.
-
-    Args:
-        item, writer: see `Task`.
-        coding: layout of codes, or None.
-    """
-
-    def __init__(self, item: Item, writer: SinkSource, coding: CodedTensor | None) -> None:
-        super().__init__(item, writer)
-        self._coding = coding
+    """Writes `W_0 + scale * D*` in the output dtype; without a delta, the base's bits."""
 
     @cached_property
     def _sink(self) -> Sink:
         """Receives the bytes of the tensor, and of those tied to it."""
-        if self._coding is not None:
-            return EncodingSink(self._coding, {s.name: self.writer.sink(s.name) for s in self.item.outputs})
         return self.writer.sink(self._names[0], self._names[1:])
 
     @property
@@ -135,7 +122,7 @@ class TensorOutput(Output):
                 self._write(chunk, chunk, reader)
             return
         self.sample.add(region.start, delta, self.scale)
-        low, out_dtype = 0, torch_dtype(self.item.write_dtype)
+        low, out_dtype = 0, torch_dtype(self.item.out_dtype)
         for chunk in reader.merged_chunks(region, base_raw, delta, self.scale, out_dtype):
             self._write(chunk, base_raw[low : low + chunk.numel()], reader)
             low += chunk.numel()
@@ -148,8 +135,6 @@ class TensorOutput(Output):
 
     def finish(self) -> Mapping[str, str]:
         """See `Output`."""
-        if isinstance(self._sink, EncodingSink):
-            return self._sink.hashes
         return dict.fromkeys(self._names, self._sink.digest)
 
     @property
@@ -157,18 +142,13 @@ class TensorOutput(Output):
         """See `Output`."""
         return self._sink.digest
 
-    @property
-    def stats(self) -> Mapping[str, Any]:
-        """Relative error of the codes that were written."""
-        return {"quantization_error": self._sink.error} if isinstance(self._sink, EncodingSink) else {}
-
     def _write(self, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:
         """Cast, check and write one chunk of merged entries; `base_raw`: the same of the base, as stored.
 
         Raises:
             NumericalError: from `check_range` and `check_sign`.
         """
-        out_dtype = torch_dtype(self.item.write_dtype)
+        out_dtype = torch_dtype(self.item.out_dtype)
         cast = chunk
         if chunk.dtype != out_dtype:
             cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
@@ -192,7 +172,7 @@ def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> No
     lost = torch.isfinite(base_raw) & ~torch.isfinite(cast)
     if not bool(lost.any()):
         return
-    largest = f"{item.write_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
+    largest = f"{item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
     how = f"after merging with '{item.call.method}'" if item.call else "in the base"
     found = float(value[lost][0])
     such = f", such as {found:g}" if math.isfinite(found) else ""

@@ -206,7 +206,6 @@ class Item(Plain):
         tied_to: for `tie`, the tensor whose bytes it gets.
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
-        encoding: layout of codes in which the tensor is written, in words; empty: as floats.
         extraction: form of the tensor in an extracted adapter.
     """
 
@@ -227,7 +226,6 @@ class Item(Plain):
     tied_to: str | None = None
     factors: FactorPlan | None = None
     cost: ItemCost = ItemCost()
-    encoding: str = ""
     extraction: Extraction | None = None
 
     @property
@@ -243,20 +241,15 @@ class Item(Plain):
 
     @property
     def out_dtype(self) -> str:
-        """Output dtype; the decoded dtype if quantized."""
-        return self.base_dtype if self.encoding or not self.outputs else self.outputs[0].dtype
-
-    @property
-    def write_dtype(self) -> str:
-        """dtype that the merged tensor is rounded to; codes are made of float32."""
-        return "float32" if self.encoding else self.out_dtype
+        """Output dtype."""
+        return self.base_dtype if not self.outputs else self.outputs[0].dtype
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """Tied tensors that are written with the same bytes; of an adapter that is extracted, those of the base."""
         if self.extraction is not None:
             return self.extraction.tied
-        return () if self.factors is not None or self.encoding else tuple(s.name for s in self.outputs[1:])
+        return () if self.factors is not None else tuple(s.name for s in self.outputs[1:])
 
     @property
     def expert_dtypes(self) -> tuple[str, ...]:

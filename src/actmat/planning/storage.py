@@ -12,7 +12,6 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, first_of
@@ -131,37 +130,6 @@ def scheme_words(
     return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
 
 
-def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Reasons why the output cannot be written in the base's layout of codes; empty if that is not requested.
-
-    Args:
-        names: tensors of the base -> those tied to each.
-    """
-    if recipe.model.quantize is None:
-        return []
-    asked = "--set quantize=same writes the base's layout of codes"
-    coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
-    if not coded:
-        return [f"{asked}, but the base ({base.location}) is not quantized. Fix: leave it out"]
-    problems = []
-    if recipe.dtype is not None:
-        problems.append(f"{asked}, which --dtype {recipe.dtype} would change. Fix: leave one of them out")
-    reasons: dict[str, list[str]] = {}
-    for name, coding in coded.items():
-        if names[name]:
-            reasons.setdefault("tied tensors are not written as codes", []).append(name)
-        elif coding.why_not_written:
-            reasons.setdefault(f"{coding.scheme}: {coding.why_not_written}", []).append(name)
-    for reason, listed in reasons.items():
-        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --set quantize=same")
-    if base.unused:
-        problems.append(
-            f"the base has scales of activations that were measured on it, such as '{base.unused[0]}', and a merged "
-            "model has others. Fix: leave out --set quantize=same, and quantize the merged model"
-        )
-    return problems
-
-
 def quantization_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
     """Notes about quantized inputs: their layouts, the form of the output, and differences."""
     labels = recipe.labels
@@ -173,15 +141,10 @@ def quantization_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
         for who, schemes in (("the base", of_base), *((f"expert '{n}'", s) for n, s in of_experts))
         if schemes
     ]
-    if of_base and recipe.model.quantize is not None:
-        notes.append(
-            "merged tensors are written in the base's layouts of codes; the relative error of each is its "
-            "'quantization_error' in the manifest"
-        )
-    elif of_base:
+    if of_base:
         notes.append(
             "the output is not quantized: decoded tensors are written as floats, and config.json without its entry "
-            "about quantization"
+            "about quantization; the program that quantized the base can quantize the output"
         )
     full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.needs_base]
     other = [n for n, schemes in full if schemes != set(of_base)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.checkpoint import coding_of, encoding_bytes
 from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
@@ -31,7 +30,6 @@ from actmat.planning.post import factor_problems, in_space, space_input_problems
 from actmat.planning.statistics import ExpertStatistics, with_statistics
 from actmat.planning.storage import (
     absent_parts,
-    encoding_problems,
     named_base_notes,
     part_notes,
     quantization_notes,
@@ -83,7 +81,7 @@ def plan_tensors(
     _check(_adapter_problems(recipe, experts))
     return Draft(
         items=items,
-        specs=tuple(o for spec in base.specs.values() for o in planner.out_specs(spec)),
+        specs=tuple(planner.out_spec(spec) for spec in base.specs.values()),
         max_shard_bytes=max_shard_bytes,
         stem=stem,
         stems=stems,
@@ -106,7 +104,7 @@ def plan_tensors(
 
 def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: Collection[str]) -> InputAgreement:
     """Comparison of the inputs beside their weights."""
-    written = base.config if recipe.model.quantize is not None else base.written_config or base.config
+    written = base.written_config or base.config
     chosen = Choices(
         config_from=recipe.model.config_from,
         files_from=recipe.model.files_of,
@@ -122,7 +120,6 @@ def _recipe_problems(
     """Reasons why a recipe does not fit these inputs."""
     yield from _lost_heads(recipe, base, experts, alignment, chooser)
     yield from _space_problems(recipe, experts, chooser)
-    yield from encoding_problems(recipe, base, alignment.canonical)
     names = [*base.specs, *(n for of_expert in alignment.ignored for n in of_expert)]
     yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(names))
 
@@ -237,12 +234,6 @@ class _TensorPlanner:
             out.extend(self._tie(alias, name, decision) for alias in aliases)
         return tuple(out)
 
-    def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Specs of the output for a tensor of the base: its codes and scales if it is written quantized."""
-        if self.recipe.model.quantize is None or coding_of(self.base, spec.name) is None:
-            return (self.out_spec(spec),)
-        return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))
-
     def out_spec(self, spec: TensorSpec) -> TensorSpec:
         """Spec of the output for a tensor of the base."""
         dtype = self.recipe.dtype if self.recipe.dtype is not None and spec.is_floating else spec.dtype
@@ -265,8 +256,7 @@ class _TensorPlanner:
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
         reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
-        coding = coding_of(self.base, spec.name) if self.recipe.model.quantize is not None else None
-        outputs = tuple(o for n in names for o in self.out_specs(self.base.specs[n]))
+        outputs = tuple(self.out_spec(self.base.specs[n]) for n in names)
         item = Item(
             name=names[0],
             shape=spec.shape,
@@ -280,14 +270,13 @@ class _TensorPlanner:
             base_dtype=spec.dtype,
             sources=sources,
             twins=twins,
-            encoding="" if coding is None else coding.scheme,
         )
         placed = self.place(item)
         cost = ItemCost(
             read_bytes=self.base.stored_bytes(spec.name) + sum(s.nbytes for s in sources),
             write_bytes=sum(o.nbytes for o in outputs),
             flops=self.flops(item),
-            host_bytes=placed.host_bytes + (0 if coding is None else encoding_bytes(coding)),
+            host_bytes=placed.host_bytes,
             device_bytes=placed.device_bytes,
         )
         return dataclasses.replace(

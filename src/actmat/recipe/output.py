@@ -70,11 +70,6 @@ class ModelOutput(Strict):
     """A full model, merged into the base."""
 
     kind: Literal["model"] = "model"
-    quantize: Literal["same"] | None = Field(
-        default=None,
-        description="'same': write tensors that the base stores as codes in the same layout, and record the "
-        "rounding errors; default: as floats",
-    )
     vocabulary: Annotated[Vocabulary | None, Flag(type=str)] = Field(
         default=None,
         description="tokens of the merged model: those of the 'base', the 'union' of base and experts, or those "
@@ -168,7 +163,6 @@ TO: Mapping[str, Mapping[str, str]] = {
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
 OF_OUTPUTS = (
-    "quantize",
     "vocabulary",
     "files_from",
     "config_from",

@@ -155,8 +155,6 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         "dtype": item.base_dtype,
         "out_dtype": item.out_dtype,
     }
-    if item.encoding:
-        row["encoding"] = {"scheme": item.encoding, "tensors": [s.name for s in item.outputs]}
     if item.layout.blocks:
         row["blocks"] = {b.name: [b.start, b.stop] for b in item.layout.blocks}
     if item.layout.orientation != "OI":

@@ -87,9 +87,8 @@ def open_inputs(
             known = len(problems.found)
             with problems.noted():
                 base = _untied(chosen, base, experts)
-                if chosen[0].model.quantize is None:
-                    pairs = zip(chosen[0].labels, experts, strict=True)
-                    base = with_marks(base, {n: e.checkpoint for n, e in pairs if isinstance(e, CheckpointExpert)})
+                pairs = zip(chosen[0].labels, experts, strict=True)
+                base = with_marks(base, {n: e.checkpoint for n, e in pairs if isinstance(e, CheckpointExpert)})
             if len(problems.found) > known:
                 problems.check()
         inputs = Inputs(chosen[0].labels, base, experts, stack.enter_context(opened_statistics(chosen[0])))
@@ -194,12 +193,10 @@ def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Exper
     """
     recipe = recipes[0]
     untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
-    if isinstance(untied, UntiedCheckpoint):
-        problem = f"{base.location}: {untied.notes[-1]}, which "
-        if isinstance(recipe.output, ExtractedOutput):
-            raise CheckpointError(f"{problem}an adapter of the tied base cannot hold. {FIX}.")
-        if recipe.model.quantize is not None:
-            raise CheckpointError(f"{problem}--set quantize=same cannot write. Fix: leave it out.")
+    if isinstance(untied, UntiedCheckpoint) and isinstance(recipe.output, ExtractedOutput):
+        raise CheckpointError(
+            f"{base.location}: {untied.notes[-1]}, which an adapter of the tied base cannot hold. {FIX}."
+        )
     return untied
 
 

@@ -137,8 +137,7 @@ class StagedOutput:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
                 (folder.path / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
             elif self.plan.output == "model":
-                floats = inputs.base is not None and self.plan.recipe.model.quantize is None
-                written = inputs.base.written_configs if inputs.base is not None and floats else {}
+                written = inputs.base.written_configs if inputs.base is not None else {}
                 written = {**written, **self.plan.configs}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
                 template = self.plan.recipe.model.chat_template

@@ -95,35 +95,9 @@ class CodedTensor(abc.ABC):
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Rows `start:stop` of a matrix (counted over all leading axes): `[stop - start, I]`, float32 or float64."""
 
-    @property
-    def granule(self) -> int:
-        """Rows encoded together (more than a matrix has if a stack shares one scale); 0 if it cannot be written."""
-        return 0
-
-    @property
-    def why_not_written(self) -> str:
-        """Reason why the layout cannot be written; empty if it can."""
-        return "" if self.granule else "this layout can only be read"
-
-    def constants(self) -> Mapping[str, Tensor]:
-        """Stored parts that do not depend on the values."""
-        return {}
-
-    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Stored parts of a run of rows, by name.
-
-        Args:
-            values: float32 `[rows, I]`, `granule` rows or the last of a matrix.
-        """
-        raise NotImplementedError(self.why_not_written)
-
-    def part(self, rows: int) -> CodedTensor:
-        """The layout of a run of rows of one matrix, as `encode` gives its parts."""
-        raise NotImplementedError(self.why_not_written)
-
 
 WINDOW = 1 << 17
-"""Entries that are decoded or encoded at a time, unless a row has more: their floats fit a cache."""
+"""Entries that are decoded at a time, unless a row has more: their floats fit a cache."""
 
 
 @dataclass(frozen=True)

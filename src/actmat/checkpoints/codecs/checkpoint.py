@@ -1,21 +1,14 @@
-"""A checkpoint whose quantized tensors are read as floats, decoded by rows on reading; and writing of codes.
-
-Merged floats are encoded run by run, decoded again by the reader's own code, and measured.
-"""
+"""A checkpoint whose quantized tensors are read as floats, decoded by rows on reading."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, CodedTensor, StoredParts, count
-from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.codecs.base import WINDOW, CodedTensor, StoredParts
 from actmat.checkpoints.quantization import CONFIG_KEYS, LEVELS
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
@@ -37,10 +30,9 @@ class QuantizedCheckpoint(CheckpointView):
     def __init__(self, inner: Checkpoint, coded: Iterable[CodedTensor], unused: Iterable[str] = ()) -> None:
         super().__init__(inner)
         self.coded: Mapping[str, CodedTensor] = MappingProxyType({c.name: c for c in coded})
-        self.unused = tuple(unused)
         self._stored = StoredParts(inner)
         first = {c.parts[0]: c for c in self.coded.values()}
-        hidden = {p for c in self.coded.values() for p in c.parts} | set(self.unused)
+        hidden = {p for c in self.coded.values() for p in c.parts} | set(unused)
         specs: dict[str, TensorSpec] = {}
         for name, spec in inner.specs.items():
             if name in first:
@@ -120,11 +112,6 @@ class QuantizedCheckpoint(CheckpointView):
             row += rows
 
 
-def coding_of(checkpoint: Checkpoint, name: str) -> CodedTensor | None:
-    """Layout of a quantized tensor, in which others can be written; None if it is not quantized."""
-    return checkpoint.coded.get(name) if isinstance(checkpoint, QuantizedCheckpoint) else None
-
-
 def without_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """A config without its entries about quantization, on any level that may have them.
 
@@ -135,84 +122,3 @@ def without_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] 
         return None
     kept = {k: v for k, v in config.items() if k not in CONFIG_KEYS}
     return kept | {k: without_quantization(kept[k]) for k in LEVELS if isinstance(kept.get(k), Mapping)}
-
-
-ENCODING_BYTES = 40
-"""Memory while a run is encoded: its floats, their codes and scales on the way, and the decoded floats."""
-
-
-class _Sink(Protocol):
-    @property
-    def digest(self) -> str: ...
-
-    def write(self, data: memoryview) -> None: ...
-
-
-def encoding_bytes(coded: CodedTensor) -> int:
-    """Memory that encoding a tensor takes."""
-    return min(coded.granule * coded.columns, count(coded.shape)) * ENCODING_BYTES
-
-
-class EncodingSink:
-    """Receives a tensor as float32 bytes in row-major order; writes codes, scales and zero points to their sinks.
-
-    Args:
-        coded: layout of the tensor, whose `granule` is not 0.
-        sinks: per stored name, what receives its bytes.
-
-    Attributes:
-        digest: content hash of the decoded tensor, once all of it is written.
-    """
-
-    def __init__(self, coded: CodedTensor, sinks: Mapping[str, _Sink]) -> None:
-        self._coded, self._sinks = coded, sinks
-        total = count(coded.shape) // coded.columns
-        self._span = total if coded.granule > coded.rows else coded.rows  # else no run crosses a matrix
-        self._buffer = torch.empty(min(coded.granule, self._span), coded.columns)
-        self._row = self._filled = 0  # rows that are written; bytes in the buffer
-        self._hash = ContentHash()
-        self._error = self._norm = 0.0
-        for name, value in coded.constants().items():
-            sinks[name].write(raw_bytes(value))
-
-    @property
-    def digest(self) -> str:
-        """Content hash of the decoded tensor."""
-        return self._hash.hexdigest()
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """Content hash of every stored part."""
-        return {name: sink.digest for name, sink in self._sinks.items()}
-
-    @property
-    def error(self) -> float:
-        """Relative error of the codes: `||decoded - merged||_F / ||merged||_F`."""
-        return math.sqrt(self._error / self._norm) if self._norm else 0.0
-
-    def write(self, data: memoryview) -> None:
-        """Append bytes of the merged tensor."""
-        memory, done = raw_bytes(self._buffer), 0
-        while done < len(data):
-            rows = min(len(self._buffer), self._span - self._row % self._span)
-            wanted = rows * self._coded.columns * 4
-            length = min(wanted - self._filled, len(data) - done)
-            memory[self._filled : self._filled + length] = data[done : done + length]
-            done += length
-            self._filled += length
-            if self._filled == wanted:
-                self._encode(rows)
-
-    def _encode(self, rows: int) -> None:
-        values = self._buffer[:rows]
-        parts = {name: part.contiguous() for name, part in self._coded.encode(values).items()}
-        with MemoryCheckpoint(parts) as held:
-            decoded = self._coded.part(rows).decode(StoredParts(held), 0, 0, rows)
-        decoded = decoded.to(torch_dtype(self._coded.dtype)).contiguous()
-        self._hash.update(raw_bytes(decoded))
-        self._error += float((decoded.double() - values.double()).square().sum())
-        self._norm += float(values.double().square().sum())
-        for name, part in parts.items():
-            self._sinks[name].write(raw_bytes(part))
-        self._row += rows
-        self._filled = 0

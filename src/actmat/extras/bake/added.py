@@ -164,7 +164,7 @@ def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: 
     found: Counter[str] = Counter()
     for row in manifest["tensors"]:
         found.update([f"merged by {row['method']}" for _ in [0] if row.get("method") and _shares(row, given) is None])
-        found.update(f"with '{name}'" for name in ("post", "space", "encoding") if row.get(name))
+        found.update(f"with '{name}'" for name in ("post", "space") if row.get(name))
     problems += [f"{plural(n, 'tensor')} {how}" for how, n in found.items()]
     if problems:
         raise CheckpointError(

@@ -44,7 +44,6 @@ class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
             {f"{c}.{n}": _moved(spec, c) for c, opened in components.items() for n, spec in opened.specs.items()}
         )
         self.notes = tuple(f"component '{c}': {note}" for c, opened in components.items() for note in opened.notes)
-        self.unused = tuple(f"{c}.{n}" for c, opened in components.items() for n in opened.unused)
         self.absent = tuple(f"{c}.{n}" for c, opened in components.items() for n in opened.absent)
         self.aliases = MappingProxyType(
             {f"{c}.{a}": f"{c}.{n}" for c, opened in components.items() for a, n in opened.aliases.items()}

@@ -147,8 +147,6 @@ def run_in_memory(
     executor = settings.executor or recipe.executor or THREADS
     if not computes_here(executor):
         raise RecipeError(f"The executor '{executor}' merges on other machines: give --out to merge into a folder.")
-    if recipe.model.quantize is not None:
-        raise RecipeError("Quantized weights are written to a folder only: remove 'quantize', or give --out.")
     with open_inputs([recipe], settings) as opened:
         if isinstance(opened.recipes[0].output, ExtractedOutput):
             raise RecipeError("Adapters of full models are extracted into a folder only (actmat merge ... --out OUT); "

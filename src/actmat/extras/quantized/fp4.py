@@ -43,13 +43,6 @@ class Fp4Tensor(CodedTensor):
             wide = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - OFFSET)
         return (codes * wide[..., None]).view(rows, self.columns)
 
-    @property
-    def why_not_written(self) -> str:
-        """Reason why the layout cannot be written."""
-        if self.group == MX_GROUP:
-            return "MXFP4 of compressed-tensors is read only"
-        return "layers that a server joins (q, k, v; gate, up) need a common global scale, so NVFP4 is read only"
-
 
 def _find(packed: TensorSpec, headers: Headers) -> Fp4Tensor | str | None:
     """Recognize a `NAME_packed` of bytes with scales of either kind."""

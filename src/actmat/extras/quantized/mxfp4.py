@@ -7,8 +7,7 @@ Source: OCP Microscaling Formats (MX) specification 1.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,10 +21,6 @@ BLOCK, OFFSET = 32, 127
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*HALF, *(-value for value in HALF))
 """Value of each 4-bit code."""
-
-LARGEST_EXPONENT = 2
-TIES_UP, TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
-"""Midpoints between magnitudes; ties round to the code whose last bit is 0."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +46,6 @@ class Mxfp4Tensor(CodedTensor):
         exponents = scales[:, low:high, None].to(torch.int32) - OFFSET
         wide = torch.ldexp(values, exponents).view(outputs, -1)
         return wide[:, start - low * BLOCK : stop - low * BLOCK].t()
-
-    @property
-    def granule(self) -> int:
-        """One matrix, because blocks cross its rows."""
-        return self.rows
-
-    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Encode: exponent of the block's maximum minus the largest code's; nearest codes, ties to even."""
-        blocks = values.t().reshape(self.columns, -1, BLOCK)
-        largest = blocks.abs().amax(-1)
-        exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
-        exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent)).clamp(-OFFSET, OFFSET)
-        scaled = torch.ldexp(blocks, -exponent[..., None])
-        size = scaled.abs()
-        codes = sum((size >= b).to(torch.uint8) for b in TIES_UP) + sum((size > b).to(torch.uint8) for b in TIES_DOWN)
-        assert isinstance(codes, Tensor)
-        codes |= torch.signbit(scaled).to(torch.uint8) << 3
-        packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        return {self.parts[0]: packed, self.parts[1]: (exponent + OFFSET).byte()}
-
-    def part(self, rows: int) -> Mxfp4Tensor:
-        """One matrix."""
-        return replace(self, shape=(rows, self.columns))
 
 
 def _find(spec: TensorSpec, headers: Headers) -> Mxfp4Tensor | str | None:

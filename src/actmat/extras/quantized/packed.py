@@ -8,18 +8,17 @@ Stored as `weight_packed`, `weight_scale`, `weight_shape`, and `weight_zero_poin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, Codec, Headers, StoredParts
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.codecs.base import Codec, Headers, StoredParts
 from actmat.errors import CheckpointError
 from actmat.extras.quantized.scaled import Grid, GridTensor
 from actmat.extras.quantized.settings import COMPRESSED_KEYS
-from actmat.extras.quantized.words import pack_words, unpack_words
+from actmat.extras.quantized.words import unpack_words
 
 WORD_BITS = 32
 
@@ -47,47 +46,6 @@ class PackedTensor(GridTensor):
     def size(self) -> str:
         """Stored name of the shape; may be empty."""
         return self.stored_as(f"{self.name}_shape")
-
-    @property
-    def granule(self) -> int:
-        """Number of rows whose zero points fill words."""
-        if self.order or (self.grid.rows == 1 and self.rows > 1):
-            return 0
-        step = WORD_BITS // self.bits if self.zero else 1
-        return min(self.rows, step * max(1, WINDOW // (step * self.columns)))
-
-    @property
-    def why_not_written(self) -> str:
-        """Reason why the layout cannot be written."""
-        return "" if self.granule else "packed codes with a column order, or with a single scale, are read only"
-
-    def constants(self) -> Mapping[str, Tensor]:
-        """The shape."""
-        return {self.size: torch.tensor(self.shape, dtype=torch.int64)} if self.size else {}
-
-    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Encode: scales from the extremes of each group, as in compressed-tensors; nearest codes."""
-        rows, groups, offset = len(values), self.grid.columns, 1 << (self.bits - 1)
-        split = values.view(rows, groups, -1)
-        low, high = split.amin(-1).clamp(max=0), split.amax(-1).clamp(min=0)
-        width = high - low if self.zero else 2 * torch.maximum(-low, high)
-        scale = (width / (2 * offset - 1)).to(torch_dtype(self.scale_dtype))
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        wide = scale.float()
-        zero = (-offset - low / wide).round().clamp(-offset, offset - 1) if self.zero else torch.zeros(rows, groups)
-        codes = (split / wide[..., None] + zero[..., None]).round().clamp(-offset, offset - 1) + offset
-        packed = pack_words(codes.view(rows, -1).to(torch.uint8), self.bits)
-        parts = {self.parts[0]: packed, self.parts[1]: scale}
-        if self.zero:
-            per_word = WORD_BITS // self.bits
-            filled = torch.nn.functional.pad(zero + offset, (0, 0, 0, -rows % per_word)).to(torch.uint8)
-            parts[self.zero] = pack_words(filled.t().contiguous(), self.bits).t()
-        return parts
-
-    def part(self, rows: int) -> PackedTensor:
-        """The matrix restricted to its first rows."""
-        parts = tuple(p for p in self.parts if p != self.size)
-        return replace(self, shape=(rows, self.columns), grid=replace(self.grid, rows=rows), parts=parts)
 
     def _zeros(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Unsigned zero points of rows `start:stop`; their offset cancels that of the codes."""
@@ -140,7 +98,6 @@ def _find(packed: TensorSpec, headers: Headers) -> PackedTensor | str | None:
         + (", zero points" if zero in specs else ""),
         parts=(packed.name, scale, *(p for p in (size, zero, order) if p in specs)),
         grid=Grid(height, groups, 1 if height > 1 else rows, columns // groups),
-        scale_dtype=specs[scale].dtype,
         bits=bits,
     )
 

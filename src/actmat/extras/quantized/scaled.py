@@ -12,24 +12,20 @@ The scale is always a factor, also under the name `scale_inv`. Products are form
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, Codec, CodedTensor, Headers, StoredParts, count
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts, count
 from actmat.extras.quantized.settings import COMPRESSED_KEYS, FP8_KEYS
 from actmat.extras.quantized.words import group_index
 
 METHODS = ("", "fp8", "compressed-tensors")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = (128, 128)
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.5}
-"""Code magnitude of a block's largest entry; for int8 the midpoint of 127 and 128, as in
-compressed-tensors."""
-
 ACTIVATIONS = ("input_scale", "scale_input", "activation_scale", "input_zero_point", "output_scale",
                "k_scale", "v_scale", "q_scale", "input_global_scale")  # fmt: skip
 """Name suffixes of scales of activations and caches, which are ignored."""
@@ -80,7 +76,6 @@ class GridTensor(CodedTensor):
 
     grid: Grid
     per_tensor: bool = False
-    scale_dtype: str = "float32"
 
     @property
     def zero(self) -> str:
@@ -111,8 +106,6 @@ class GridTensor(CodedTensor):
 class ScaledTensor(GridTensor):
     """8-bit codes."""
 
-    codes_dtype: str = ""
-
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Decode to codes times scales."""
         first, length = matrix * self.rows + start, self.columns
@@ -121,45 +114,6 @@ class ScaledTensor(GridTensor):
         if self.zero:
             values -= self.of_grid(stored, self.zero, matrix, start, stop, order)
         return values.mul_(self.of_grid(stored, self.parts[1], matrix, start, stop, order))
-
-    @property
-    def granule(self) -> int:
-        """Rows of a whole block, or all rows if there is one scale."""
-        if self.zero or self.order or self.codes_dtype not in LARGEST:
-            return 0
-        if self.per_tensor:
-            return count(self.shape) // self.columns
-        if self.grid.rows == 1:
-            return self.rows
-        return min(self.rows, self.grid.height * max(1, WINDOW // (self.grid.height * self.columns)))
-
-    @property
-    def why_not_written(self) -> str:
-        """Reason why the layout cannot be written."""
-        return "" if self.granule else "codes with zero points or a column order are read only"
-
-    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Encode: a block's scale is its maximum magnitude over that of the codes; nearest codes."""
-        grid, rows = self.part(len(values)).grid, len(values)
-        padded = torch.nn.functional.pad(
-            values.abs(), (0, grid.columns * grid.width - self.columns, 0, grid.rows * grid.height - rows)
-        )
-        largest = padded.view(grid.rows, grid.height, grid.columns, grid.width).amax((1, 3))
-        scale = (largest / LARGEST[self.codes_dtype]).to(torch_dtype(self.scale_dtype))
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        codes = values / grid.expand(scale.float(), 0, rows, self.columns)
-        if self.codes_dtype == "int8":
-            codes = codes.round().clamp(-128, 127).to(torch.int8)
-        else:
-            most = LARGEST[self.codes_dtype]
-            codes = codes.clamp(-most, most).to(torch_dtype(self.codes_dtype))
-        return {self.name: codes, self.parts[1]: scale}
-
-    def part(self, rows: int) -> ScaledTensor:
-        """The matrix restricted to its first blocks."""
-        grid = self.grid
-        few = replace(grid, rows=-(-rows // grid.height)) if grid.rows > 1 else replace(grid, height=rows)
-        return replace(self, shape=(rows, self.columns), grid=few)
 
 
 def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> Grid | None:
@@ -237,8 +191,6 @@ def _find(spec: TensorSpec, headers: Headers) -> ScaledTensor | str | None:
         parts=(name, scale.name, *(s.name for s in (zero, order) if s is not None)),
         grid=grid,
         per_tensor=per_tensor,
-        codes_dtype=spec.dtype,
-        scale_dtype=scale.dtype,
     )
 
 

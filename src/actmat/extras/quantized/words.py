@@ -30,16 +30,6 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     return split.view(*data.shape[:-1], data.shape[-1] * (8 // bits))
 
 
-def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack unsigned codes of 4 or 8 bits into int32 words, lowest bits first; the inverse of `unpack_words`.
-
-    >>> pack_words(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8), 4).tolist() == [0x76543210]
-    True
-    """
-    data = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return data.contiguous().view(torch.int32)
-
-
 def group_index(order: Tensor, groups: int) -> Tensor:
     """Group of each column, as an index tensor.
 
