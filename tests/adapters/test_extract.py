@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_peft, tiny
-from tests.helpers.located import open_adapter
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -94,27 +93,6 @@ def test_errors_are_those_of_the_full_decomposition(place: Path, tmp_path: Path)
     assert report.relative_error == pytest.approx((left / total) ** 0.5, rel=1e-9)
 
 
-def test_energy_takes_the_smallest_rank_of_each_layer(place: Path, tmp_path: Path) -> None:
-    here = place / "llama"
-    report = actmat.extract(here / "base", here / "model", out=tmp_path / "out", energy=0.8, threads=2)
-    before, after = (load_file(here / n / "model.safetensors") for n in ("base", "model"))
-    ranks = set()
-    for name, row in rows_of(report).items():
-        if row["kind"] == "factored":
-            share = torch.linalg.svdvals(after[name] - before[name]).square().cumsum(0)
-            share /= share[-1].clone()
-            assert row["rank"] == int((share < 0.8).sum()) + 1
-            ranks.add(row["rank"])
-    assert len(ranks) > 1
-    with open_adapter(tmp_path / "out") as adapter:
-        assert not adapter.problems
-        assert {m.rank for m in adapter.modules.values()} == ranks
-        assert {m.scaling for m in adapter.modules.values()} == {1.0}
-    found = reloaded("llama", tmp_path / "out")
-    error = (found[Q] - after[Q]).norm() / (after[Q] - before[Q]).norm()
-    assert float(error) == pytest.approx(rows_of(report)[Q]["relative_error"], rel=1e-6)
-
-
 def test_what_is_not_changed_or_cannot_be_held_is_said(tmp_path: Path) -> None:
     save("llama", tmp_path / "base")
     save("llama", tmp_path / "model", noise(2, of=lambda n: "q_proj" in n or n == "model.norm.weight"))
@@ -147,7 +125,7 @@ def test_an_adapter_without_factors_becomes_lora(tmp_path: Path) -> None:
     save("llama", tmp_path / "base")
     config = LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
     merged = save_peft(tmp_path / "dora", "llama", 3, config)
-    actmat.extract(tmp_path / "base", tmp_path / "dora", out=tmp_path / "out", energy=1.0, threads=1)
+    actmat.extract(tmp_path / "base", tmp_path / "dora", out=tmp_path / "out", rank=8, threads=1)
     for name, tensor in reloaded("llama", tmp_path / "out").items():
         torch.testing.assert_close(tensor, merged[name], rtol=1e-7, atol=1e-7)
 
@@ -186,9 +164,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     ("fields", "words"),
     [
         ({}, "pass a rank"),
-        ({"rank": 2, "energy": 0.5}, "found a rank and an energy"),
         ({"rank": 0}, "rank: Input should be greater than 0"),
-        ({"energy": 1.5}, "energy: Input should be less than or equal to 1"),
         ({"rank": 2, "others": "drop"}, "'save' or 'leave'; found 'drop'"),
         ({"rank": 2, "dtype": "int8"}, "dtype: "),
     ],
@@ -253,7 +229,7 @@ def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) ->
 
 def test_an_adapter_of_full_experts_needs_a_rank(place: Path, tmp_path: Path) -> None:
     here = place / "llama"
-    with pytest.raises(MergeError, match=r"Give --base and --rank \(or --energy\) to extract"):
+    with pytest.raises(MergeError, match=r"Give --base and --rank to extract"):
         actmat.merge(here / "base", [here / "model"], out=tmp_path / "out", to="adapter")
     given = ["merge", "-b", str(here / "base"), "-e", str(here / "model"), "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, [*given, "--to", "adapter", "--rank", "2", "--method", "average"])

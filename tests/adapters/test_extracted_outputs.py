@@ -121,12 +121,12 @@ def test_a_joined_file_is_made_again(tmp_path: Path) -> None:
 
 def test_plans_say_what_is_written_and_are_data(place: Path) -> None:
     experts = [place / "model1", place / "model2"]
-    plan = actmat.plan(place / "base", experts, to="adapter", energy=0.9, method="average")
+    plan = actmat.plan(place / "base", experts, to="adapter", rank=3, method="average")
     assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     item = plan.by_name[Q]
     assert item.extraction is not None
-    assert (item.extraction.kind, item.extraction.rank, item.extraction.energy) == ("factored", None, 0.9)
-    assert item.reason.endswith("factors of 0.9 of its energy")
+    assert (item.extraction.kind, item.extraction.rank) == ("factored", 3)
+    assert item.reason.endswith("factors of rank 3")
     model = actmat.plan(place / "base", experts, method="average").by_name[Q]
     assert item.cost.host_bytes > model.cost.host_bytes + 4 * item.numel
     said = CliRunner().invoke(
@@ -178,12 +178,8 @@ def test_what_is_no_extraction_says_so(place: Path, tmp_path: Path) -> None:
     for call, words in (
         (lambda: actmat.merge(place / "base", experts, **fields), "extracted into a folder"),
         (
-            lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5),
+            lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", others="leave"),
             "but the output is a model",
-        ),
-        (
-            lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5, **fields),
-            "found a rank and an energy",
         ),
         (lambda: actmat.merge(place / "base", [place / "base"], out=tmp_path / "o", **fields), "in no tensor"),
     ):

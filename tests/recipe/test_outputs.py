@@ -37,7 +37,7 @@ def flagged(fields: dict[str, Any]) -> Recipe:
         (BARE | {"to": "kohya", "ranks": "pattern"}, AdapterOutput(layout="kohya", ranks="pattern")),
         (BARE | {"to": "peft", "any_base": True}, AdapterOutput(layout="peft", any_base=True)),
         (BASE | {"to": "adapter", "rank": 8}, AdapterOutput(rank=8)),
-        (BASE | {"to": "peft", "energy": 0.9, "others": "leave"}, ExtractedOutput(energy=0.9, others="leave")),
+        (BASE | {"output": "extracted", "others": "leave"}, ExtractedOutput(others="leave")),
         (BASE | {"to": None, "rank": None}, ModelOutput()),
         (BASE | {"output": "extracted", "rank": 8}, ExtractedOutput(rank=8)),
         (BASE | {"output": "peft"}, AdapterOutput(layout="peft")),
@@ -58,11 +58,9 @@ def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: AnyOutput
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (BASE | {"energy": 0.9}, ("energy", "the output is a model")),
         (BASE | {"rank": 8}, ("rank", "the output is a model")),
         (BASE | {"to": "model", "others": "leave"}, ("others", "the output is a model")),
-        (BASE | {"to": "adapter", "rank": 8, "energy": 0.9}, ("a rank and an energy",)),
-        (BASE | {"to": "kohya", "energy": 0.9}, ("energy", "the output is an adapter")),
+        (BASE | {"to": "kohya", "others": "leave"}, ("others", "the output is an adapter")),
         (BARE | {"to": "adapter", "config_from": "code"}, ("config_from", "goes with a model", "an adapter")),
         (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an extracted adapter")),
         (BASE | {"output": {"rank": 8}}, ("output: name its kind: model, adapter, extracted",)),

@@ -68,7 +68,6 @@ def extract(
     *,
     out: str | Path,
     rank: int | None = None,
-    energy: float | None = None,
     others: str = "save",
     dtype: str | None = None,
     progress: Progress | None = None,
@@ -81,7 +80,6 @@ def extract(
         model: the same for the fine-tuned model: a full checkpoint, or an adapter of any family except LoRA.
         out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set.
         rank: rank of every layer.
-        energy: instead of a rank, the share of each layer's squared norm to keep, such as 0.99.
         others: changed tensors that LoRA cannot hold (norms, tables, convolutions, biases) are kept whole in the
         adapter (`save`), or left out (`leave`).
         dtype: dtype of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
@@ -94,7 +92,7 @@ def extract(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    recipe = extract_recipe(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype)
+    recipe = extract_recipe(base, model, out=out, rank=rank, others=others, dtype=dtype)
     (report,) = merge_recipes([recipe], RunSettings(**settings), progress or usual_progress())
     return report_of(report)
 
@@ -103,18 +101,16 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
     """The recipe of an extraction, from the arguments of `extract`.
 
     Raises:
-        RecipeError: neither a rank nor an energy is given, a value is out of range, or the model is already LoRA.
+        RecipeError: no rank is given, a value is out of range, or the model is already LoRA.
     """
     given = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
-    rank, energy = fields.get("rank"), fields.get("energy")
-    if rank is None and energy is None:
-        raise RecipeError("The size of the adapter is not given: pass a rank (--rank 64) or a share of each "
-        "delta's squared norm (--energy 0.99).")  # fmt: skip
+    if (rank := fields.get("rank")) is None:
+        raise RecipeError("The size of the adapter is not given: pass a rank (--rank 64).")
     experts = [{"path": str(model), "name": LABEL}]
     made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
     recipe = make_recipe(with_output(made, given))
     with located(recipe) as inputs:
-        if rank is not None and inputs.have_factors:
+        if inputs.have_factors:
             raise RecipeError(
                 f"{model} is a LoRA adapter; its rank is reduced without a base. Fix: actmat merge -e {model} "
                 f"--rank {rank} --out OUT"

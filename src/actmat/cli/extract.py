@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -14,28 +13,17 @@ from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 
-@dataclass(frozen=True)
-class ExtractFlags:
-    """Flags for the kept part of each delta."""
-
-    energy: Annotated[
-        float | None,
-        typer.Option("--energy", help="Instead of a rank: share of each delta's squared norm to keep, such as 0.99."),
-    ] = None
-    others: Annotated[
-        str,
-        typer.Option("--others", help="Changed tensors that LoRA cannot hold (norms, tables): 'save' or 'leave' them."),
-    ] = "save"
-
-
 @command("merge", "extracted, or already complete", imports_torch=True)
 def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
     given: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype"))],
-    how: ExtractFlags,
     run: Annotated[RunSettings, FlagFields(without=("device", "device_memory"))],
+    others: Annotated[
+        str,
+        typer.Option("--others", help="Changed tensors that LoRA cannot hold (norms, tables): 'save' or 'leave' them."),
+    ] = "save",
     plan: Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -43,7 +31,6 @@ def extract(
     """Extract a LoRA adapter from a fine-tuned model: the best approximation of every layer's delta.
 
     actmat extract --base BASE --model MODEL --rank 64 --out ADAPTER
-    actmat extract --base BASE --model MODEL --energy 0.99 --out ADAPTER
 
     The error of every layer is in actmat_manifest.json. PEFT loads the adapter;
     verify, diagnose and inspect read it like a merge. To continue an
@@ -55,8 +42,7 @@ def extract(
     from actmat.cli.screen import print_result, showing_progress
     from actmat.cli.summary import extraction_data, print_summary, print_warnings
 
-    measure = {} if how.energy is None else {"energy": how.energy}
-    recipe = extract_recipe(base, model, **given.given, **measure, others=how.others)
+    recipe = extract_recipe(base, model, **given.given, others=others)
     if plan:
         show_plans([recipe], run, json=json, quiet=quiet)
         return

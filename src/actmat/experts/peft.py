@@ -72,7 +72,7 @@ def _no_factors(adapter: Adapter) -> str:
     return "" if reader is None else (
         f"an adapter of the family {reader.name} has no factors from which an adapter could be merged: "
         f"{reader.why_no_factors}. Give the base and write a model (--base ..., --to model), or with --to adapter one "
-        "that is extracted: exact for VeRA, PiSSA, OLoRA and AdaLoRA, else with --rank or --energy ('actmat extract')"
+        "that is extracted: exact for VeRA, PiSSA, OLoRA and AdaLoRA, else with --rank ('actmat extract')"
     )  # fmt: skip
 
 

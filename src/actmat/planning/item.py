@@ -106,7 +106,7 @@ class Extraction(Plain):
         kind: as the factors of its best approximation, as the whole merged tensor, or not at all.
         module: that holds the tensor, by its name in memory.
         reason: in words.
-        rank: of the factors; `energy`: share of the squared norm that sets it, if no rank is given.
+        rank: of the factors; 0 for other kinds.
         transposed: whether the tensor is stored as `I O`.
         bias: whether it is the bias of a layer that is factored.
         tied: other names of the tensor in the base.
@@ -115,8 +115,7 @@ class Extraction(Plain):
     kind: Literal["factored", "saved", "left out"]
     module: str
     reason: str
-    rank: int | None = None
-    energy: float | None = None
+    rank: int = 0
     transposed: bool = False
     bias: bool = False
     tied: tuple[str, ...] = ()

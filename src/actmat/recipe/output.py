@@ -128,25 +128,11 @@ class ExtractedOutput(_Ranked):
     """An adapter for PEFT that is extracted from a merge into the base."""
 
     kind: Literal["extracted"] = "extracted"
-    energy: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="for an extracted adapter, in place of a rank: share of the squared norm of each layer's "
-        "delta to keep, such as 0.99",
-    )
     others: Literal["save", "leave"] = Field(
         default="save",
         description="changed tensors that an extracted adapter's factors cannot hold (norms, tables): 'save' them "
         "whole, or 'leave' them out",
     )
-
-    @model_validator(mode="after")
-    def _one_measure(self) -> ExtractedOutput:
-        if self.rank is not None and self.energy is not None:
-            raise ValueError(
-                "found a rank and an energy, expected one of them: a rank (--rank 64), or a share of each delta's "
-                "squared norm (--energy 0.99)"
-            )
-        return self
 
 
 AnyOutput: TypeAlias = Annotated[ModelOutput | AdapterOutput | ExtractedOutput, Field(discriminator="kind")]
@@ -171,7 +157,6 @@ OF_OUTPUTS = (
     "rank",
     "ranks",
     "any_base",
-    "energy",
     "others",
 )
 """Fields of outputs that are flags, and parameters of functions, of their own."""
@@ -191,8 +176,8 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
     >>> with_output({}, {"to": "peft", "rank": 8})
     {'output': {'kind': 'adapter', 'layout': 'peft', 'rank': 8}}
-    >>> with_output({"base": "base"}, {"to": "adapter", "energy": 0.99})["output"]
-    {'kind': 'extracted', 'energy': 0.99}
+    >>> with_output({"base": "base"}, {"to": "adapter", "others": "leave"})["output"]
+    {'kind': 'extracted', 'others': 'leave'}
     """
     own = {name: given[name] for name in OF_OUTPUTS if given.get(name) is not None}
     found = {**fields, **{name: value for name, value in given.items() if name not in (*OF_OUTPUTS, "to")}}
@@ -206,7 +191,7 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         kept = {name: value for name, value in merged.items() if name not in ("kind", "layout")}
         merged = {**from_text(given["to"]), **kept}
     kind = merged.pop("kind", None) or _kind(merged, has_base=bool(found.get("base")))
-    if kind == "adapter" and merged.get("layout", "peft") in ("same", "peft") and merged.keys() & {"energy", "others"}:
+    if kind == "adapter" and merged.get("layout", "peft") in ("same", "peft") and "others" in merged:
         kind = "extracted"
         merged.pop("layout", None)
     return {**found, "output": {"kind": kind, **merged}}

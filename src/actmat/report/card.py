@@ -98,7 +98,7 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
         head = base | head | {"library_name": "peft"}
     table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
     ranks = [m.pair.rank for m in plan.modules]
-    ranks += [e.rank or 0 for i in plan.items if i.outputs and (e := i.extraction) and e.kind == "factored"]
+    ranks += [e.rank for i in plan.items if i.outputs and (e := i.extraction) and e.kind == "factored"]
     done = f"{len(ranks)} modules of rank up to {max(ranks, default=0)}, scaling 1."
     if plan.is_extracted:
         rows = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n"

@@ -32,7 +32,7 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
     if recipe.base:
         return recipe
     if isinstance(recipe.output, ExtractedOutput):
-        raise RecipeError("--energy extracts an adapter from a merge into a base: give --base.")
+        raise RecipeError("An adapter is extracted from a merge into a base: give --base.")
     if full:
         return _on_first(recipe, full)
     if recipe.output is None:
@@ -52,8 +52,8 @@ def _adapter(recipe: Recipe, output: AdapterOutput, given: Given, full: Sequence
     if full:
         to = "adapter" if output.layout == "same" else output.layout
         raise RecipeError(
-            f"--to {to} works on adapters only, not {', '.join(full)}. Give --base and --rank (or --energy) to extract "
-            "one from the merge, write a model (--base ..., --to model), or make adapters first (actmat "
+            f"--to {to} works on adapters only, not {', '.join(full)}. Give --base and --rank to extract one "
+            " from the merge, write a model (--base ..., --to model), or make adapters first (actmat "
             "extract --base ... --model ... --rank 64 --out ...)."
         )
     return recipe

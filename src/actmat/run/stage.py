@@ -124,7 +124,7 @@ class StagedOutput:
         """
         folder = self._staging
         if isinstance(self.writer, SpoolWriter):
-            self.plan = settled_plan(self.plan, self._written)
+            self.plan = settled_plan(self.plan, self._is_changed)
             (shard,) = self.plan.shards
             self.writer.join(shard)
         else:
@@ -175,10 +175,10 @@ class StagedOutput:
         found = missing_notes(inputs.base.config, written, others, inputs.base.location)
         self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
 
-    def _written(self, item: Item) -> Mapping[str, Any] | None:
-        """Stats of an item of an extraction; None if no expert changes it."""
+    def _is_changed(self, item: Item) -> bool:
+        """True if an expert changes the tensor of an extraction's item."""
         record = self.records[item.name]
-        return None if record.unchanged or record.stats.get("norm") == 0.0 else record.stats
+        return not record.unchanged and record.stats.get("norm") != 0.0
 
     def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
@@ -319,9 +319,7 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     """
     by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
     for (out, folder), plan in zip(places, plans, strict=True):
-        needs = plan.write_bytes
-        if plan.is_extracted:  # its tensors are joined while they lie there; ranks that an energy gives are not known
-            needs = 0 if plan.recipe.extracted.energy is not None else 2 * needs
+        needs = plan.write_bytes * (2 if plan.is_extracted else 1)  # its tensors are joined while they lie there
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
     for rows in by_disk.values():
         there = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())

@@ -28,9 +28,6 @@ from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Extraction
 from actmat.planning.regions import Region
 
-ROUNDING = 2.0**-40
-"""Share of the energy within rounding error, so that rounding does not raise the smallest sufficient rank by one."""
-
 
 def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
     """Merge one tensor, and write its factors.
@@ -102,7 +99,7 @@ class DeltaFactors(Output):
         norm = float(torch.linalg.vector_norm(delta_OI, dtype=torch.float64))
         self._stats = {"norm": norm}
         if norm:
-            b_OR, a_RI, self._stats = _factors(delta_OI.view(rows, columns), self._form, item.outputs)
+            b_OR, a_RI, self._stats = _factors(delta_OI.view(rows, columns), self._form.rank, item.outputs)
             self._delta = torch.empty(0)
             pairs = zip(item.outputs, (a_RI, b_OR), strict=True)
             self._hashes = {spec.name: write_tensor(self.writer, spec, factor) for spec, factor in pairs}
@@ -119,16 +116,11 @@ class DeltaFactors(Output):
         return self._stats
 
 
-def _factors(delta_OI: Tensor, form: Extraction, specs: Sequence[TensorSpec]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _factors(delta_OI: Tensor, rank: int, specs: Sequence[TensorSpec]) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """B and A in the dtype of their specs (A, B); rank, energy and error, which is that of the rounded factors."""
     svd = thin_svd(delta_OI)
     squares = svd.s_K.square()
     total = float(squares.sum())
-    rank = form.rank
-    if rank is None:
-        assert form.energy is not None, "one of the two is given"
-        reached = squares.cumsum(0) >= form.energy * total * (1 - ROUNDING)
-        rank = int(reached.int().argmax()) + 1 if bool(reached.any()) else len(squares)
     root_K = svd.s_K[:rank].sqrt()
     none = max(0, rank - len(root_K))  # zeros fill up: one rank for all layers is what loaders want
     b_OR = rounded(specs[1], torch.nn.functional.pad(svd.u_OK[:, :rank] * root_K, (0, none)))

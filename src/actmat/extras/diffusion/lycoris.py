@@ -268,7 +268,7 @@ def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
 def _no_factors(adapter: Adapter) -> str:
     return (
         f"a LyCORIS file is merged with its base only: {_NEEDS_BASE}. Fix: pass --base ... and --to model, or "
-        "--to adapter with --rank or --energy"
+        "--to adapter with --rank"
     )
 
 

@@ -2,9 +2,9 @@
 
     D* = U diag(s) V^T,    B = U_r sqrt(s_r),  A = sqrt(s_r) V_r^T,  alpha = r
 
-`r` is given, or the smallest with `sum_(i <= r) s_i^2 >= energy * sum_i s_i^2`. Tensors that LoRA cannot hold (norms,
-tables, convolutions, biases) are saved whole next to the factors (`modules_to_save`), or left out. The changed tensors
-and the ranks that an energy gives are known after the merge: `settled_plan` is then the plan of the output.
+Tensors that LoRA cannot hold (norms, tables, convolutions, biases) are saved whole next to the factors
+(`modules_to_save`), or left out. The changed tensors are known after the merge: `settled_plan` is then the plan of the
+output.
 Where all experts are adapters whose deltas are products (VeRA, PiSSA, OLoRA, AdaLoRA, LoRA), the ranks add up, and the
 factors are exact up to rounding.
 
@@ -81,27 +81,17 @@ def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert],
     )
 
 
-def settled_plan(plan: MergePlan, written: Callable[[Item], Mapping[str, Any] | None]) -> MergePlan:
-    """The plan of an extraction's output, with the ranks that were found.
+def settled_plan(plan: MergePlan, is_changed: Callable[[Item], bool]) -> MergePlan:
+    """The plan of an extraction's output, without the tensors that no expert changes.
 
     Args:
         plan: of an extraction.
-        written: numbers in the record of an item; None if no expert changes the tensor.
+        is_changed: True for an item of a tensor that an expert changes.
 
     Raises:
         AlignmentError: no tensor is left.
     """
-    items = []
-    for item in plan.items:
-        stats = written(item)
-        rank = None if stats is None else stats.get("rank")
-        if stats is None:
-            item = dataclasses.replace(item, outputs=())
-        elif rank is not None and item.extraction is not None:
-            found = dataclasses.replace(item.extraction, rank=int(rank))
-            outputs = _factor_specs(item, found, item.outputs[0].dtype)
-            item = dataclasses.replace(item, extraction=found, outputs=outputs)
-        items.append(item)
+    items = [item if is_changed(item) else dataclasses.replace(item, outputs=()) for item in plan.items]
     specs = tuple(s for item in items for s in item.outputs)
     if not specs:
         error = AlignmentError(
@@ -121,7 +111,7 @@ def _extraction(item: Item, in_memory: str | None, recipe: Recipe) -> Extraction
     layout = item.layout
     if layout.role in (Role.LINEAR, Role.FUSED_LINEAR) and len(item.shape) == 2 and leaf == "weight":
         turned = layout.orientation == "IO"
-        return Extraction("factored", module, layout.reason, recipe.extracted.rank, recipe.extracted.energy, turned)
+        return Extraction("factored", module, layout.reason, recipe.extracted.rank or 0, turned)
     if not module:
         return Extraction("left out", item.name, "a parameter of the model itself, which no module holds")
     return Extraction("saved", module, f"{layout.reason}, which no LoRA holds", bias=leaf == "bias")
@@ -133,15 +123,15 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
     Raises:
         AlignmentError: such ranks do not exist; names the tensors.
     """
-    if recipe.extracted.rank is not None or recipe.extracted.energy is not None:
+    if recipe.extracted.rank is not None:
         return list(found)
     ranks = [_exact_rank(item) for item in items]
     lacking = [i.name for i, e, r in zip(items, found, ranks, strict=True) if e.kind == "factored" and not r]
     if lacking:
         raise AlignmentError(
             f"An adapter of {len(lacking)} tensors, such as '{lacking[0]}', has no rank of its own: an expert's delta "
-            "is not a product of two factors, or the method does not work on factors. Fix: say how much is kept, by "
-            "--rank or --energy"
+            "is not a product of two factors, or the method does not work on factors. Fix: give its rank "
+            "(--rank 64)"
         )
     largest = max((r for e, r in zip(found, ranks, strict=True) if e.kind == "factored"), default=0)
     return [
@@ -210,7 +200,7 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
     words = found.reason if found.kind == "left out" else "saved whole"
     if found.kind == "factored":
         outputs = _factor_specs(item, found, dtype)
-        words = f"factors of rank {found.rank}" if found.rank else f"factors of {found.energy:g} of its energy"
+        words = f"factors of rank {found.rank}"
     elif found.kind == "saved":
         own = [item.name, *aliases]
         stored = [f"{found.module}.base_layer.bias"] if found.bias else [names.get(n, n) for n in own]
@@ -233,11 +223,10 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
 
 
 def _factor_specs(item: Item, found: Extraction, dtype: str) -> tuple[TensorSpec, ...]:
-    """Specs of A and B; of the largest rank while the rank is not known."""
+    """Specs of A and B."""
     rows, columns = reversed(item.shape) if found.transposed else item.shape
-    rank = found.rank or min(rows, columns)
     a, b = (STORED.format(f"{found.module}.lora_{side}.weight") for side in "AB")
-    return TensorSpec(a, (rank, columns), dtype, ""), TensorSpec(b, (rows, rank), dtype, "")
+    return TensorSpec(a, (found.rank, columns), dtype, ""), TensorSpec(b, (rows, found.rank), dtype, "")
 
 
 def _bytes_of(item: Item, found: Extraction, recipe: Recipe) -> int:
@@ -245,8 +234,7 @@ def _bytes_of(item: Item, found: Extraction, recipe: Recipe) -> int:
     if found.kind != "factored":
         return 0
     width = torch_dtype(recipe.compute_dtype).itemsize
-    rank = found.rank or min(item.shape)
-    factors = 8 * rank * sum(item.shape)
+    factors = 8 * found.rank * sum(item.shape)
     return width * (item.numel + svd_workspace(*item.shape)) + 2 * factors + 16 * item.numel + MATRIX_BYTES
 
 
@@ -259,7 +247,7 @@ def _flops(item: Item, found: Extraction) -> int:
 def _config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     """`adapter_config.json`: the most frequent rank, and the others by name; scaling 1 everywhere."""
     written = [i.extraction for i in items if i.extraction is not None and i.outputs]
-    ranks = {e.module: e.rank or 0 for e in written if e.kind == "factored"}
+    ranks = {e.module: e.rank for e in written if e.kind == "factored"}
     counts = list(ranks.values())
     common = max(set(counts), key=lambda n: (counts.count(n), n)) if counts else 1
     odd = {re.escape(m): n for m, n in ranks.items() if n != common}
