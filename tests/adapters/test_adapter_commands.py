@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from tests.helpers.adapters import LLAMA, save_adapter
 from tests.helpers.merging import actmat
 
@@ -23,18 +22,11 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_inspect_says_what_an_adapter_is(pair: list[str], tmp_path: Path) -> None:
+def test_inspect_says_what_an_adapter_is(pair: list[str]) -> None:
     text = words(actmat(["inspect", pair[1]]).out)
     assert "LoRA adapter of an unnamed base" in text
     data = json.loads(actmat(["inspect", pair[1], "--json", "--full"]).out)
     assert (data["adapter"], len(data["modules"]), data["problems"]) == ("lora", 6, [])
-    torch.save([torch.ones(6, 2), torch.ones(2, 5)], tmp_path / "style.pt")
-    text = words(actmat(["inspect", str(tmp_path / "style.pt")]).out)
-    assert "a list of 1 (up, down) pairs without names, alpha or config" in text
-    assert (
-        json.loads(actmat(["inspect", str(tmp_path / "style.pt"), "--json", "--full"]).out)["adapter"]
-        == "list of factor pairs"
-    )
 
 
 def test_plan_lists_what_is_merged_and_what_is_kept(pair: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_reading import edit_config
 from tests.adapters.test_adapter_to_adapter import GPT2, deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
@@ -203,10 +203,11 @@ def test_what_peft_converts_to_plain_lora_is_read_exactly(start: str, tmp_path: 
 
 
 def test_values_beyond_the_output_dtype_are_refused(tmp_path: Path) -> None:
-    up, down = torch.full((4, 1), 1e6), torch.full((1, 4), 1e6)
-    torch.save([up, down], tmp_path / "a.pt")
-    with pytest.raises(MergeError, match=r"pairs\.0000.*beyond torch.float16's range"):
-        merge(tmp_path, [tmp_path / "a.pt"], method="average", dtype="float16")
+    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({n: torch.full_like(t, 1e6) for n, t in load_file(file).items()}, file)
+    with pytest.raises(MergeError, match=r"q_proj.*beyond torch.float16's range"):
+        merge(tmp_path, [tmp_path / "a"], method="average", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 

@@ -176,18 +176,6 @@ def test_an_attention_whose_output_delta_peft_adds_twice_is_refused(tmp_path: Pa
         assert ["adds its delta twice" in p for p in adapter.problems] == [True]
 
 
-def test_a_list_of_pairs_is_an_adapter(tmp_path: Path) -> None:
-    up, down = torch.randn(6, 2), torch.randn(2, 5)
-    path = tmp_path / "style.pt"
-    torch.save([up, down, torch.randn(4, 3), torch.randn(3, 4)], path)
-    assert is_adapter(path)
-    with open_adapter(path) as adapter:
-        assert not adapter.problems
-        first, second = adapter.modules.values()
-        assert (first.shape, first.rank, second.rank) == ((6, 5), 2, 3)
-        torch.testing.assert_close(adapter.factors(first, torch.float32).dense(), up @ down)
-
-
 def test_a_full_checkpoint_is_no_adapter(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     assert not is_adapter(tmp_path)

@@ -18,9 +18,7 @@ import actmat
 from actmat.errors import MergeError, OutputError
 from actmat.layout.resolve import resolve_layout
 from actmat.progress import NoProgress
-from actmat.recipe import make_recipe
 from actmat.report.verify import verify
-from actmat.run import plan_recipe
 
 GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -277,24 +275,6 @@ def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
     merge(tmp_path, experts, out="whole")
     files = [(tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("out", "whole")]
     assert files[0] == files[1]
-
-
-def test_lists_of_pairs_are_merged_by_position(tmp_path: Path) -> None:
-    for n in (1, 2):
-        torch.manual_seed(n)
-        torch.save([torch.randn(8, 2), torch.randn(2, 6)], tmp_path / f"{n}.pt")
-    recipe = make_recipe({"experts": [str(tmp_path / "1.pt"), str(tmp_path / "2.pt")], "method": "tsv"})
-    assert [m.shape for m in plan_recipe(recipe).modules] == [(8, 6)]
-    assert merge(tmp_path, [tmp_path / "1.pt", tmp_path / "2.pt"], method="tsv")["modules"][0]["rank"] == 4
-
-
-def test_a_list_of_pairs_is_told_and_goes_with_no_named_adapter(pair: Path, tmp_path: Path) -> None:
-    torch.save([torch.randn(8, 2), torch.randn(2, 6)], tmp_path / "list.pt")
-    plan = actmat.plan(None, [tmp_path / "list.pt"])
-    assert any("list.pt: lists of (up, down) pairs without names, alpha or config" in n for n in map(str, plan.notes))
-    assert not any("pairs" in n for n in map(str, actmat.plan(None, [pair / "one"]).notes))
-    with pytest.raises(MergeError, match="names no modules"):
-        actmat.plan(None, [pair / "one", tmp_path / "list.pt"])
 
 
 def test_an_adapter_of_full_checkpoints_is_refused(pair: Path, tmp_path: Path) -> None:

@@ -144,14 +144,12 @@ def test_one_component_is_written_for_peft(place: Path, tmp_path: Path) -> None:
         (("kohya1.safetensors",), "peft", "it has modules of several models (text_encoder, unet)"),
         (("peft",), "kohya", "does not name the pipeline component"),
         (("sgm.safetensors",), "diffusers", "they are not all of one supported architecture"),
-        (("pairs.pt",), "kohya", "a list of factor pairs without module names"),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused(
     experts: tuple[str, ...], to: str, words: str, place: Path, tmp_path: Path
 ) -> None:
     save_adapter(tmp_path / "peft", "llama", 1, **LLAMA)
-    torch.save([torch.ones(4, 1), torch.ones(1, 4)], tmp_path / "pairs.pt")
     a, b = torch.ones(1, 4), torch.ones(4, 1)
     name = "lora_unet_input_blocks_4_1_proj_inside"
     save_file({f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}, tmp_path / "sgm.safetensors")

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.adapters import save_adapter, tiny
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.located import open_expert
 from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
@@ -142,33 +141,6 @@ class TestLoraOfConvolutions(Lora):
 
     def save_model(self, state: dict[str, Tensor], folder: Path) -> None:
         save_folder(dict(state), folder)
-
-
-class TestPairList(ExpertConformance):
-    """A list of factors without names fits a base whose tensors have the names that its modules are given."""
-
-    kinds = frozenset({"formed", "zero"})
-
-    def store(self, folder: Path, seed: int) -> StoredExpert:
-        tensors = {f"pairs.{n:04d}.weight": t for n, t in enumerate(base_tensors().values()) if t.ndim == 2}
-        tensors["other.weight"] = torch.ones(3, 3, dtype=torch.float64)
-        base = save_folder(tensors, folder / "base")
-        generator, pairs, tuned = torch.Generator().manual_seed(seed), [], dict(tensors)
-        for name in list(tensors)[:2]:
-            rows, columns = tensors[name].shape
-            up_OR, down_RI = (torch.randn(s, generator=generator).double() for s in ((rows, 2), (2, columns)))
-            pairs += [up_OR, down_RI]
-            tuned[name] = tensors[name] + up_OR @ down_RI
-        torch.save(pairs, folder / "pairs.pt")
-        return StoredExpert(base, folder / "pairs.pt", tuned)
-
-    def test_its_identity_is_that_of_its_file(self, tmp_path: Path) -> None:
-        file = self.store(tmp_path, 1).expert
-        with open_expert(file) as one, open_expert(file) as again:
-            assert one.identity() == again.identity(), "a finished merge would be made again"
-        torch.save([2 * t for t in torch.load(file)], file)
-        with open_expert(file) as other:
-            assert other.identity() != one.identity()
 
 
 def register_toy() -> None:

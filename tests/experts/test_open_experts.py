@@ -90,12 +90,6 @@ def test_an_adapter_without_a_base_gives_its_stored_tensors(tmp_path: Path) -> N
             assert torch.equal(again.read(name), tensor)
 
 
-def test_a_list_of_pairs_fits_no_model(tmp_path: Path) -> None:
-    torch.save([torch.ones(3, 1), torch.ones(1, 4)], tmp_path / "pairs.pt")
-    with pytest.raises(CheckpointError, match=r"'pairs\.0000' finds no tensor in the base"):
-        open_expert(tmp_path / "pairs.pt", MemoryCheckpoint(BASE))
-
-
 def test_every_bad_value_of_an_adapter_is_counted(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "base")
     save_adapter(tmp_path / "a", "llama", 1, **LLAMA)

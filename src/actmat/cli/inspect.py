@@ -158,10 +158,9 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
     adapter, specs = found.adapter, found.stored.specs
-    names = {"peft": "lora", "pairs": "list of factor pairs"}
     return {
         "location": found.place,
-        "adapter": names.get(adapter.layout, adapter.layout),
+        "adapter": "lora" if adapter.layout == "peft" else adapter.layout,
         "base_model": adapter.config.base_model,
         "use_rslora": adapter.config.use_rslora,
         "fan_in_fan_out": adapter.config.fan_in_fan_out,
@@ -200,14 +199,9 @@ def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
     of = escape(data["base_model"] or "an unnamed base")
     if data["adapter"] == "lora":
         console.print(f"{place}: LoRA adapter of {of}")
-    elif data["adapter"] in ("kohya", "diffusers", "comfy"):
+    else:
         parts = ", ".join(f"{part} ({n})" for part, n in Counter(m.get("part", "") for m in data["modules"]).items())
         console.print(f"{place}: LoRA file in {data['adapter']}'s layout, modules of {escape(parts or 'one model')}")
-    else:
-        console.print(
-            f"{place}: a list of {len(data['modules'])} (up, down) pairs without names, alpha or config. Modules are "
-            "named by their position in the list, and the scaling is assumed to be 1. PEFT cannot load this file"
-        )
     console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
     table = plain_table("modules", "kind", "rank", "scaling", "O x I", "which")
     groups: dict[tuple[Any, ...], list[str]] = {}

@@ -1,1 +1,1 @@
-"""LoRA adapters as PEFT stores them, and bare lists of factor pairs."""
+"""LoRA adapters as PEFT stores them."""

@@ -29,7 +29,7 @@ class Adapter:
     """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.
 
     `extras` are tensors trained in full, `copies` unused copies of base weights: name in the model -> stored name.
-    `layout` is how it is stored; modules of a list of pairs are named by their positions.
+    `layout` is how it is stored.
 
     Args:
         weights: the stored tensors, which are closed with it.

@@ -29,7 +29,7 @@ from actmat.layout.patterns import MatchError
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
-AdapterLayout = Literal["peft", "kohya", "diffusers", "comfy", "pairs"]
+AdapterLayout = Literal["peft", "kohya", "diffusers", "comfy"]
 """Storage of an adapter: PEFT's folder with a config, a file in kohya's, diffusers' or ComfyUI's names, pairs."""
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")

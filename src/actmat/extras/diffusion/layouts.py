@@ -178,8 +178,6 @@ def in_layout(
 
 def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, AdapterModule], list[str]]:
     """Modules of an unknown architecture, renamed to the layout; works only between diffusers and PEFT."""
-    if adapter.layout == "pairs":
-        return {}, [f"it is a list of factor pairs without module names, which the layout '{layout}' needs"]
     component = component_of(adapter.config.fields)
     if adapter.layout == "peft" and not component:
         return {}, [

@@ -59,7 +59,6 @@ ALPHA = ".alpha"
 
 STEMS: dict[AdapterLayout, str] = {
     "peft": "adapter_model",
-    "pairs": "adapter_model",
     "kohya": "pytorch_lora_weights",
     "diffusers": "pytorch_lora_weights",
     "comfy": "pytorch_lora_weights",
@@ -112,8 +111,6 @@ def _factor_names(name: str, module: AdapterModule, layout: AdapterLayout) -> tu
         return f"{name}.lora_down.weight", f"{name}.lora_up.weight"
     if layout == "diffusers":
         return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-    if layout == "pairs":
-        return module.a, module.b
     if module.kind == "embedding":
         return f"{PREFIX}{name}.lora_embedding_A", f"{PREFIX}{name}.lora_embedding_B"
     return f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight"

@@ -45,12 +45,6 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
     """Problems of the adapters themselves, and of their combination."""
     pairs = list(zip(recipe.labels, adapters, strict=True))
     problems = [f"expert '{label}' ({a.location}): {p}" for label, a in pairs for p in a.problems]
-    lists = [label for label, a in pairs if a.layout == "pairs"]
-    if 0 < len(lists) < len(pairs):
-        problems.append(
-            f"{', '.join(lists)}: a list of (up, down) pairs names no modules, but other adapters do: it is unknown "
-            "which pair belongs to which module"
-        )
     named = [(label, a.listing.models) for label, a in pairs if a.listing.models]
     if named and not frozenset.intersection(*(models for _, models in named)):
         listed = ", ".join(f"{label}: {' or '.join(sorted(models))}" for label, models in named)

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.open import PAIR_LIST
 from actmat.methods import get_method
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
@@ -48,14 +47,7 @@ def plan_notes(
     widths = {m.pair.rank for m in modules}
     if recipe.adapter.ranks == "uniform" and widths and any(m.pair.rank > m.pair.exact_rank for m in modules):
         notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
-    lists = [label for label, a in zip(recipe.labels, adapters, strict=True) if a.layout == "pairs"]
-    if lists:
-        notes.append(
-            f"{', '.join(lists)}: lists of (up, down) pairs without names, alpha or config. Modules are called "
-            f"{PAIR_LIST}.NNNN in the order of the list, the scaling is taken as 1, and lists are taken to be of one "
-            "model; PEFT and vLLM cannot load the output, which does not say where a pair belongs"
-        )
-    elif config is not None:
+    if config is not None:
         notes += serving_notes(config, modules)
     return notes
 
