@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,8 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import actmat
-from actmat.checkpoints.resolve import open_handle
 from actmat.cli.main import app
 from actmat.errors import CheckpointError, MergeError, RecipeError
-from actmat.experts.locate import locate
-from actmat.extras.quantized.nf4 import NF4, rounded_nf4
 from actmat.methods import METHODS
 from actmat.planning.choose import WHOLE
 from actmat.planning.cost import SOURCE_BYTES
@@ -340,49 +336,6 @@ def test_dora_is_within_units(tmp_path: Path) -> None:
     assert actmat.verify(tmp_path / "out", against=tmp_path / "dora").ok
 
 
-def bitsandbytes_nf4(values: torch.Tensor) -> torch.Tensor:
-    """NF4 by the definition: the nearest of 16 values to each entry over the largest of its 64."""
-    table = torch.tensor(NF4, dtype=torch.float64)
-    blocks = values.double().flatten().view(-1, 64)
-    largest = blocks.abs().amax(1, keepdim=True)
-    codes = (blocks / largest).unsqueeze(-1).sub(table).abs().argmin(-1)
-    return (table[codes] * largest).view(values.shape).to(values.dtype)
-
-
-@pytest.mark.parametrize("scheme", ["nf4", "nf4-double"])
-def test_a_base_is_rounded_as_it_was_trained_on(scheme: Any, models: Path, tmp_path: Path) -> None:
-    found = merge(models, tmp_path / "out", "adapters", "math", base_as=scheme, executor="threads")
-    base = load_file(models / "base" / "model.safetensors")
-    plain = merge(models, tmp_path / "plain", "adapters", "math")
-    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
-        assert name not in found or torch.equal(found[name], base[name])
-    name = "model.layers.0.mlp.up_proj.weight"  # no adapter changes it, and it was rounded while they were trained
-    wanted = bitsandbytes_nf4(base[name])
-    assert not torch.equal(plain[name], found[name])
-    if scheme == "nf4":
-        assert torch.equal(found[name], wanted)
-    else:
-        error = (found[name].double() - wanted.double()).norm() / wanted.double().norm()
-        assert 0 < error < torch.finfo(torch.bfloat16).eps * 2, "scales in 8 bits"
-    result = actmat.verify(tmp_path / "out", against=models / "adapters" / "math")
-    assert result.ok
-    assert result.added is not None
-    assert len(result.added.tensors) == 4
-
-
-def test_a_simulated_base_is_opened_again_from_its_handle(models: Path) -> None:
-    with (
-        locate(models / "base").model("nf4") as base,
-        open_handle(pickle.loads(pickle.dumps(base.handle()))) as again,
-    ):
-        assert all(torch.equal(again.read(n), base.read(n)) for n in base.specs)
-        assert again.notes == base.notes
-
-
-def test_scales_of_zeros_are_zeros() -> None:
-    assert torch.equal(rounded_nf4(torch.zeros(3, 50), nested=False), torch.zeros(3, 50))
-
-
 def test_an_adapter_of_a_base_in_4_bits_is_told(models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "adapters" / "math", tmp_path / "math")
     config = json.loads((tmp_path / "math" / "adapter_config.json").read_text())
@@ -391,26 +344,5 @@ def test_an_adapter_of_a_base_in_4_bits_is_told(models: Path, tmp_path: Path) ->
     (quantized / "config.json").write_text('{"quantization_config": {"load_in_4bit": true}}')
     for name in ("unsloth/tiny-bnb-4bit", str(quantized)):
         (tmp_path / "math" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
-        notes = [n for n in map(str, actmat.plan(models / "base", [tmp_path / "math"]).notes) if "base_as=nf4" in n]
-        assert len(notes) == 1
-        again = actmat.plan(models / "base", [tmp_path / "math"], base_as="nf4")
-        assert not [n for n in map(str, again.notes) if "base_as=nf4" in n]
-        assert any("14 tensors are rounded to nf4 and back" in n for n in map(str, again.notes))
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "words"),
-    [
-        ("experts", {}, "is a full model"),
-        ("adapters", {"output": {"kind": "adapter"}}, "base_as: goes with a model"),
-    ],
-)
-def test_a_rounded_base_is_for_adapters(kind: str, fields: dict[str, Any], words: str, models: Path) -> None:
-    with pytest.raises(MergeError, match=words):
-        actmat.plan(models / "base", [models / kind / "math"], base_as="nf4", method="linear", **fields)
-
-
-def test_transposed_layers_are_refused(tmp_path: Path) -> None:
-    tiny("gpt2").save_pretrained(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="stored transposed"):
-        locate(tmp_path / "base").model("nf4")
+        notes = list(map(str, actmat.plan(models / "base", [tmp_path / "math"]).notes))
+        assert ["trained on a base in 4 bits" in n for n in notes].count(True) == 1

@@ -48,14 +48,6 @@ class ConvertLayout(Protocol):
         """The adapter in the layout, and problems."""
 
 
-@runtime_checkable
-class Simulate(Protocol):
-    """Checkpoints of floats with the values that they have when loaded quantized."""
-
-    def __call__(self, base: Checkpoint, scheme: str) -> Checkpoint:
-        """The base with its linear layers rounded by a scheme."""
-
-
 class Located(AbstractContextManager["Located"]):
     """One named input: a full checkpoint or an adapter. Closing it closes what was made of it.
 
@@ -89,14 +81,11 @@ class Located(AbstractContextManager["Located"]):
         return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in found}
 
     @abc.abstractmethod
-    def model(self, scheme: str | None = None) -> Checkpoint:
+    def model(self) -> Checkpoint:
         """The full checkpoint that it is.
 
-        Args:
-            scheme: quantization to which its linear layers are rounded, see `Recipe.base_as`.
-
         Raises:
-            CheckpointError: it is an adapter, or a file of factors, or already quantized.
+            CheckpointError: it is an adapter, or a file of factors.
         """
 
     @property
@@ -145,7 +134,7 @@ class LocatedModel(Located):
         """Fields of `config.json`."""
         return self.stored.config or {}
 
-    def model(self, scheme: str | None = None) -> Checkpoint:
+    def model(self) -> Checkpoint:
         """The checkpoint."""
         if (first := first_factor(self.stored.specs, self.config)) is not None:
             raise CheckpointError(
@@ -157,9 +146,7 @@ class LocatedModel(Located):
                     "fuse_lora)"
                 )
             )
-        if scheme is None:
-            return self.stored
-        return plugins.needed("actmat.formats", "view.simulated", Simulate)(self.stored, scheme)
+        return self.stored
 
     @property
     def token_tables(self) -> Checkpoint:
@@ -198,7 +185,7 @@ class LocatedAdapter(Located):
         """Fields of `adapter_config.json`."""
         return self.adapter.config.fields
 
-    def model(self, scheme: str | None = None) -> Checkpoint:
+    def model(self) -> Checkpoint:
         """Raise an error: an adapter is not a model."""
         raise CheckpointError(
             f"{self.place}: expected a full checkpoint, found a {self.family.name} adapter. Fix: give it where an "

@@ -164,12 +164,13 @@ FOUR_BITS = re.compile(r"bnb[-_]?4bit|4bit[-_]?bnb|nf4|qlora", re.IGNORECASE)
 
 def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
     """Notes on adapters that were trained on a base in 4 bits, and are added to one of floats."""
-    if recipe.model.base_as is not None or _schemes(base):
+    if _schemes(base):
         return []
     names = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
     return [
-        f"expert '{label}' was trained on a base in 4 bits ({name}), from which this base differs by rounding: "
-        "'--set base_as=nf4' (or nf4-double) adds it to the base as it was trained on"
+        f"expert '{label}' was trained on a base in 4 bits ({name}), from which this base differs by rounding. To "
+        "add it to the base as it was trained on, load that in 4 bits in transformers, save it dequantized "
+        "(model.dequantize()), and give the copy as --base"
         for label, name in names
         if FOUR_BITS.search(name) or _is_bitsandbytes(quantization_config(_local_config(name)))
     ]

@@ -157,10 +157,6 @@ def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert])
     problems = []
     for label, checkpoint in inputs:
         problems += [f"{label}: {p}" for p in quantization_problems(checkpoint.specs, checkpoint.config)]
-        if recipe.model.base_as and isinstance(checkpoint, Expert) and not checkpoint.needs_base:
-            problems.append(
-                f"{label} is a full model, not trained on a base as {recipe.model.base_as}: leave out 'base_as'"
-            )
         if not checkpoint.specs:
             problems.append(f"{label} ({checkpoint.location}) holds no tensors")
     return problems

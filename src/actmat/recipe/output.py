@@ -88,11 +88,6 @@ class ModelOutput(Strict):
         description="Jinja text of the chat template, or 'auto' for the most frequent one of the inputs; default: that "
         "of the tokenizer's files",
     )
-    base_as: Literal["nf4", "nf4-double"] | None = Field(
-        default=None,
-        description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
-        "adapters; nf4-double: with double quantization",
-    )
 
     @property
     def files_of(self) -> str:
@@ -153,7 +148,6 @@ OF_OUTPUTS = (
     "files_from",
     "config_from",
     "chat_template",
-    "base_as",
     "rank",
     "ranks",
     "any_base",

@@ -390,8 +390,6 @@ class ManifestInputs:
             return found.stored
         if self.output.get("vocabulary") is not None:
             return self._with_heads(self._aligned["base"]) if label == "base" else self._aligned[label]
-        if label == "base" and (scheme := self.output.get("base_as")) is not None:
-            return found.model(scheme)
         if label == "base":
             return self._with_heads(found.stored)
         if "base" not in self.places or all(name in found.stored.specs for name in self.expected(label)):

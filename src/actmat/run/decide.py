@@ -124,7 +124,6 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
     rows = [
         {
             "base": r.base,
-            "base_as": r.model.base_as,
             "experts": [(e.path, e.label, e.statistics, e.stacks) for e in r.experts],
             "vocabulary": r.model.vocabulary,
             "compute_dtype": r.compute_dtype,

@@ -137,7 +137,7 @@ def _opened(
     if isinstance(recipe.output, AdapterOutput):
         return None, _in_one_layout(recipe, _each([partial(e.expert, None) for e in given.experts], stack, problems))
     named = given.base or given.experts[0]  # an average is measured from any point
-    bases = _each([partial(named.model, recipe.model.base_as)], stack, problems)
+    bases = _each([named.model], stack, problems)
     if not bases:
         return None, []
     base, aligned = bases[0], dict[str, Checkpoint]()

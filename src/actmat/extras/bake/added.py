@@ -135,7 +135,7 @@ def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Locat
     manifest = inputs.manifest
     labels = [e["name"] for e in manifest["experts"]]
     _check_form(merged.place, manifest, len(against), labels)
-    base = inputs.located("base").model(inputs.output.get("base_as"))
+    base = inputs.located("base").model()
     with contextlib.ExitStack() as stack:
         experts = [stack.enter_context(located.expert(base)) for located in against]
         comparison = _SumComparison(base, experts, merged.stored, make_recipe(manifest["recipe"]))
