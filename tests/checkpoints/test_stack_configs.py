@@ -14,7 +14,7 @@ import torch
 
 import actmat
 from actmat.errors import MergeError
-from actmat.planning.layers import Slice, restacked
+from actmat.extras.stack.layers import Slice, restacked
 
 SMALL: dict[str, Any] = dict(  # noqa: C408
              vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=4,

@@ -17,8 +17,8 @@ from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_la
 from actmat.checkpoints.resolve import StackHandle
 from actmat.errors import CheckpointError
 from actmat.extras.stack.composed import ComposedCheckpoint, Origin
+from actmat.extras.stack.layers import Slice, restacked, without_layers
 from actmat.identity.compare import agree
-from actmat.planning.layers import Slice, restacked, without_layers
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
