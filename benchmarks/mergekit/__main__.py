@@ -3,7 +3,7 @@
     python -m benchmarks.mergekit --mergekit-python PYTHON
 
 mergekit lives in an environment of its own (`benchmarks.tools` makes it), with the transformers of this one.
-Models are tiny: those of tests/data/mergekit, an adapter of one of them, and dense models for mixtures.
+Models are tiny: those of tests/data/mergekit, and an adapter of one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,23 +30,6 @@ from benchmarks.tools import with_mergekit
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1] / "tests" / "data" / "mergekit"
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DENSE = {
-    "llama": transformers.LlamaConfig(**SIZES),
-    "mistral": transformers.MistralConfig(**SIZES),
-    "qwen2": transformers.Qwen2Config(**SIZES),
-    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8),
-}
 ROUNDING = {torch.float32: (1e-6, 1e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (1.6e-2, 1.6e-2)}
 """dtype -> absolute and relative tolerance: of float32 that of the tests; of half precision, in which mergekit works,
 two units in the last place, of the entry and of the tensor's largest one."""
@@ -64,20 +46,6 @@ def make_models(folder: Path) -> None:
     weights = load_file(folder / "lora" / "adapter_model.safetensors")
     other = {n: torch.randn(t.shape, generator=generator) * t.std() for n, t in sorted(weights.items())}
     save_file(other, folder / "lora_a" / "adapter_model.safetensors")
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    for kind, config in DENSE.items():
-        for i in range(3):
-            torch.manual_seed(i)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            for name, tensor in model.named_parameters():
-                if "bias" in name or "norm" in name:
-                    torch.nn.init.normal_(tensor, mean=0.9)
-                else:
-                    torch.nn.init.normal_(tensor, std=0.2)
-            place = folder / f"{kind}{i}"
-            model.save_pretrained(place)
-            shutil.copy(DATA / "base" / "tokenizer.json", place / "tokenizer.json")
-            (place / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def run_here(name: str, data: dict[str, Any], folder: Path) -> str:
@@ -93,26 +61,6 @@ def run_here(name: str, data: dict[str, Any], folder: Path) -> str:
     except MergeError as error:
         return str(error).replace(f"{folder}/", "")
     return ""
-
-
-def in_memory_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a mixture as transformers 5 has them in memory, and as mergekit writes some: experts stacked."""
-    out, experts = {}, dict[str, dict[tuple[int, str], Tensor]]()
-    own = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    for full, tensor in tensors.items():
-        name = full.replace(".block_sparse_moe.", ".mlp.")
-        block, _, rest = name.partition(".experts.")
-        parts = rest.split(".")
-        if len(parts) == 3:
-            experts.setdefault(block, {})[int(parts[0]), own.get(parts[1], parts[1])] = tensor
-        else:
-            out[name] = tensor
-    for block, found in experts.items():
-        numbers = sorted({i for i, _ in found})
-        both = [torch.cat([found[i, "gate_proj"], found[i, "up_proj"]]) for i in numbers]
-        out[f"{block}.experts.gate_up_proj"] = torch.stack(both)
-        out[f"{block}.experts.down_proj"] = torch.stack([found[i, "down_proj"] for i in numbers])
-    return out
 
 
 def by_token(tensors: dict[str, Tensor], folder: Path, order: list[str]) -> dict[str, Tensor]:
@@ -132,8 +80,6 @@ def token_ids(folder: Path) -> dict[str, int]:
 def compare(name: str, data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Outcome, largest difference and share of entries beyond the rounding of the dtype."""
     there, here = (stored_tensors(folder / side / name) for side in ("there", "here"))
-    if "merge_method" not in data:
-        there, here = in_memory_names(there), in_memory_names(here)
     if "tokenizer" in data or "tokenizer_source" in data:
         order = sorted(token_ids(folder / "there" / name))
         there, here = (by_token(t, folder / s / name, order) for t, s in ((there, "there"), (here, "here")))
@@ -165,8 +111,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of configurations; prints, and writes no result")
     given = parser.parse_args()
     python = given.mergekit_python or borrowing_python(WORK / "environments" / "mergekit", with_mergekit.INSTALL)
-    merges, mixtures = (yaml.safe_load((HERE / f"{n}.yml").read_text()) for n in ("cases", "mixtures"))
-    cases = {n: c for n, c in (merges | mixtures).items() if not given.only or n in given.only}
+    merges = yaml.safe_load((HERE / "cases.yml").read_text())
+    cases = {n: c for n, c in merges.items() if not given.only or n in given.only}
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "base").exists():
@@ -180,7 +126,7 @@ def main() -> None:
     rows = []
     for name, data in cases.items():
         refused = run_here(name, data, folder)
-        row: dict[str, Any] = {"name": name, "kind": data.get("merge_method", "mixture")}
+        row: dict[str, Any] = {"name": name, "kind": data["merge_method"]}
         if failed[name] or refused:
             both = "fails in both" if failed[name] and refused else "refused here" if refused else "fails in mergekit"
             row |= {"outcome": both, "there": failed[name][:300], "reason": " ".join(refused.split())[:300]}

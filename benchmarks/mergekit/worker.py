@@ -16,9 +16,7 @@ def run(name: str, data: dict) -> None:
     """Run one configuration; an error is the caller's."""
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
-    from mergekit.moe.config import MoEMergeConfig
     from mergekit.options import MergeOptions
-    from mergekit.scripts.moe import build
 
     seed = data.pop("seed", 0)
     options = MergeOptions(
@@ -26,10 +24,7 @@ def run(name: str, data: dict) -> None:
     )  # a card looks at the hub
     options.apply_global_options()
     out = os.path.join("there", name)
-    if "merge_method" in data:
-        run_merge(MergeConfiguration.model_validate(data), out, options, yaml.safe_dump(data))
-    else:
-        build(MoEMergeConfig.model_validate(data), out, options, device="cpu", allow_all_same=True)
+    run_merge(MergeConfiguration.model_validate(data), out, options, yaml.safe_dump(data))
 
 
 def main() -> None:

@@ -37,19 +37,10 @@ TOP = {
 }  # fmt: skip
 
 
-MIXTURE = {
-    "base_model": "org/base", "gate_mode": "hidden", "dtype": "bfloat16", "experts_per_token": 1, "random_seed": 2,
-    "experts": [{"source_model": "org/math", "positive_prompts": ["a", "b"], "negative_prompts": ["c"]},
-                {"source_model": "org/code+org/lora", "positive_prompts": ["d"], "noise_scale": 0.1}],
-    "shared_experts": [{"source_model": "org/base", "residual_scale": 0.1}], "architecture": "qwen",
-}  # fmt: skip
-
-
 def _config(rng: random.Random) -> Files:
     given: dict[str, Any] = {"merge_method": rng.choice(MERGES)}
     given |= {k: v for k, v in TOP.items() if k == "base_model" or rng.random() < 0.3}
     given |= rng.choice(({"models": MODELS}, {"slices": LAYERS}, {"modules": {"a": {"models": MODELS}}}))
-    given = MIXTURE if rng.random() < 0.2 else given
     if rng.random() < 0.8:
         content = json.dumps(mutated_json(rng, given)).encode()  # JSON is YAML
     else:

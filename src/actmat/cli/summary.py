@@ -21,7 +21,6 @@ from actmat.planning.model import Item, count_actions
 from actmat.report.words import (
     action_counts,
     are_image_files,
-    copied_thing,
     item_groups,
     measure_answers,
     plan_time,
@@ -57,7 +56,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     if plan.experts:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
-        console.print(f"copy of the {copied_thing(plan.recipe.base)} {escape(plan.recipe.base)}")
+        console.print(f"copy of the stack of layers {escape(plan.recipe.base)}")
     _print_notes(plan, "warning")
     print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
@@ -125,7 +124,7 @@ def print_summary(report: MergeReport) -> None:
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     of = plural(len(plan.experts), "adapter" if from_adapters else "expert")
     of += " into an adapter" if from_adapters else ", extracted into an adapter" if plan.is_extracted else ""
-    what = f"{plan.recipe.method}; {of}" if plan.experts else f"a {copied_thing(plan.recipe.base)}"
+    what = f"{plan.recipe.method}; {of}" if plan.experts else "a stack of layers"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
     print_answers(report)
     _print_notes(plan, "warning")

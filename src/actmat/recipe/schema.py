@@ -163,9 +163,7 @@ class Recipe(Strict):
     experts: Annotated[
         tuple[ExpertRef, ...],
         Flag(("--expert", "-e"), "A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
-    ] = Field(
-        default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers or a mixture"
-    )
+    ] = Field(default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers")
     method: Annotated[
         str,
         Flag(
@@ -276,10 +274,9 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
-        if not self.experts and not stack_parts(self.base) and not self.base.endswith((".yml", ".yaml")):
+        if not self.experts and not stack_parts(self.base):
             raise ValueError(
-                "experts: this field is required, except where the base is a stack of layers, or a file that describes "
-                "a mixture of experts, which is copied"
+                "experts: this field is required, except where the base is a stack of layers, which is copied"
             )
         labels = [e.label for e in self.experts]
         twice = sorted({n for n in labels if labels.count(n) > 1})

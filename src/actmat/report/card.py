@@ -17,7 +17,6 @@ from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import shown_value
 from actmat.report.licenses import LicensedInput, combine, origins_of
-from actmat.report.words import copied_thing
 
 
 def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -> str:
@@ -34,7 +33,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
     equation = "\n".join(f"    {line}" for line in method.text.equation.splitlines())
     about = f"{method.text.summary}\n\n{equation}\n\nSource: {method.text.source}"
     if not recipe.experts:
-        about = f"A {copied_thing(recipe.base)}, copied unchanged from its models."
+        about = "A stack of layers, copied unchanged from its models."
     thing, with_what = (
         ("module", "with norms and the error of the\ntruncation; `actmat verify` checks the hashes.")
         if is_adapter
@@ -86,7 +85,7 @@ def _of_model(plan: MergePlan, origins: Sequence[LicensedInput]) -> tuple[dict[s
     table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n{_expert_rows(recipe)}"
     done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
     if not recipe.experts:
-        return head, copied_thing(recipe.base).capitalize(), table, done
+        return head, "Stack of layers", table, done
     return head, f"Merge of {len(recipe.experts)} experts with {markdown(recipe.method)}", table, done
 
 

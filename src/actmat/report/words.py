@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from actmat.checkpoints.layer_names import stack_parts
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import Note, format_size
@@ -28,11 +27,6 @@ _KOHYA_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 def plural(count: int, one: str, many: str | None = None) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def copied_thing(base: str) -> str:
-    """A base that is written without experts, in words."""
-    return "stack of layers" if stack_parts(base) else "mixture of experts"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from actmat.extras.mergekit.config import (
     read_config,
 )
 from actmat.extras.mergekit.methods import METHODS, Arrangement, Method, MethodMapping
-from actmat.extras.mergekit.mixtures.config import is_mixture, read_mixture
 from actmat.extras.mergekit.parameters import MOST_SWITCHES, Parameters, Switched, joined
 from actmat.recipe.experts import RESERVED
 
@@ -34,12 +33,14 @@ CHATML = (
 
 
 def is_mergekit(data: Mapping[str, Any]) -> bool:
-    """True if the data is a mergekit configuration: it has `merge_method`, or mixes experts.
+    """True if the data is a configuration of mergekit, or of mergekit-moe, which `convert` refuses.
 
     >>> is_mergekit({"merge_method": "slerp"}), is_mergekit({"method": "slerp"})
     (True, False)
     """
-    return "merge_method" in data or is_mixture(data)
+    experts = data.get("experts")
+    listed = [e for e in experts if isinstance(e, Mapping)] if isinstance(experts, list) else []
+    return "merge_method" in data or "gate_mode" in data or any("source_model" in e for e in listed)
 
 
 def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -59,8 +60,12 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     """
     found = ConfigFindings(where or {})
     fields: dict[str, Any] = {}
-    if is_mixture(data):
-        fields = _mixture(data, found)
+    if "merge_method" not in data:
+        found.problem(
+            "",
+            "a configuration of mergekit-moe puts models behind a router and merges no weights. Fix: build the mixture "
+            "with 'mergekit-moe CONFIG OUT'; actmat merges such models like any others",
+        )
     else:
         method = _method(str(data["merge_method"]), found)
         config = read_config(data, found)
@@ -75,16 +80,6 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
             dict.fromkeys([*found.problems, *found.warnings]),
         )
     return fields
-
-
-def _mixture(data: Mapping[str, Any], found: ConfigFindings) -> dict[str, Any]:
-    """The recipe of a mixture: the file itself is the base, which is written unchanged."""
-    read_mixture(data, found)
-    file = found.where.get("", "").rpartition(":")[0]
-    if not file:
-        found.problem("", "a mixture of experts (mergekit-moe) must be a file, passed as the recipe")
-    base = {"base": f"./{PurePath(file).name}", "scope": "all"}
-    return base | found.remarks("a mixture of experts (mergekit-moe): no weights are merged")
 
 
 def _method(name: str, found: ConfigFindings) -> Method | None:
