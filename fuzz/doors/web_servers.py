@@ -20,8 +20,7 @@ from typing import Any
 from huggingface_hub import get_session
 
 import actmat.extras.remote.http  # noqa: F401 - its imports belong to no case
-from actmat.checkpoints import retry
-from actmat.extras.remote import source
+from actmat.extras.remote import retry, source
 from fuzz.doors.checkpoints import weights
 from fuzz.doors.folder import read_all
 from fuzz.draw import ODD_TEXTS, mutated_bytes

@@ -12,10 +12,10 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.hub import HubStandIn
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.hub import HubRepository
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.source import StoredCheckpoint
 from actmat.errors import CheckpointError
+from actmat.extras.remote.hub import HubRepository
 
 BIG = {"w.0": torch.arange(400_000.0), "w.1": torch.ones(3, 2, dtype=torch.bfloat16)}
 

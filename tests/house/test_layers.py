@@ -61,7 +61,7 @@ EXTRAS: dict[str, set[str]] = {
     "demo": set(),
     "diffusion": {"adapters"},
     "gguf": set(),
-    "mergekit": {"models", "stack"},
+    "mergekit": set(),
     "models": set(),
     "pages": set(),
     "quantized": set(),

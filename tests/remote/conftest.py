@@ -9,7 +9,7 @@ import s3fs
 from moto.server import ThreadedMotoServer
 from tests.helpers.range_server import RangeServer, range_server
 
-from actmat.checkpoints import retry
+from actmat.extras.remote import retry
 
 _NUMBERS = itertools.count()
 

@@ -16,14 +16,14 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.merging import Family, Outcome, actmat
 from torch import Tensor
 
-from actmat.checkpoints import retry
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.checkpoints.retry import TransientError
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
+from actmat.extras.remote import retry
 from actmat.extras.remote.objects import ObjectStore
+from actmat.extras.remote.retry import TransientError
 from actmat.extras.remote.upload import MARK_NAME
 from actmat.run.places import _folder_of
 

@@ -21,10 +21,10 @@ from huggingface_hub import close_session, constants
 from safetensors.torch import save
 from torch import Tensor
 
-from actmat.checkpoints import claims, retry
-from actmat.checkpoints.hub import open_repository
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
+from actmat.extras.remote import claims, retry
+from actmat.extras.remote.hub import open_repository
 
 SHA, OTHER = "a" * 40, "b" * 40
 NAME = "model.safetensors"

@@ -1,7 +1,7 @@
-"""Remote storage: files on servers, models at URLs, and outputs that are built locally and sent to a URL.
+"""Remote storage: models at URLs and on the hub, and outputs that are built locally and sent to a URL.
 
 A `Storage` comes in as a plug-in of the group `actmat.stores`, named by the scheme of its URLs; the one named `other`
-serves schemes that have none of their own. Models on the hub are read by `hub`, without a plug-in.
+serves schemes that have none of their own.
 """
 
 from __future__ import annotations
@@ -9,15 +9,11 @@ from __future__ import annotations
 import abc
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from actmat import plugins
-from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.claims import RemoteFile
-from actmat.checkpoints.folder import read_index
-from actmat.checkpoints.retry import FIRST_RANGE
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError
@@ -25,57 +21,30 @@ from actmat.errors import CheckpointError
 GROUP: Final = "actmat.stores"
 
 
-class RemoteFiles(Source):
-    """Files on a server, each pinned by its size and version.
+class OutputFiles(Protocol):
+    """Files by name; names of files in subfolders have slashes.
 
     Attributes:
-        home: repository or URL that holds the files, with a slash at its end.
+        manifest_folder: local folder with the manifest.
     """
 
-    home: str
+    manifest_folder: Path
 
-    @abc.abstractmethod
-    def file(self, name: str) -> RemoteFile:
-        """The pinned file."""
+    def names(self) -> list[str]:
+        """Names of all stored files, sorted. Links to folders are not followed."""
 
-    def weight_map(self, index: str) -> dict[str, str]:
-        """Content of an index file; where the folder was listed, every file that it names is there."""
-        weight_map = read_index(self.fetch(index))
-        missing = sorted(set(weight_map.values()) - set(self.names)) if self.can_list else []
-        if missing:
-            raise CheckpointError(
-                f"{self.location}: weight files that {index} names are missing (or, offline, not in the cache). Likely "
-                "cause: an upload that is not finished. Fix: upload the folder again.",
-                [f"{self.location}: {name} is missing" for name in missing],
-            )
-        return weight_map
+    def size(self, name: str) -> int:
+        """Bytes of a file.
 
-    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
-        """Sizes and versions of files as they were when they were first seen."""
-        files = [self.file(name) for name in names]
-        return tuple(FileIdentity(self.home + f.name, f.size, etag=f.etag) for f in files)
+        Raises:
+            CheckpointError, OSError: it is missing, or not a file of the output.
+        """
 
-    def fetch_sidecars(self) -> Path | None:
-        """Download the side files; return their folder, or None without side files."""
-        folder = self.directory
-        for name in self.side_files(()).kept:
-            folder = self.fetch(name).parents[name.count("/")]
-        return folder
+    def content(self, name: str) -> str:
+        """Content hash of a file without weights."""
 
-    def start_of(self, name: str) -> bytes:
-        """The first bytes of a file, in one request; most headers are in them."""
-        return self.read_range(name, 0, min(FIRST_RANGE, self.file(name).size))
-
-    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
-        """`read_at(offset, length)` over ranges, and the size."""
-        start = self.start_of(name)
-
-        def read_at(offset: int, length: int) -> bytes:
-            if offset + length <= len(start):
-                return start[offset : offset + length]
-            return self.read_range(name, offset, length)
-
-        return read_at, self.file(name).size
+    def sha256(self, name: str) -> str:
+        """SHA-256 of a file."""
 
 
 class Storage(abc.ABC):
@@ -91,6 +60,14 @@ class Storage(abc.ABC):
             CheckpointError: nothing there, no access, or a package is missing.
         """
         raise CheckpointError(f"{url}: checkpoints cannot be read from this kind of URL")
+
+    def open_output(self, url: str) -> OutputFiles:
+        """The files of a finished output.
+
+        Raises:
+            CheckpointError: no manifest there.
+        """
+        raise CheckpointError(f"{url}: outputs cannot be read from this kind of URL")
 
     @abc.abstractmethod
     def upload_problems(self, url: str) -> list[str]:
@@ -112,6 +89,23 @@ class Storage(abc.ABC):
 
     def clear(self, url: str) -> None:  # noqa: B027 - most have nothing to remove
         """Remove what an interrupted commit left alongside a finished output."""
+
+
+class HubStorage(Storage):
+    """The Hugging Face hub, the plug-in named `hf`, whose models have names as well."""
+
+    @abc.abstractmethod
+    def open_repository(
+        self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
+    ) -> Source:
+        """One commit of a repository.
+
+        Args:
+            streams: read tensors by ranges; else shards are downloaded when they are first read.
+
+        Raises:
+            CheckpointError: not found, no access, or offline and not in the cache.
+        """
 
 
 def storage_of(url: str) -> Storage:

@@ -19,7 +19,6 @@ from torch import Tensor
 from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
-from actmat.checkpoints.claims import COMMIT
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
@@ -45,6 +44,7 @@ class OpenStack(Protocol):
         """Open every part by `open_part`, once each."""
 
 
+COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -158,10 +158,11 @@ def find_source(
         # a missing a/b whose parent is a folder is a path rather than a hub id
         if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
-    from actmat.checkpoints.hub import open_repository
+    from actmat.checkpoints.remote import GROUP, HubStorage
 
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
-    return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
+    hub = plugins.needed(GROUP, "hf", HubStorage)
+    return hub.open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
 
 
 def _open_url(url: str, handle: CheckpointHandle | None) -> Source:

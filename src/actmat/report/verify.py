@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +14,7 @@ from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
-from actmat.checkpoints.ranges import BLOCK_BYTES
-from actmat.checkpoints.remote import storage_of
-from actmat.checkpoints.resolve import find_source
-from actmat.checkpoints.source import Source
+from actmat.checkpoints.remote import OutputFiles, storage_of
 from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
@@ -34,33 +30,7 @@ from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.hub import HubRepository
-
-
-class OutputFiles(Protocol):
-    """Files by name; names of files in subfolders have slashes.
-
-    Attributes:
-        manifest_folder: local folder with the manifest.
-    """
-
-    manifest_folder: Path
-
-    def names(self) -> list[str]:
-        """Names of all stored files, sorted. Links to folders are not followed."""
-
-    def size(self, name: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            CheckpointError, OSError: it is missing, or not a file of the output.
-        """
-
-    def content(self, name: str) -> str:
-        """Content hash of a file without weights."""
-
-    def sha256(self, name: str) -> str:
-        """SHA-256 of a file."""
+    pass
 
 
 class _Folder:
@@ -86,63 +56,6 @@ class _Folder:
 
     def _path(self, name: str) -> Path:
         return member(self.manifest_folder, name) if "/" not in name else self.manifest_folder / name
-
-
-class _Remote:
-    def __init__(self, source: Source, names: Sequence[str]) -> None:
-        if source.can_list and MANIFEST_NAME not in names:
-            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is not a finished merge of actmat.")
-        self._source, self._names = source, names
-        self.manifest_folder = source.fetch(MANIFEST_NAME).parent
-
-    def names(self) -> list[str]:
-        return sorted(self._names)
-
-    def size(self, name: str) -> int:
-        return self._source.identity([name])[0].size
-
-    def content(self, name: str) -> str:
-        return hash_file(self._source.fetch(name))
-
-    def sha256(self, name: str) -> str:
-        total, size = hashlib.sha256(), self.size(name)
-        for offset in range(0, size, BLOCK_BYTES):
-            total.update(self._source.read_range(name, offset, min(BLOCK_BYTES, size - offset)))
-        return total.hexdigest()
-
-
-class _HubNames(_Remote):
-    """A commit of the hub; weights are compared by the hash that the hub states."""
-
-    def __init__(self, source: HubRepository) -> None:
-        super().__init__(source, list(source.files))
-        self._files = source.files
-
-    def size(self, name: str) -> int:
-        if name not in self._files:
-            raise CheckpointError("it is missing")
-        return self._files[name].size
-
-    def sha256(self, name: str) -> str:
-        return self._files[name].etag
-
-
-def open_output(out: str | Path) -> OutputFiles:
-    """The files of an output.
-
-    Raises:
-        CheckpointError: a URL without a manifest.
-    """
-    if str(out).startswith("hf://"):
-        from actmat.checkpoints.hub import HubRepository
-
-        source = find_source(str(out))
-        assert isinstance(source, HubRepository)
-        return _HubNames(source)
-    if is_url(out):
-        source = storage_of(str(out)).open_source(str(out), pinned={})
-        return _Remote(source, source.names)
-    return _Folder(Path(out))
 
 
 _CHUNK = 1 << 22
@@ -230,7 +143,7 @@ def verify(
     Raises:
         CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or not a sum of deltas.
     """
-    output = open_output(out)
+    output: OutputFiles = storage_of(str(out)).open_output(str(out)) if is_url(out) else _Folder(Path(out))
     directory, location = output.manifest_folder, str(out)
     manifest = read_manifest(directory)
     if manifest["hash"] != HASH_NAME:

@@ -92,7 +92,7 @@ class Limits:
         Raises:
             MergeError: lists forbidden fields and locations, or the files are too large.
         """
-        from actmat.checkpoints.hub import open_repository  # imports torch
+        from actmat.extras.remote.hub import open_repository  # imports torch
 
         given, problems, found, sizes = fields["experts"], Problems(), {}, {}
         if not isinstance(given, list) or not 1 <= len(given) <= self.max_experts:

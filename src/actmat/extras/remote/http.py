@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from actmat.checkpoints.claims import RemoteFile, check_same, stated_file, stated_total
-from actmat.checkpoints.retry import ranged, read_body
 from actmat.errors import CheckpointError
+from actmat.extras.remote.claims import RemoteFile, check_same, stated_file, stated_total
+from actmat.extras.remote.retry import ranged, read_body
 from actmat.extras.remote.store import MissingFileError, Store
 
 MISSING = {404: "not found", 410: "gone", 401: "login required", 403: "forbidden"}

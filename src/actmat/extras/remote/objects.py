@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints import claims
 from actmat.checkpoints.folder import is_plain_path
-from actmat.checkpoints.retry import TransientError, first_line
 from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
+from actmat.extras.remote import claims
+from actmat.extras.remote.retry import TransientError, first_line
 from actmat.extras.remote.store import MissingFileError, Store
 
 PACKAGES = {

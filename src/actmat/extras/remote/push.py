@@ -19,15 +19,16 @@ from typing import Any, Literal
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, errors
 
 from actmat.bounds import read_object
-from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.hashing import sha256_file
-from actmat.checkpoints.hub import HTTP_ERROR, HubRepository, explained, open_repository
-from actmat.checkpoints.remote import Storage
+from actmat.checkpoints.remote import HubStorage
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import CheckpointError, OutputError
+from actmat.extras.remote.claims import RemoteFile
+from actmat.extras.remote.hub import HTTP_ERROR, HubRepository, explained, open_repository
+from actmat.extras.remote.outputs import HubOutput
 from actmat.extras.remote.upload import RemoteStaging
 from actmat.foreign import in_one_line
 
@@ -282,7 +283,18 @@ def push_errors(repo_id: str) -> Iterator[None]:
         ) from error
 
 
-class _HubStorage(Storage):
+class _HubStorage(HubStorage):
+    def open_repository(
+        self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
+    ) -> HubRepository:
+        return open_repository(repo_id, revision, cache_dir=cache_dir, streams=streams)
+
+    def open_output(self, url: str) -> HubOutput:
+        found = HUB_ID.fullmatch(url)
+        if found is None:
+            raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
+        return HubOutput(open_repository(found["repo"], found["revision"], streams=True))
+
     def upload_problems(self, url: str) -> list[str]:
         try:
             hub_name(url)

@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from actmat.bounds import MAX_BYTES
-from actmat.checkpoints.claims import RemoteFile, check_same
 from actmat.checkpoints.folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -28,11 +27,12 @@ from actmat.checkpoints.folder import (
 from actmat.checkpoints.formats.safetensors import PARALLEL_REQUESTS
 from actmat.checkpoints.formats.torch_files import TORCH_SUFFIXES
 from actmat.checkpoints.ranges import BLOCK_BYTES
-from actmat.checkpoints.remote import RemoteFiles
-from actmat.checkpoints.retry import FIRST_RANGE, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.errors import CheckpointError
+from actmat.extras.remote.claims import RemoteFile, check_same
+from actmat.extras.remote.files import RemoteFiles
 from actmat.extras.remote.objects import open_store
+from actmat.extras.remote.retry import FIRST_RANGE, retried
 from actmat.extras.remote.store import MissingFileError, Store, check_url, split_url
 from actmat.system import temporary_folder
 

@@ -1,7 +1,7 @@
 """`Store`: the files of one remote folder by name, read by ranges and written whole; one request at a time.
 
 A file is pinned at first access: its size and its etag (the server's version). Every later read compares them, so that
-bytes of two versions are never mixed. The caller retries (`checkpoints.retry.retried`).
+bytes of two versions are never mixed. The caller retries (`retry.retried`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from actmat.bounds import URL
-from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.folder import is_plain_name
 from actmat.errors import CheckpointError
+from actmat.extras.remote.claims import RemoteFile
 
 FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ckpt")
 """Suffixes of file names; any other URL is a folder."""

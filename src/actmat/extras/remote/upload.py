@@ -23,16 +23,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actmat.bounds import MAX_BYTES, parse_object, read_object
-from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.remote import Storage
-from actmat.checkpoints.retry import retried
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_files
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors, not_ours_problems
 from actmat.errors import CheckpointError, OutputError
+from actmat.extras.remote.claims import RemoteFile
 from actmat.extras.remote.objects import open_store
+from actmat.extras.remote.outputs import RemoteOutput
+from actmat.extras.remote.retry import retried
 from actmat.extras.remote.source import open_remote
 from actmat.extras.remote.store import MissingFileError, Store, check_url
 
@@ -220,6 +221,10 @@ def _rank(name: str) -> int:
 class _Urls(Storage):
     def open_source(self, url: str, *, pinned: Mapping[str, tuple[int, str]]) -> Source:
         return open_remote(url, pinned=pinned)
+
+    def open_output(self, url: str) -> RemoteOutput:
+        source = open_remote(url, pinned={})
+        return RemoteOutput(source, source.names)
 
     def upload_problems(self, url: str) -> list[str]:
         try:

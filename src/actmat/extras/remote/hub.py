@@ -33,12 +33,12 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import _http, build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints import claims
 from actmat.checkpoints.folder import nested_member
-from actmat.checkpoints.remote import RemoteFiles
-from actmat.checkpoints.retry import FIRST_RANGE, TIMEOUT, TransientError, first_line, ranged, read_body, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.errors import CheckpointError, MergeError, is_memory_error
+from actmat.extras.remote import claims
+from actmat.extras.remote.files import RemoteFiles
+from actmat.extras.remote.retry import FIRST_RANGE, TIMEOUT, TransientError, first_line, ranged, read_body, retried
 
 NO_PATH = "no local path of this name, and "
 HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses

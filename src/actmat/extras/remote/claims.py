@@ -14,9 +14,9 @@ from typing import Any
 
 from actmat.checkpoints.folder import is_plain_name, is_plain_path, shown
 from actmat.checkpoints.hashing import sha256_file
+from actmat.checkpoints.resolve import COMMIT
 from actmat.errors import CheckpointError
 
-COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 MAX_SIZE = 10**18
