@@ -63,20 +63,6 @@ def html_table(title: object, head: Sequence[object], rows: Iterable[Sequence[ob
     return Markup("<p><b>{}</b></p>{}").format(html(title), table)
 
 
-def in_brief(text: object) -> str:
-    r"""First sentence of a library's message, without its full stop; the rest is advice about that library.
-
-    >>> in_brief("There is no `x`.\nYou can update it with `pip install`.")
-    'There is no `x`'
-    """
-    first = re.split(r"(?<=[.!?:])\s+(?=[A-Z])", in_one_line(text), maxsplit=1)[0].rstrip(".")
-    return first if len(first) <= LONGEST else f"{first[:LONGEST].rsplit(' ', 1)[0]} ..."
-
-
-LONGEST = 200
-"""Characters of a library's message that are repeated in an error of ours."""
-
-
 def in_one_line(text: object) -> str:
     r"""Text of a library's message in one line: a space in place of newlines and indentation.
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.merging import actmat
 
 from actmat.errors import RecipeError
-from actmat.foreign import LONGEST, in_brief
+from actmat.extras.models.loading import LONGEST, in_brief
 from actmat.methods import get_method
 from actmat.recipe import make_recipe, variants
 

@@ -7,7 +7,7 @@ import torch
 from tests.helpers.spectra import graded, random_deltas
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
-from actmat.methods.cart import kept_directions, merge
+from actmat.extras.research.cart import kept_directions, merge
 
 
 def naive(deltas, k, scaling):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,9 +63,9 @@ def diagnose(
     experts, findings of the checks, and the ten layers on which the experts
     disagree most. To measure while merging: actmat merge --diagnose.
     """
-    from actmat.diagnostics.model import is_report, read_diagnosis
+    from actmat.diagnostics.model import read_diagnosis
 
-    if recipe is not None and is_report(recipe):
+    if recipe is not None and _is_report(recipe):
         if given.given or data.data:
             raise typer.BadParameter(f"{recipe} is a report, which is only shown: remove the inputs")
         found = read_diagnosis(recipe)
@@ -83,6 +84,18 @@ def diagnose(
         print_diagnosis(found, files)
     if strict and found.issues:
         raise typer.Exit(1)
+
+
+def _is_report(path: Path) -> bool:
+    """True for a file with the name or the first bytes of a report; a recipe may be a JSON file as well."""
+    from actmat.diagnostics.model import REPORT_NAME
+
+    if path.name == REPORT_NAME:
+        return True
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return re.search(rb'"kind"\s*:\s*"diagnosis"', file.read(200)) is not None
 
 
 def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFlags, *, quiet: bool) -> Diagnosis:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,16 +292,6 @@ def _report_type() -> TypeAdapter[Diagnosis]:
 @functools.cache
 def _measures_type() -> TypeAdapter[tuple[MatrixRow, ...]]:
     return TypeAdapter(tuple[MatrixRow, ...])
-
-
-def is_report(path: Path) -> bool:
-    """True for a file with the name or the first bytes of a report; a recipe may be a JSON file as well."""
-    if path.name == REPORT_NAME:
-        return True
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return re.search(rb'"kind"\s*:\s*"diagnosis"', file.read(200)) is not None
 
 
 def read_diagnosis(path: str | Path) -> Diagnosis:

@@ -11,7 +11,6 @@ from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.actmat import ACTMAT
 from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.average import AVERAGE
-from actmat.methods.cart import CART
 from actmat.methods.contract import Bounds, MergeMethod, Option
 from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
@@ -52,7 +51,6 @@ METHODS: tuple[MergeMethod, ...] = (
     ACTMAT,
     REGMEAN,
     ACTMAT_RIDGE,
-    CART,
     DC_MERGE,
 )
 """Methods of the core, in the order of the tables. Adding one: a file in this folder and an entry here."""

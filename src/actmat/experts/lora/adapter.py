@@ -21,7 +21,6 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
-from actmat.experts.lora.stacks import release_of
 from actmat.linalg.lowrank import LowRank
 
 
@@ -91,21 +90,6 @@ class Adapter:
         if self.modules and not any(m.scaling for m in self.modules.values()):
             copies.append("its alpha (lora_alpha) is 0 in every module, so that it changes nothing")
         return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *copies)
-
-    @property
-    def unlike_peft(self) -> str:
-        """The reason why PEFT from 0.19.1 on misreads its stacks (no field of the config prevents it); else empty."""
-        stacks = [m for m in self.modules.values() if m.is_stack]
-        release = release_of(self.config.version)
-        is_older = release is None or release <= (0, 19, 0)
-        if any(m.is_grouped for m in stacks):
-            return "the columns of B are grouped by expert"
-        squares = [m for m in stacks if m.shape[-1] == m.shape[-2]]
-        return (
-            f"peft_version is {self.config.version or 'not given'}, and a stack is square"
-            if squares and is_older
-            else ""
-        )
 
     @property
     def dtype(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +24,13 @@ from actmat.errors import CheckpointError, StatisticsError, did_you_mean
 from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
-from actmat.foreign import in_brief
+from actmat.experts.lora.stacks import release_of
+from actmat.foreign import in_one_line
 
 POOLING = "add_pooling_layer"
 """Argument of transformers encoders."""
+LONGEST = 200
+"""Characters of a library's message that are repeated in an error of ours."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,23 @@ def _check_for_peft(adapter: Adapter, location: str) -> None:
             f"{location}: expected an adapter of PEFT, which runs on a model, found the layout '{adapter.layout}'. "
             "Image models are merged, but not run. Fix: leave out the inputs"
         )
-    if adapter.unlike_peft:
+    if reason := _unlike_peft(adapter):
         raise StatisticsError(
             f"{location}: PEFT, which loads it into a model, would apply its stacked experts differently than in "
-            f"training: {adapter.unlike_peft}. Fix: merge it into its base and load the model (actmat merge "
+            f"training: {reason}. Fix: merge it into its base and load the model (actmat merge "
             "-b BASE -e ADAPTER -m linear --out MODEL)"
         )
+
+
+def _unlike_peft(adapter: Adapter) -> str:
+    """The reason why PEFT from 0.19.1 on misreads its stacks (no field of the config prevents it); else empty."""
+    stacks = [m for m in adapter.modules.values() if m.is_stack]
+    release = release_of(adapter.config.version)
+    if any(m.is_grouped for m in stacks):
+        return "the columns of B are grouped by expert"
+    if (release is None or release <= (0, 19, 0)) and any(m.shape[-1] == m.shape[-2] for m in stacks):
+        return f"peft_version is {adapter.config.version or 'not given'}, and a stack is square"
+    return ""
 
 
 @contextlib.contextmanager
@@ -310,3 +325,13 @@ def _files(adapter: str | None, checkpoint: str) -> str:
     """Location of tokenizer and image processor."""
     names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
     return adapter if adapter is not None and any((Path(adapter) / n).is_file() for n in names) else checkpoint
+
+
+def in_brief(text: object) -> str:
+    r"""First sentence of a library's message, without its full stop; the rest is advice about that library.
+
+    >>> in_brief("There is no `x`.\nYou can update it with `pip install`.")
+    'There is no `x`'
+    """
+    first = re.split(r"(?<=[.!?:])\s+(?=[A-Z])", in_one_line(text), maxsplit=1)[0].rstrip(".")
+    return first if len(first) <= LONGEST else f"{first[:LONGEST].rsplit(' ', 1)[0]} ..."
