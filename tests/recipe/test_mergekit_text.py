@@ -317,7 +317,7 @@ def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
             "{merge_method: karcher, models: [{model: a}], parameters: {tol: [0, 1]}}",
             "'tol' differs between tensors",
         ),
-        ("{gate_mode: hidden, experts: [{source_model: a}]}", "'base_model' is missing"),
+        ("{gate_mode: hidden, experts: [{source_model: a}]}", "build the mixture with 'mergekit-moe"),
         (
             slices("a 0 2; b 0 2; c 0 2", "a 2 4; b 2 4", method="sce", more="base_model: a"),
             "different numbers of models",
