@@ -50,7 +50,6 @@ OUTPUTS: dict[str, str] = {
     "extras.remote.source": "the folder of a file, a storage of its own",
     "extras.remote.upload": "a storage of its own",
     "extras.serving": "an output",
-    "report.verify": "an output",
     "run.places": "an output",
 }
 """Module outside experts/ and checkpoints/ that opens a place by itself -> what lies there."""

@@ -16,11 +16,12 @@ from tests.helpers.located import open_expert
 from tests.helpers.merging import Family, actmat, hidden
 from tests.helpers.range_server import RangeServer
 
-from actmat.checkpoints import ranges, retry
+from actmat.checkpoints import ranges
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.locate import open_handle as open_expert_handle
+from actmat.extras.remote import retry
 
 THREADS = ("--threads", "2")
 

@@ -16,13 +16,13 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.range_server import RangeServer, range_server
 from torch import Tensor
 
-from actmat.checkpoints import ranges, retry
+from actmat.checkpoints import ranges
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
-from actmat.extras.remote import http
+from actmat.extras.remote import http, retry
 
 TENSORS = {"w.0": torch.arange(300_000.0), "w.1": torch.ones(3, 2), "w.2": torch.zeros(5), "w.3": torch.ones(70_000)}
 

@@ -27,8 +27,8 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.claims import RemoteFile
+from actmat.extras.remote.files import HubOutput
 from actmat.extras.remote.hub import HTTP_ERROR, HubRepository, explained, open_repository
-from actmat.extras.remote.outputs import HubOutput
 from actmat.extras.remote.upload import RemoteStaging
 from actmat.foreign import in_one_line
 
@@ -293,7 +293,8 @@ class _HubStorage(HubStorage):
         found = HUB_ID.fullmatch(url)
         if found is None:
             raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-        return HubOutput(open_repository(found["repo"], found["revision"], streams=True))
+        source = open_repository(found["repo"], found["revision"], streams=True)
+        return HubOutput(source, source.files)
 
     def upload_problems(self, url: str) -> list[str]:
         try:

@@ -31,8 +31,8 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_fil
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors, not_ours_problems
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.claims import RemoteFile
+from actmat.extras.remote.files import RemoteOutput
 from actmat.extras.remote.objects import open_store
-from actmat.extras.remote.outputs import RemoteOutput
 from actmat.extras.remote.retry import retried
 from actmat.extras.remote.source import open_remote
 from actmat.extras.remote.store import MissingFileError, Store, check_url

@@ -21,7 +21,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, ExpertHandle
 from actmat.experts.locate import locate
 from actmat.experts.locate import open_handle as open_expert_handle
-from actmat.extras.stack.composed import models_of
+from actmat.extras.stack.stack import models_of
 
 
 class AdaptedCheckpoint(CheckpointView):

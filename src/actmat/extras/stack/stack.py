@@ -9,14 +9,19 @@ The layers are renumbered from 0. Tensors before the layers (embeddings) come fr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer
-from actmat.checkpoints.resolve import StackHandle
+from actmat.checkpoints.resolve import StackHandle, commit_of
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
+from actmat.checkpoints.view import DelegatingCheckpoint
 from actmat.errors import CheckpointError
-from actmat.extras.stack.composed import ComposedCheckpoint, Origin
+from actmat.experts.base import Expert
 from actmat.extras.stack.layers import Slice, restacked, without_layers
 from actmat.identity.compare import agree
 
@@ -53,18 +58,63 @@ def open_stack(
         return StackedCheckpoint(location, [(opened[p.location], p) for p in parts])
 
 
-class StackedCheckpoint(ComposedCheckpoint):
-    """Layers of open checkpoints; closes them.
+class StackedCheckpoint(DelegatingCheckpoint):
+    """Layers of open checkpoints; closes them. Config, tokenizer and code files are those of the first.
 
     Args:
         location: the stack as given by the user.
         parts: checkpoint and layers of every part.
     """
 
+    is_composed = True
+
     def __init__(self, location: str, parts: Sequence[tuple[Checkpoint, StackPart]]) -> None:
-        self._parts = list(parts)
-        super().__init__(location, parts[0][0], _origins(self._parts))
+        self._parts, self._origins = list(parts), _origins(parts)
+        self._first = parts[0][0]
+        self.location, self.directory = location, self._first.directory
+        self.checkpoints = list(dict.fromkeys([self._first, *(held for held, _ in self._origins.values())]))
+        self.models = models_of(self.checkpoints)
+        self.absent = tuple(dict.fromkeys(n for c in self.checkpoints for n in c.absent))
+        self.specs = MappingProxyType(
+            {
+                name: replace(held.specs[own], name=name, file=f"{held.location}/{held.specs[own].file}")
+                for name, (held, own) in self._origins.items()
+            }
+        )
+        stored = {(id(held), own): name for name, (held, own) in reversed(self._origins.items())}
+        shared = {n: stored.get((id(held), held.aliases.get(own, ""))) for n, (held, own) in self._origins.items()}
+        self.aliases = MappingProxyType({name: target for name, target in shared.items() if target is not None})
         self.notes = (*self.notes, *_notes(self.checkpoints))
+
+    def origin(self, name: str) -> tuple[Checkpoint, str]:
+        """See `DelegatingCheckpoint`."""
+        return self._origins[name]
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Files of all checkpoints."""
+        return tuple(source for c in self.checkpoints for source in c.sources())
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the weight files of all checkpoints."""
+        return tuple(dict.fromkeys(i for c in self.checkpoints for i in c.identity()))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Sum over all checkpoints, because each may read ahead."""
+        return sum(c.buffer_bytes for c in self.checkpoints)
+
+    def side_files(self) -> SideFiles:
+        """Side files of the first checkpoint."""
+        return self._first.side_files()
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of the files of the first checkpoint."""
+        return self._first.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close all checkpoints."""
+        for checkpoint in self.checkpoints:
+            checkpoint.close()
 
     @property
     def n_layers(self) -> int:
@@ -74,7 +124,7 @@ class StackedCheckpoint(ComposedCheckpoint):
     @property
     def config(self) -> Mapping[str, Any] | None:
         """The first part's config with the stack's number of layers, and its entries for each of them."""
-        return None if self._parts[0][0].config is None else restacked(_slices(self._parts))[0]
+        return None if self._first.config is None else restacked(_slices(self._parts))[0]
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
@@ -88,23 +138,32 @@ class StackedCheckpoint(ComposedCheckpoint):
         return CheckpointHandle(self.location, "stack", self.location, view=view)
 
 
+def models_of(sources: Iterable[Checkpoint | Expert]) -> tuple[str, ...]:
+    """Locations of the sources, with commits for the hub; composed sources are expanded."""
+    return tuple(dict.fromkeys(name for source in sources for name in (source.models or (_pinned(source),))))
+
+
+def _pinned(source: Checkpoint | Expert) -> str:
+    return address if commit_of(address := source.handle().address) else source.location
+
+
 def _slices(parts: Sequence[tuple[Checkpoint, StackPart]]) -> list[Slice]:
     return [Slice(c.config or {}, p.start, p.stop) for c, p in parts]
 
 
-def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, Origin]:
+def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, tuple[Checkpoint, str]]:
     """Origin of every tensor of the stack: embeddings, layers, the rest."""
     first, last = parts[0][0], parts[-1][0]
-    out = {n: Origin(first, n) for n in first.specs if is_before_layers(n)}
+    out = {n: (first, n) for n in first.specs if is_before_layers(n)}
     offset = 0
     for checkpoint, part in parts:
         for name in checkpoint.specs:
             found = split_layer(name)
             if found is not None and part.start <= found[1] < part.stop:
-                out[f"{found[0]}{offset + found[1] - part.start}{found[2]}"] = Origin(checkpoint, name)
+                out[f"{found[0]}{offset + found[1] - part.start}{found[2]}"] = checkpoint, name
         offset += part.stop - part.start
     after = [n for n in last.specs if split_layer(n) is None and not is_before_layers(n)]
-    return out | {n: Origin(last, n) for n in after}
+    return out | {n: (last, n) for n in after}
 
 
 def _problems(parts: Sequence[StackPart], opened: Mapping[str, Checkpoint]) -> list[str]:
