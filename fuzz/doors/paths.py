@@ -9,9 +9,9 @@ from pathlib import Path
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import MergeError
 from actmat.experts.locate import locate
+from actmat.extras.collect.outputs import recipe_of_output
 from actmat.recipe import load_recipe
 from actmat.report.manifest import read_manifest
-from actmat.report.outputs import recipe_of_output
 from actmat.statistics.store import open_statistics
 from fuzz.draw import LETTERS, text
 from fuzz.harness import Files, door

@@ -27,12 +27,12 @@ from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers
 from actmat.errors import RecipeError
 from actmat.experts.base import DeltaSource
+from actmat.extras.collect.outputs import recipe_of_output
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
 from actmat.planning import regions as regions_module
 from actmat.planning.model import Item, MethodCall
 from actmat.recipe import make_recipe
-from actmat.report.outputs import recipe_of_output
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 

@@ -17,9 +17,9 @@ from tests.helpers.merging import Family, actmat
 
 from actmat.api.merging import merge
 from actmat.errors import CheckpointError, MergeError
+from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.pages.comparison import compare
 from actmat.report.manifest import manifest_content, read_manifest
-from actmat.report.outputs import recipe_of_output
 from actmat.report.verify import Verification, verify
 
 NAME = "actmat_manifest.json"

@@ -211,7 +211,7 @@ def test_missing_and_misplaced_statistics_are_said(bert: Measured, tmp_path: Pat
 
 def test_a_recipe_names_statistics_relative_to_itself(bert: Measured, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
-        "base: ./base\nmethod: regmean\ngram_mean: sample\nexperts:\n"
+        "base: ./base\nmethod: regmean\nexperts:\n"
         "  - {path: ./expert1, statistics: ./stats-expert1}\n  - {path: ./expert2, statistics: ./stats-expert2}\n"
     )
     out = run_cli(["merge", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out"), "--quiet"])

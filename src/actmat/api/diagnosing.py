@@ -10,11 +10,11 @@ from typing import Any
 from actmat.api.held import MergeInput, hold_inputs
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
 from actmat.errors import StatisticsError
+from actmat.extras.collect.outputs import recipe_of_output
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.report.manifest import read_manifest
-from actmat.report.outputs import recipe_of_output
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 

@@ -132,7 +132,7 @@ def _statistics(task: Task, region: Region, k: int, context: CallContext) -> Map
         key = keys[t]
         if key is None:
             return torch.zeros((width, width), dtype=dtype, device=context.device)
-        return files[t].gram(key, mean=task.plan.recipe.gram_mean, dtype=dtype).to(context.device)
+        return files[t].gram(key, dtype=dtype).to(context.device)
 
     return {"gram": _kept(method, len(files), gram)}
 

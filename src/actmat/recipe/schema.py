@@ -198,10 +198,6 @@ class Recipe(Strict):
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
     )
-    gram_mean: Literal["token", "sample", "sum"] = Field(
-        default="token",
-        description="divisor of an expert's Gram: its tokens, its samples (long inputs count more), or none (sum)",
-    )
     space: Annotated[Literal["full", "core", "factors", "pico"], Flag()] = Field(
         default="full",
         description="space in which adapters are merged: their deltas (full), the core space of their factors "

@@ -1,14 +1,10 @@
-"""A look at a few modules of LoRA adapters: how large their deltas are, and whether their `A` started alike.
-
-Shapes: `I` in_features, `R` rank.
-"""
+"""A look at a few modules of LoRA adapters: how large their deltas are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
 from random import Random
-from statistics import mean, median
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -26,22 +22,13 @@ Cores = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 def mean_size(given: Given) -> float | None:
     """Mean of `||D_t|| / ||W_0||` over modules and adapters; None for other inputs, and where the run will refuse."""
-    sizes = _measured(given, lambda norm, cores: [float(core_RR.norm()) / norm for core_RR, _, _ in cores if norm])
+    sizes = measure_modules(
+        given, lambda norm, cores: [float(core_RR.norm()) / norm for core_RR, _, _ in cores if norm]
+    )
     return mean(sizes) if sizes else None
 
 
-def median_overlap(given: Given) -> float | None:
-    """Median cosine of the principal angles between row spaces of two adapters, 1 if all are the same; else None."""
-
-    def cosines(_: float, cores: Cores) -> list[float]:
-        pairs = combinations([rows_IR for _, _, rows_IR in cores], 2)
-        return [c for one_IR, other_IR in pairs for c in torch.linalg.svdvals(one_IR.mT @ other_IR).tolist()]
-
-    found = _measured(given, cosines)
-    return median(found) if found else None
-
-
-def _measured(given: Given, measure: Callable[[float, Cores], list[float]]) -> list[float]:
+def measure_modules(given: Given, measure: Callable[[float, Cores], list[float]]) -> list[float]:
     """Values of all modules that are read, from the norm of the base's weight and the adapters' factors."""
     if given.base is None or not given.only_adapters or not given.have_factors:
         return []

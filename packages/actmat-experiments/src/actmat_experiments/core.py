@@ -15,7 +15,7 @@ from actmat.layout.types import TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
-from actmat.run.adapters import median_overlap
+from actmat.run.adapters import Cores, measure_modules
 from actmat.run.locate import located
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
@@ -23,6 +23,7 @@ from actmat.statistics import Statistics, open_statistics
 __all__ = [
     "AdamState",
     "Checkpoint",
+    "Cores",
     "MergeMethod",
     "RunSettings",
     "Statistics",
@@ -36,7 +37,7 @@ __all__ = [
     "in_one_line",
     "located",
     "make_recipe",
-    "median_overlap",
+    "measure_modules",
     "one_thread",
     "open_statistics",
     "output_energy",

@@ -31,10 +31,10 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.errors import StatisticsError
 from actmat.experts.locate import locate
+from actmat.extras.collect.outputs import recipe_of_output
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
-from actmat.report.outputs import recipe_of_output
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of
 

@@ -33,13 +33,13 @@ from actmat.extras.collect.data import (
     make_batches,
     prepare_data,
 )
+from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, default_predict, keep_answers
 from actmat.extras.tune.inputs import InputBatch, completed, is_causal, of_similar_lengths, takes_columns
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress, usual_tune_progress
 from actmat.recipe import ExpertRef, Recipe
-from actmat.report.outputs import recipe_of_output
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
