@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors import deserialize
 from safetensors.torch import save
 
 from actmat.checkpoints.header import read_header
@@ -43,8 +44,15 @@ def _header(rng: random.Random) -> Files:
 
 
 def _read_header(files: Files) -> None:
+    """What is read tiles the file, and the reference implementation reads it alike."""
     content = files["header"]
-    read_header(lambda at, n: content[at : at + n], len(content), file="x")
+    header = read_header(lambda at, n: content[at : at + n], len(content), file="x")
+    reached = header.data_start
+    for spec in header.specs.values():
+        assert spec.offset == reached
+        reached += spec.nbytes
+    assert reached == len(content)
+    assert {n: tuple(t["shape"]) for n, t in deserialize(content)} == {n: s.shape for n, s in header.specs.items()}
 
 
 def _opened(folder: Path) -> None:

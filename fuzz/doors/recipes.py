@@ -61,7 +61,10 @@ def _recipe(rng: random.Random) -> Files:
 def _read_recipe(folder: Path) -> str:
     recipe = load_recipe(folder / "recipe.yaml")
     chooser = Chooser(recipe)
-    return recipe_yaml(recipe) + str(MergeError("The recipe is not valid.", chooser.problems or ["none"]))
+    printed = recipe_yaml(recipe)
+    again = make_recipe(yaml.safe_load(printed))
+    assert again.labels == recipe.labels
+    return printed + str(MergeError("The recipe is not valid.", chooser.problems or ["none"]))
 
 
 @cache

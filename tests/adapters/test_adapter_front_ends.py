@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
-from tests.helpers.merging import actmat as command
 
 import actmat
-from actmat.errors import MergeError, RecipeError
+from actmat.errors import RecipeError
 from actmat.report.verify import verify
 
 
@@ -46,25 +44,3 @@ def test_no_experts_are_refused(tmp_path: Path) -> None:
             function()
     with pytest.raises(RecipeError, match="expert"):
         actmat.merge(out=tmp_path / "out")
-
-
-@pytest.mark.parametrize("with_base", [True, False], ids=["model", "adapter"])
-@pytest.mark.parametrize("do", ["plan", "merge", "diagnose"])
-def test_no_device_of_that_name(do: str, with_base: bool, pair: list[Path], tmp_path: Path) -> None:
-    tiny("llama").save_pretrained(tmp_path / "base")
-    out: dict[str, Any] = {"out": tmp_path / "out"} if do == "merge" else {}
-    base = tmp_path / "base" if with_base else None
-    with pytest.raises(MergeError, match=r"device is 'cpu', .*; got 'nonsense': there is no kind"):
-        getattr(actmat, do)(base, pair, device="nonsense", **out)
-    flags = [*(["--base", str(base)] if base else []), *(x for e in pair for x in ("-e", str(e)))]
-    found = command([do, *flags, *(f"--{k}={v}" for k, v in out.items()), "--device", "nonsense"])
-    assert found.code == 1
-    assert "got 'nonsense'" in " ".join(found.err.split())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a1", "a2", "base"]
-
-
-def test_a_device_is_told_with_the_other_problems(pair: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(MergeError) as error:
-        actmat.merge(experts=pair, out=tmp_path / "out", device="nonsense", method="tise")
-    assert "nonsense" in str(error.value)
-    assert "tise" in str(error.value)

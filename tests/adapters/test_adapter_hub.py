@@ -80,16 +80,6 @@ def test_a_revision_is_a_branch_or_a_commit(hub: HubStandIn, tmp_path: Path) -> 
         open_adapter("org/a@nowhere")
 
 
-def test_adapters_on_the_hub_merge_into_a_local_model(hub: HubStandIn, tmp_path: Path) -> None:
-    publish(hub, tmp_path / "repo", "org/a", 1)
-    tiny("llama").save_pretrained(tmp_path / "base")
-    for expert in ("org/a", tmp_path / "repo"):
-        out = tmp_path / f"from-{Path(expert).name}"
-        actmat.merge(tmp_path / "base", [expert], out=out, method="average", durable=False, threads=1)
-    files = [(tmp_path / f"from-{n}" / "model.safetensors").read_bytes() for n in ("a", "repo")]
-    assert files[0] == files[1]
-
-
 def test_a_repository_of_a_full_model_is_no_adapter(hub: HubStandIn, tmp_path: Path) -> None:
     publish(hub, tmp_path / "repo", "org/a", 1)
     shutil.copytree(tmp_path / "repo", tmp_path / "both")

@@ -1,6 +1,5 @@
 """Torch files: code in them never runs, what wraps a state dict is peeled, and shared storage is known."""
 
-import io
 import json
 import os
 import pickle
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
@@ -151,35 +148,6 @@ def test_a_file_that_changes_while_open_is_refused(tmp_path: Path) -> None:
         os.utime(path, ns=(1, 1))
         with pytest.raises(CheckpointError, match=r"'a' in m\.pt: the file changed"):
             checkpoint.read("a")
-
-
-def _saved(as_zip: bool) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"a": torch.arange(20.0), "b": torch.ones(3)}, buffer, _use_new_zipfile_serialization=as_zip)
-    return buffer.getvalue()
-
-
-SAVED = {as_zip: _saved(as_zip) for as_zip in (True, False)}
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(as_zip=st.booleans(), data=st.data())
-def test_damaged_files_raise_the_one_error_or_read(tmp_path: Path, as_zip: bool, data: st.DataObject) -> None:
-    content = bytearray(SAVED[as_zip])
-    if data.draw(st.booleans(), label="cut"):
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    else:
-        for _ in range(data.draw(st.integers(1, 4))):
-            content[data.draw(st.integers(0, min(len(content), 700) - 1))] = data.draw(st.integers(0, 255))
-    path = tmp_path / "m.pt"
-    path.unlink(missing_ok=True)
-    path.write_bytes(content)
-    try:
-        with open_checkpoint(path) as checkpoint:
-            for name in checkpoint.specs:
-                checkpoint.read(name)
-    except CheckpointError:
-        pass
 
 
 def test_a_zip_that_is_no_torch_file_and_a_text_file(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.merging import CONFIG, EMBEDDING, NORM, Q0, UP0, Family, Outcome, actmat, hidden, save_checkpoint
+from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, Outcome, actmat, hidden, save_checkpoint
 
-Edit = Callable[[Family], list[str]]
 """Spoils a family and returns the flags to add."""
 
 
@@ -146,13 +145,6 @@ def test_tensors_that_do_not_fit_are_all_named(family: Family) -> None:
     assert outcome.err.count("another vocabulary") == 1
 
 
-def test_fp8_weights_are_named(family: Family) -> None:
-    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
-    (family.base / "config.json").write_text(json.dumps(config))
-    family.change(family.base, lambda t: t.update({Q0: torch.zeros(8, 8, dtype=torch.float8_e4m3fn)}))
-    refused(family, says=("base: config.json declares quantized weights (fp8)", "float8_e4m3fn"))
-
-
 def spoil(family: Family) -> None:
     for folder, value in zip(family.experts, (torch.nan, torch.inf), strict=True):
         for name, row in ((Q0, 1), (NORM, 2)):
@@ -211,18 +203,6 @@ def test_cuda_without_cuda(family: Family) -> None:
     refused(family, "--device", "cuda", says=("torch sees no CUDA device", "--device cpu"))
 
 
-def test_misspelt_fields_of_a_recipe_are_told_with_their_lines(family: Family) -> None:
-    recipe = family.root / "recipe.yaml"
-    recipe.write_text(
-        "base: ./base\nexperts: [./expert0, ./expert1]\nmetod: ties\nrules:\n  - match: '*.mlp.*'\n    sacle: 2\n"
-    )
-    outcome = actmat(["merge", str(recipe), "--out", str(family.out), "--quiet"])
-    assert outcome.code == 1
-    assert f"{recipe}:3: metod: there is no field 'metod'. Did you mean 'method'?" in outcome.err
-    assert f"{recipe}:6: rules.0.sacle: there is no field 'sacle'. Did you mean 'scale'?" in outcome.err
-    assert not family.out.exists()
-
-
 def test_an_output_that_is_not_empty(family: Family) -> None:
     family.out.mkdir()
     (family.out / "mine.txt").write_text("precious")
@@ -262,13 +242,4 @@ def test_an_output_that_is_the_working_directory(family: Family, monkeypatch: py
     monkeypatch.chdir(family.out)
     assert actmat(family.argv("--out", ".")).code == 0
     assert weights(family.out).is_file()
-    assert hidden(family.root) == []
-
-
-def test_a_float16_overflow_is_a_failure_while_running(family: Family) -> None:
-    family.change(family.experts[0], lambda t: t[Q0].fill_(3e5))
-    outcome = actmat(family.argv("--method", "task_arithmetic", "--dtype", "float16"))
-    assert outcome.code == 3, outcome
-    assert f"'{Q0}' has values beyond float16's range (65504)" in outcome.err
-    assert not family.out.exists()
     assert hidden(family.root) == []

@@ -61,16 +61,6 @@ def test_libraries_are_repeated_in_one_sentence(models: Path, tmp_path: Path) ->
     assert "pass another class (--model-class)" in " ".join(done.err.split())
 
 
-def test_a_merge_of_adapters_says_how_to_measure_it(models: Path, tmp_path: Path) -> None:
-    """Norms are left to the report: they do not say whether a merge is good."""
-    inputs = ["-e", str(models / "adapters" / "math"), "-e", str(models / "adapters" / "code")]
-    planned = " ".join(actmat(["plan", *inputs]).out.split())
-    assert "at the length of the plain sum" not in planned
-    merged = " ".join(actmat(["merge", *inputs, "--out", str(tmp_path / "out")]).out.split())
-    assert merged.count("add --data NAME=INPUTS") == 1
-    assert "norm of" not in merged
-
-
 def test_several_experts_after_one_flag_are_explained(models: Path) -> None:
     experts = [str(models / "experts" / name) for name in ("math", "code")]
     done = actmat(["plan", "-b", str(models / "base"), "-e", *experts, str(models / "base")])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tests.helpers.models import naive_actmat
 from tests.tolerances import BF16_ROUNDING, F64_ORACLE, relative_error
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -238,19 +237,6 @@ def base_for(method: MergeMethod) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("method", DATA_FREE, ids=lambda m: m.name)
-def test_every_data_free_rule(method: MergeMethod) -> None:
-    deltas = experts_for(method)
-    before = [d.clone() for d in deltas]
-    out = actmat.merge_matrices(method.name, deltas, base=base_for(method))
-    assert out.shape == deltas[0].shape
-    assert out.dtype == torch.float64
-    assert torch.isfinite(out).all()
-    assert out.any()
-    assert all(torch.equal(d, b) for d, b in zip(deltas, before, strict=True)), "inputs are left alone"
-    assert torch.equal(out, actmat.merge_matrices(method.name, deltas, base=base_for(method)))
-
-
-@pytest.mark.parametrize("method", DATA_FREE, ids=lambda m: m.name)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(kind: torch.dtype, method: MergeMethod) -> None:
     deltas = [d.to(kind) for d in experts_for(method)]
@@ -262,31 +248,6 @@ def test_half_precision_is_computed_in_float32(kind: torch.dtype, method: MergeM
     assert out.dtype == kind
     assert torch.equal(out, wide.to(kind))
     assert relative_error(out, wide) < BF16_ROUNDING
-
-
-def surveys(method: MergeMethod) -> bool:
-    """Whether the rule, as it comes, has thresholds over the whole model: here, over the whole batch."""
-    return method.survey is not None and method.survey.applies(method.resolve_options({}))
-
-
-@pytest.mark.parametrize(
-    "method", [m for m in DATA_FREE if m.acts_on == "matrix" and not surveys(m)], ids=lambda m: m.name
-)
-def test_batch_axes_are_matrices_apart(method: MergeMethod) -> None:
-    stacks = [torch.stack([d, 2 * d.flip(0)]).reshape(2, 1, 9, 7) for d in experts_for(method)]
-    base = base_for(method)
-    bases = None if base is None else torch.stack([base, base.flip(0)]).reshape(2, 1, 9, 7)
-    out = actmat.merge_matrices(method.name, stacks, base=bases)
-    for k in range(2):
-        one = actmat.merge_matrices(method.name, [s[k, 0] for s in stacks], base=None if bases is None else bases[k, 0])
-        assert relative_error(out[k, 0], one) < F64_ORACLE
-
-
-def test_actmat_is_the_formula() -> None:
-    out = actmat.merge_matrices("actmat", DELTAS)
-    assert relative_error(out, naive_actmat(DELTAS)) < F64_ORACLE
-    cut = actmat.merge_matrices("actmat", DELTAS, rtol=0.3)
-    assert relative_error(cut, out) > 0.01
 
 
 def test_weights_are_taken_where_the_rule_takes_them() -> None:
@@ -341,13 +302,11 @@ def test_errors_say_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("method", [m for m in DATA_FREE if not m.needs_base], ids=lambda m: m.name)
-@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
-def test_a_base_that_is_not_read_changes_nothing(kind: torch.dtype, method: MergeMethod) -> None:
+def test_a_base_that_is_not_read_changes_nothing(method: MergeMethod) -> None:
     """A loop over methods passes the base to all of them."""
-    deltas = [d.to(kind) for d in experts_for(method)]
-    assert torch.equal(
-        actmat.merge_matrices(method.name, deltas, base=BASE.to(kind)), actmat.merge_matrices(method.name, deltas)
-    )
+    deltas = experts_for(method)
+    given = actmat.merge_matrices(method.name, deltas, base=BASE)
+    assert torch.equal(given, actmat.merge_matrices(method.name, deltas))
 
 
 def test_a_missing_base_is_named() -> None:

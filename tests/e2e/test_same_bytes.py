@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,6 @@ from actmat.settings import RunSettings
 # The bytes of an output depend only on recipe and inputs: not on threads, other variants, order or hash seeds.
 
 
-START = "from actmat.cli.main import main; main()"
 LARGE = "model.layers.0.mlp.down_proj.weight"
 CONFIG = {"model_type": "phi3", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 Family = tuple[dict[str, Tensor], list[dict[str, Tensor]]]
@@ -174,22 +170,6 @@ def test_shards_of_the_experts(family: Family, tmp_path: Path) -> None:
         report = actmat.merge(folder / "base.safetensors", places, out=folder / "out", durable=False)
         contents.add(report.manifest["output"]["content"])
     assert len(contents) == 1
-
-
-@pytest.mark.slow
-def test_hash_seed_and_process(family: Family, tmp_path: Path) -> None:
-    start, experts = family
-    first = merge_tensors(start, experts, tmp_path, method="actmat")
-    places = [f"--expert={tmp_path / f'expert{i}.safetensors'}" for i in range(3)]
-    files = set()
-    for seed in ("1", "77"):
-        command = [sys.executable, "-c", START, "merge", "--base", tmp_path / "base.safetensors", *places]
-        root = Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root / "src")}
-        out = tmp_path / f"seed{seed}"
-        subprocess.run([*command, "--method", "actmat", "--out", out, "--quiet"], env=environment, check=True)
-        files.add((out / "model.safetensors").read_bytes())
-    assert files == {(first.out / "model.safetensors").read_bytes()}
 
 
 def test_a_second_run_gives_the_same_manifest(family: Family, tmp_path: Path) -> None:

@@ -51,13 +51,6 @@ def flip_last_bit(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-def test_a_flipped_bit_of_the_output(project: Path) -> None:
-    flip_last_bit(project / "out" / "model.safetensors")
-    (problem,) = actmat.verify(project / "out").problems
-    assert "the output" in problem
-    assert "has changed" in problem
-
-
 @pytest.mark.parametrize("name", ["base", "expert2"])
 def test_a_flipped_bit_of_an_input(name: str, project: Path) -> None:
     flip_last_bit(project / name / "model.safetensors")
@@ -110,15 +103,6 @@ def test_the_card_of_a_local_merge(project: Path) -> None:
     assert f"{counts['merge']} merged with `{method}`, {counts['average']} averaged" in body
     recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
     assert [e["path"] for e in recipe["experts"]] == [str(project / "expert1"), str(project / "expert2")]
-
-
-def test_files_from_an_expert(family: Path, tmp_path: Path) -> None:
-    report = actmat.merge(
-        family / "base", [family / "expert1"], out=tmp_path / "out", durable=False, files_from="expert1"
-    )
-    assert json.loads((report.out / "tokenizer.json").read_text()) == {"of": "expert1"}
-    plain = actmat.merge(family / "base", [family / "expert1"], out=tmp_path / "plain", durable=False)
-    assert not (plain.out / "tokenizer.json").exists()
 
 
 def test_a_merge_of_hub_ids(hub: HubStandIn, family: Path, tmp_path: Path) -> None:
@@ -219,27 +203,3 @@ def test_several_methods_and_values_give_an_output_each(family: Path, tmp_path: 
     actmat_command("merge", *inputs(family), "-m", "actmat", "-o", "rtol=1e-2", "--out", tmp_path / "one", "--quiet")
     assert same(tmp_path / "all" / "actmat,rtol=0.01", tmp_path / "one")
     assert not same(tmp_path / "all" / "actmat,rtol=0.01", tmp_path / "all" / "average")
-
-
-def test_plan_reads_and_writes_nothing(family: Path, tmp_path: Path) -> None:
-    before = sorted(family.rglob("*"))
-    plan = json.loads(actmat_command("plan", *inputs(family), "--json", "--full"))
-    assert sorted(family.rglob("*")) == before
-    report = actmat.merge(
-        family / "base", [family / "expert1", family / "expert2"], out=tmp_path / "out", durable=False
-    )
-    rows = {r["name"]: r["reason"] for r in report.manifest["tensors"]}
-    assert {t["name"]: t["reason"] for t in plan["items"]} == rows
-    assert plan["totals"]["write_bytes"] == sum(f.stat().st_size for f in report.out.glob("*.safetensors"))
-    assert plan["totals"]["read_bytes"] == sum(
-        t.nbytes for place in ("base", "expert1", "expert2") for t in stored(family / place).values()
-    )
-
-
-def test_all_problems_at_once_and_nothing_written(family: Path, tmp_path: Path) -> None:
-    flags = ["-m", "ties", "-o", "densitty=0.3", "--keep", "no.such.*"]
-    said = actmat_command("merge", *inputs(family), *flags, "--out", tmp_path / "out", code=1)
-    assert "densitty" in said
-    assert "density" in said
-    assert "no.such.*" in said
-    assert not list(tmp_path.iterdir())

@@ -195,13 +195,6 @@ def small_request_of(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module")
-def small_finished(small_request_of):
-    request = small_request_of()
-    small.run(request)
-    return request
-
-
 def small_prepared(request, regime="full"):
     return next(v for v in small.experiments(request, Watch()) if v.regime == regime)
 
@@ -211,7 +204,7 @@ def paths(made):
 
 
 @pytest.mark.slow
-def test_a_scale_is_chosen_on_what_the_engine_would_write(small_finished, small_request_of, tmp_path):
+def test_a_scale_is_chosen_on_what_the_engine_would_write(small_request_of, tmp_path):
     row = Candidate("actmat", "actmat")
     for regime in ("full", "lora"):
         vision = small_prepared(small_request_of(), regime)
@@ -249,16 +242,6 @@ def test_rows_are_the_methods_and_variants_that_can_run():
     for name in ("regmean", "regmean_packed"):
         with pytest.raises(RecipeError, match=f"'{name}' needs statistics"):
             candidates([name], "full", 4)
-
-
-@pytest.mark.slow
-def test_the_table_shows_all_rows(small_finished):
-    console = Console(width=80)
-    with console.capture() as capture:
-        show(TableRequest("vision-small", small_finished.cache, console=console))
-    text = capture.get()
-    assert max(map(len, text.splitlines()[:40])) <= 80
-    assert all(word in text for word in ("majority", "regmean", "knots_tsv", "full fine-tuning", "LoRA", "±"))
 
 
 def test_without_data_or_with_a_model_it_says_what_to_give(small_request_of):

@@ -18,15 +18,6 @@ def test_naive_mean(weights: list[float] | None) -> None:
     assert relative_error(merge(deltas, weights=weights).value, expected) < F64_IDENTITY
 
 
-@pytest.mark.parametrize("weights", [None, [0.5, -1.0, 2.5]])
-def test_factored_equals_dense(weights: list[float] | None) -> None:
-    deltas = random_lowrank(3, 9, 7, rank=2)
-    factored = merge_lowrank(deltas, weights=weights).value
-    assert factored.rank == 6
-    dense = merge([d.dense() for d in deltas], weights=weights).value
-    assert relative_error(factored.dense(), dense) < F64_IDENTITY
-
-
 def test_weights_that_cancel_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"a sum other than 0, got \[1.0, -1.0\]"):
         merge([torch.ones(2), torch.ones(2)], weights=[1.0, -1.0])

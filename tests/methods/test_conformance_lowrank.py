@@ -90,6 +90,8 @@ def test_factored_equals_dense(method: MergeMethod, shape: tuple[int, ...], rank
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "average": [{"weights": [0.5, -1.0, 2.5]}],
+    "task_arithmetic": [{"scaling": 0.3, "weights": [0.5, 2.0, 1.0]}],
     "cart": [{}, {"rank": 0.3, "scaling": 2.3}, {"rank": 0.16, "rounding": "up"}],
     "dc_merge": [{"density": 0.1}, {"k": 3, "smoothing": "linear", "density": 0.2}],
     "iso_c": [{}, {"mean": "rank"}, {"weights": [1.0, -2.0, 0.5]}],

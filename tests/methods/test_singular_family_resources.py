@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.experts import OnePass
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
@@ -40,9 +39,3 @@ def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod, op
     declared = method.cost.workspace(shape, 4, method.resolve_options(options))
     assert peak <= declared
     assert declared <= 6 * peak
-
-
-@pytest.mark.parametrize(("method", "options"), [c for c in CASES if c[0].access.one_pass])
-def test_one_pass_rules_read_every_delta_once(method: MergeMethod, options):
-    deltas = random_deltas(3, 9, 12)
-    assert torch.equal(method.merge(OnePass(deltas), **options).value, method.merge(deltas, **options).value)

@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.helpers.masking import call
-from tests.helpers.spectra import random_deltas, seeded
+from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.lowrank import LowRank
-from actmat.methods.task_arithmetic import TASK_ARITHMETIC, merge_lowrank
+from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, -1.0, 2.0]])
@@ -23,24 +22,3 @@ def test_naive_sum(weights: list[float] | None) -> None:
 def test_scaling_is_lambda() -> None:
     deltas = random_deltas(2, 6)
     assert torch.equal(call(TASK_ARITHMETIC, deltas, scaling=1.0), deltas[0] + deltas[1])
-
-
-def test_lowrank_equals_dense() -> None:
-    g = seeded(0)
-    factors = [
-        LowRank(
-            torch.randn(7, r, generator=g, dtype=torch.float64), torch.randn(r, 9, generator=g, dtype=torch.float64)
-        )
-        for r in (2, 3)
-    ]
-    merged = merge_lowrank(factors, weights=[0.5, 2.0], scaling=0.3).value
-    dense = call(TASK_ARITHMETIC, [f.dense() for f in factors], weights=[0.5, 2.0], scaling=0.3)
-    assert merged.rank == 5
-    assert relative_error(merged.dense(), dense) < 1e-15
-
-
-def test_inputs_are_left_as_they_are() -> None:
-    deltas = random_deltas(2, 6)
-    copies = [d.clone() for d in deltas]
-    call(TASK_ARITHMETIC, deltas)
-    assert all(torch.equal(d, c) for d, c in zip(deltas, copies, strict=True))

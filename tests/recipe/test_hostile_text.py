@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import RecipeError
-from actmat.recipe import Recipe, load_recipe, parse_option
-from actmat.recipe.load import MAX_BYTES, recipe_yaml
+from actmat.recipe import load_recipe, parse_option
+from actmat.recipe.load import MAX_BYTES
 from actmat.recipe.text import MAX_DEPTH
 
 MINIMAL = "base: org/base\nexperts: [org/one, org/two]\n"
@@ -117,59 +113,3 @@ def test_sizes_that_no_machine_has(text: str | int) -> None:
     with pytest.raises(RecipeError, match="A size looks like") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 150
-
-
-FIELDS = sorted(Recipe.model_fields)
-SIGNS = st.text(
-    "[]{}&*!|>%@`'\"#-?:,=<~. \n\t\\019aexnul_+\x00\x1b\u202e\ud800\N{GREEK SMALL LETTER ALPHA}", max_size=12
-)
-TAGS = st.sampled_from(["int", "bool", "float", "null", "str", "timestamp", "binary", "set", "omap", "seq", "map", "x"])
-TAGGED = st.builds(lambda tag, text: f"!!{tag} {text}", TAGS, SIGNS)
-LONG = st.builds(
-    lambda sign, n: sign * n, st.sampled_from(["9", "[", "{a: ", "- ", "1:", "0x", "&a ", "? "]), st.integers(1, 6000)
-)
-VALUES = st.one_of(SIGNS, TAGGED, LONG, st.text(max_size=30), st.sampled_from(sorted(REFUSED.values())))
-LINES = st.one_of(
-    st.builds("{}: {}".format, st.sampled_from(FIELDS), VALUES),
-    st.builds("{}: [{}, {}]".format, st.sampled_from(FIELDS), VALUES, VALUES),
-    st.builds("{}: {{{}: {}}}".format, st.sampled_from(FIELDS), VALUES, VALUES),
-    VALUES,
-)
-
-
-def outcome(function: Callable[[], Any], *, most: int) -> Any:
-    """The result, or None where the text is refused in at most `most` characters; both in bounded time."""
-    started = time.perf_counter()
-    try:
-        result = function()
-    except RecipeError as error:
-        result, said = None, str(error)
-    else:
-        said = ""
-    assert len(said) <= most
-    assert time.perf_counter() - started < SECONDS
-    return result
-
-
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(LINES, min_size=1, max_size=6), st.booleans())
-def test_any_text_is_a_recipe_or_a_recipe_error(tmp_path: Path, lines: list[str], complete: bool) -> None:
-    path, again = tmp_path / "recipe.yaml", tmp_path / "again.yaml"
-    path.write_bytes(((MINIMAL if complete else "") + "\n".join(lines)).encode("utf-8", "surrogatepass"))
-    recipe = outcome(lambda: load_recipe(path), most=100_000)
-    if recipe is not None:
-        again.write_text(recipe_yaml(recipe), encoding="utf-8")
-        assert load_recipe(again).labels == recipe.labels
-
-
-@settings(max_examples=500)
-@given(st.one_of(VALUES, st.builds("x={}".format, VALUES), st.builds("x=[{}".format, VALUES)))
-def test_any_option_is_read_or_refused(text: str) -> None:
-    read = outcome(lambda: parse_option(text), most=1000)
-    assert read is None or (read[0] and read[1])
-
-
-@given(st.one_of(SIGNS, LONG, st.from_regex(r"\s*\d+(\.\d+)?\s*[kMGTi]*B?", fullmatch=True)))
-def test_any_size_is_positive_or_refused(text: str) -> None:
-    size = outcome(lambda: parse_size(text), most=500)
-    assert size is None or 0 < size < 2**63

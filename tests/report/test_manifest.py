@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz.draw import mutated_json
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import Family, actmat
 
@@ -171,44 +171,6 @@ def test_what_is_not_checked_is_printed(out: Path) -> None:
     assert "not checked: inputs base, expert0, expert1: not requested" in done.out.replace("\n", " ")
 
 
-HUGE: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, float("nan"), "", "x" * 10**5, "\ud800", "\0", "../..", [], {})
-
-
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in rows:
-        yield (*path, key)
-        yield from _paths(inner, (*path, key))
-
-
-def mutate(manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A copy with one to three fields deleted, of another type, nested, repeated or huge."""
-    changed = copy.deepcopy(manifest)
-    for _ in range(rng.randint(1, 3)):
-        paths = list(_paths(changed))
-        # by depth first: most fields are deep in the rows of tensors
-        depth = rng.choice(sorted({len(p) for p in paths}))
-        *parents, key = rng.choice([p for p in paths if len(p) == depth])
-        holder: Any = changed
-        for step in parents:
-            holder = holder[step]
-        how = rng.choice(["delete", "retype", "nest", "swap", "repeat"])
-        if how == "delete":
-            del holder[key]
-        elif how == "retype":
-            holder[key] = rng.choice(HUGE)
-        elif how == "nest":
-            for _ in range(rng.choice([1, 250])):
-                holder[key] = [holder[key]] if rng.random() < 0.5 else {"x": holder[key]}
-        elif how == "swap":
-            *_, other = rng.choice(paths)
-            if isinstance(holder, dict):
-                holder[str(other)] = holder.pop(key)
-        elif isinstance(holder, list):
-            holder += [copy.deepcopy(holder[key])] * rng.choice([1, 50])
-    return changed
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_manifests_give_a_verdict_or_an_error_of_ours(merged: dict[str, Path], kind: str, seed: int) -> None:
@@ -218,7 +180,7 @@ def test_mutated_manifests_give_a_verdict_or_an_error_of_ours(merged: dict[str, 
     rng = random.Random(seed)
     errors = verdicts = 0
     for _ in range(50):
-        changed = mutate(original, rng)
+        changed = mutated_json(rng, original)
         if rng.random() < 0.5:  # an adversary makes the hash fit
             with contextlib.suppress(CheckpointError):
                 changed["content"] = manifest_content(changed)
