@@ -116,16 +116,6 @@ def test_weight_form_of_a_stack_of_experts_that_did_not_move():
     assert (found.stats["rank"], found.stats["rank_max"]) == (0, 6)
 
 
-def test_both_forms_share_one_accumulation():
-    base, deltas = random_deltas(1, 10, 24, seed=5)[0], factored(3)
-    keys = {ACTMAT.stages.key(ACTMAT.resolve_options({"form": form})) for form in ("delta", "weight")}
-    assert len(keys) == 1
-    state = ACTMAT.stages.prepare(deltas, **ACTMAT.resolve_options({}))
-    for form in ("delta", "weight"):
-        staged = ACTMAT.stages.finish(state, base=base, form=form).value
-        assert torch.equal(staged, merge(deltas, base=base, form=form).value)
-
-
 def test_weight_form_is_refused_where_it_has_no_meaning():
     pair = LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))
     with pytest.raises(ValueError, match="form='weight'"):

@@ -26,11 +26,6 @@ def naive(base: Tensor, deltas: list[Tensor], fishers: list[Tensor]) -> Tensor:
     return out
 
 
-def test_ratio_of_weights(experts: Experts) -> None:
-    out = merge(experts.deltas, statistics=experts.statistics, floor=0.0).value
-    assert relative_error(out, naive(experts.base, experts.deltas, experts.statistics["fisher"])) < 1e-12
-
-
 def test_relative_floor(experts: Experts) -> None:
     floored = [f + 0.1 * f.mean() for f in experts.statistics["fisher"]]
     out = merge(experts.deltas, statistics=experts.statistics, floor=0.1).value

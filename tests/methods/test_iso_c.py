@@ -15,13 +15,6 @@ def naive(deltas):
     return s.mean() * u @ vh
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (12, 30), (30, 12), (1, 7)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-def test_equals_the_paper(shape, dtype, bound):
-    deltas = random_deltas(3, *shape, dtype=dtype)
-    assert relative_error(merge(deltas).value, naive(deltas)) < bound
-
-
 @pytest.mark.parametrize("condition", [1e3, 1e6])
 @pytest.mark.parametrize("shape", [(20, 50), (30, 30)])
 def test_steep_spectra_keep_all_directions(condition, shape):

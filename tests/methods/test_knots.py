@@ -10,8 +10,6 @@ from tests.tolerances import relative_error
 from actmat.extras.research import iso_c, tsv
 from actmat.extras.research.knots import KNOTS, merge
 
-SPECTRAL = ("task_arithmetic", "tsv", "iso_c")
-
 
 def concatenated(deltas, atol=1e-5):
     """`U`, `s` and the slices `V_t^T` of the SVD of the concatenation, singular values above `atol`."""
@@ -131,15 +129,6 @@ def test_dare_keeps_the_expected_fraction_and_is_unbiased():
     many = torch.stack([merge(deltas, rule="dare", density=0.5, generator=seeded(seed)).value for seed in range(300)])
     deviation = float((many.mean(0) - u @ total).norm() / many.std(0).norm()) * 300**0.5
     assert 0.8 < deviation < 1.2
-
-
-def test_dare_is_a_function_of_the_generator():
-    deltas = random_deltas(2, 6, 9)
-    one, same, other = (merge(deltas, rule="dare", generator=seeded(s)).value for s in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    with pytest.raises(ValueError, match="generator"):
-        merge(deltas, rule="dare")
 
 
 def test_a_zero_expert_leaves_ties_as_it_is():

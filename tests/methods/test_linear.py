@@ -10,18 +10,6 @@ from actmat.errors import RecipeError
 from actmat.methods.linear import LINEAR
 
 
-@pytest.mark.parametrize("weights", [None, [0.5, 0.3, 0.4]])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_equals_the_weighted_sum_of_weights(weights: list[float] | None, normalize: bool) -> None:
-    """The rule is defined on weights `W_t`; the delta form must give the same merged weights."""
-    base, *deltas = random_deltas(4, 4, 5)
-    share = weights or [1.0, 1.0, 1.0]
-    summed = sum(w * (base + d) for w, d in zip(share, deltas, strict=True))
-    expected = summed / sum(share) if normalize else summed
-    found = base + call(LINEAR, deltas, weights=weights, base=base, normalize=normalize)
-    assert relative_error(found, expected) < 1e-15
-
-
 def test_the_mean_needs_no_base() -> None:
     deltas = random_deltas(2, 6)
     assert relative_error(call(LINEAR, deltas), (deltas[0] + deltas[1]) / 2) < 1e-15

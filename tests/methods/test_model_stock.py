@@ -22,14 +22,6 @@ def naive(base: Tensor, experts: list[Tensor]) -> Tensor:
     return t * sum(experts[1:], experts[0]) / count + (1 - t) * base - base
 
 
-@pytest.mark.parametrize("n_experts", [2, 3, 5])
-def test_one_angle_per_tensor(n_experts: int) -> None:
-    experts = correlated(n_experts, (6, 7))
-    flat = [(experts.base + d).flatten() for d in experts.deltas]
-    expected = naive(experts.base.flatten(), flat).reshape(6, 7)
-    assert relative_error(merge(experts.deltas).value, expected) < 1e-12
-
-
 @pytest.mark.parametrize("shape", [(6, 7), (2, 3, 5), (5000, 9), (3, 20000)])
 def test_one_angle_per_filter(shape: tuple[int, ...]) -> None:
     experts = correlated(3, shape)

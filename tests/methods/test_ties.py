@@ -52,16 +52,6 @@ def survey(model: dict[str, list[Tensor]], order: Sequence[str], workers: int = 
     return found
 
 
-@pytest.mark.parametrize("variant", list(ZERO_SIGN))
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("make", [awkward_deltas, random_deltas])
-@pytest.mark.parametrize("density", [0.1, 0.35, 0.999])
-def test_naive_transcription(variant: str, reduce: str, make: Any, density: float) -> None:
-    deltas = make(4, 9, 7)
-    expected = naive_ties(deltas, [1.0] * 4, [density] * 4, variant, reduce)
-    assert relative_error(call(TIES, deltas, density=density, variant=variant, reduce=reduce), expected) < 1e-14
-
-
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_weights_and_densities_per_expert(reduce: str) -> None:
     deltas, weights, densities = random_deltas(3, 11, 5), [0.5, 0.3, 0.4], [0.2, 0.4, 0.3]
@@ -109,12 +99,6 @@ def test_global_trim_equals_ties_of_the_concatenated_model(dtype: torch.dtype, m
     assert relative_error(torch.cat(merged), expected) < (1e-6 if dtype is torch.float32 else 1e-14)
     per_tensor = [call(TIES, model[n], density=0.3, reduce=reduce).reshape(-1) for n in shapes]
     assert relative_error(torch.cat(per_tensor), expected) > 0.05
-
-
-def test_the_survey_does_not_depend_on_order_or_workers() -> None:
-    model = {str(i): awkward_deltas(3, 5 + i, 4, seed=i) for i in range(12)}
-    names = list(model)
-    assert survey(model, names) == survey(model, names[::-1], workers=4)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0, [0.0, 1.0, 0.5]])

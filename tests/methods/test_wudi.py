@@ -80,17 +80,3 @@ def test_adam_on_a_batch_and_a_zero_delta():
     for item in range(2):
         alone = [d[item] for d in deltas if bool(d[item].any())]
         assert relative_error(found[item], merge(alone, optimizer="adam", steps=10).value) < 1e-12
-
-
-def test_adam_variants_share_one_accumulation():
-    deltas = small(3, 6, 5)
-    options = WUDI.resolve_options({"optimizer": "adam"})
-    state = WUDI.stages.prepare(deltas, **options)
-    for steps in (5, 50):
-        staged = WUDI.stages.finish(state, **{**options, "steps": steps}).value
-        assert torch.equal(staged, merge(deltas, optimizer="adam", steps=steps).value)
-
-
-def test_adam_workspace_counts_its_moments():
-    options = WUDI.resolve_options({"optimizer": "adam"})
-    assert WUDI.cost.workspace((64, 64), 3, options) >= 8 * 64 * 64
