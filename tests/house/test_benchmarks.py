@@ -7,10 +7,7 @@ import math
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -28,6 +25,7 @@ from benchmarks.make_llama import Size, make_family
 from benchmarks.table import result
 from benchmarks.tools import inputs
 from safetensors.torch import load_file, save_file
+from tests.helpers.range_server import range_server
 from tests.helpers.repository import ROOT
 from tests.tolerances import F64_IDENTITY, relative_error
 
@@ -305,22 +303,13 @@ def test_a_merge_with_this_very_revision_is_the_same(tmp_path: Path) -> None:
 REPO, COMMIT = "someone/originals", "0" * 40
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Nothing on the screen."""
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """Folder of a repository's files, and the address of its server."""
-    folder = tmp_path / "site"
-    (folder / REPO / COMMIT).mkdir(parents=True)
-    (folder / REPO / "tar.gz").mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield folder / REPO, f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    folder = tmp_path / "site" / REPO
+    (folder / COMMIT).mkdir(parents=True)
+    with range_server(tmp_path / "site") as running:
+        yield folder, running.url
 
 
 def row(name: str, sha256: str) -> DataFile:
