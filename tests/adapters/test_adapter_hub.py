@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_to_adapter import deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.hub import HubStandIn
@@ -19,9 +22,6 @@ from actmat.report.verify import verify
 
 def publish(hub: HubStandIn, folder: Path, name: str, seed: int, *, branch: str = "main") -> str:
     """An adapter as trainers leave it on the hub: weights twice, and much that a merge has no use for."""
-    import torch
-    from safetensors.torch import load_file
-
     save_adapter(folder, "llama", seed, **LLAMA)
     torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
     for extra in ("README.md", "tokenizer.json", "training_args.bin", "optimizer.pt"):
@@ -96,3 +96,42 @@ def test_a_repository_that_is_not_there_is_named(hub: HubStandIn, tmp_path: Path
     with pytest.raises(MergeError, match="org/none"):
         merge(tmp_path, ["org/a", "org/none"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_transfers_headers_only_and_records_name_the_repository(hub: HubStandIn, tmp_path: Path) -> None:
+    """Of weights larger than what is read for a header."""
+    names = ["org/wide0", "org/wide1"]
+    for n, name in enumerate(names):
+        (place := tmp_path / "remote" / name).mkdir(parents=True)
+        factors = {"lora_A": torch.full((1, 300_000), 1.0 + n), "lora_B": torch.tensor([[1.0], [2.0 + n]])}
+        named = {f"base_model.model.q.{k}.weight": v for k, v in factors.items()}
+        save_file(named, place / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+        (place / "adapter_config.json").write_text(json.dumps(config))
+        hub.add(name, place)
+    size = (place / "adapter_model.safetensors").stat().st_size
+    actmat.plan(None, names, method="average")
+    assert 0 < hub.bytes_of("adapter_model.safetensors") < size
+    merge(tmp_path, names, method="average")
+    assert hub.bytes_of("adapter_model.safetensors") > size
+    files = [expert["files"][0]["path"] for expert in read_manifest(tmp_path / "out")["experts"]]
+    assert files == [f"{name}/adapter_model.safetensors" for name in names]
+    assert verify(tmp_path / "out", inputs=True).ok
+
+
+@pytest.mark.parametrize(
+    ("named", "is_said"), [("org/base", False), ("/data/base/", False), ("org/other", True), ("", False)]
+)
+def test_an_adapter_that_names_another_base_is_told(hub: HubStandIn, tmp_path: Path, named: str, is_said: bool) -> None:
+    (base := tmp_path / "remote" / "base").mkdir()
+    save_file({"q.weight": torch.ones(3, 4)}, base / "model.safetensors")
+    (base / "config.json").write_text('{"model_type": "llama"}')
+    hub.add("org/base", base)
+    (adapter := tmp_path / "adapter").mkdir()
+    factors = {"lora_A": torch.ones(1, 4), "lora_B": torch.ones(3, 1)}
+    save_file({f"base_model.model.q.{k}.weight": v for k, v in factors.items()}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"], "base_model_name_or_path": named}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    notes = " ".join(map(str, actmat.plan("org/base", [adapter], method="average", output={"kind": "model"}).notes))
+    said = "adapters name another base (adapter: org/other): unless it is a copy of org/base, the merge is wrong"
+    assert (said in notes) == ("another base" in notes) == is_said

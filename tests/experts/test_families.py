@@ -296,24 +296,6 @@ def test_two_families_are_merged_into_one_adapter(place: Path, tmp_path: Path) -
             actmat.merge(place / "base", [expert], out=tmp_path / "no", to="adapter", **run | fields)
 
 
-@pytest.mark.parametrize("name", ["dora", "ia3", "vera"])
-@pytest.mark.parametrize("method", ["actmat", "ties", "average"])
-def test_families_merge_like_the_models_they_make(name: str, method: str, place: Path, tmp_path: Path) -> None:
-    """As experts beside a full model: the same as with the full model that PEFT makes of the adapter."""
-    full = {n: t + 0.1 * torch.ones_like(t) for n, t in tiny("llama").state_dict().items()}
-    save_file(full, tmp_path / "full.safetensors")
-    save_file(save_peft(tmp_path / name, "llama", 1, CONFIGS[name]), tmp_path / "tuned.safetensors")
-    run: dict[str, Any] = {"method": method, "compute_dtype": "float64", "durable": False, "threads": 1}
-    found = {}
-    for first in (name, "tuned.safetensors"):
-        actmat.merge(
-            place / "base", [tmp_path / first, tmp_path / "full.safetensors"], out=tmp_path / f"{first}m", **run
-        )
-        found[first] = load_file(tmp_path / f"{first}m" / "model.safetensors")
-    for tensor, value in found[name].items():
-        torch.testing.assert_close(value, found["tuned.safetensors"][tensor], rtol=1e-9, atol=1e-9)
-
-
 DAMAGE: list[tuple[str, dict[str, object], dict[str, Tensor | None], str]] = [
     ("dora", {}, {"q_proj.lora_magnitude_vector": torch.ones(5)}, "has 5 entries; expected 16"),
     ("dora", {}, {"q_proj.lora_B.weight": None}, "half of a pair"),

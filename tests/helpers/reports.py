@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Sequence
 from typing import Any
 
-from actmat.diagnostics.model import Diagnosis
+from tests.helpers.diagnoses import Matrix, a_diagnosis, a_measure, a_row
+
+from actmat.diagnostics.model import CheckResult, Diagnosis, ExpertRow, MatrixRow, RunTotals, TensorRow
 
 MODULES = (
     ("self_attn.q_proj", (64, 64)),
@@ -31,62 +33,55 @@ def names(experts: int) -> list[str]:
     return [NAMES[t] if t < len(NAMES) else f"expert-{t}" for t in range(experts)]
 
 
-def _symmetric(rng: random.Random, size: int, center: float, spread: float, diagonal: float) -> list[list[float]]:
-    out = [[diagonal] * size for _ in range(size)]
+def _symmetric(rng: random.Random, size: int, center: float, spread: float) -> Matrix:
+    out = [[1.0] * size for _ in range(size)]
     for i in range(size):
         for j in range(i):
             out[i][j] = out[j][i] = max(-1.0, min(1.0, rng.gauss(center, spread)))
-    return out
+    return tuple(map(tuple, out))
 
 
-def measure(rng: random.Random, module: str, layer: int | None, shape: Sequence[int], experts: int) -> dict[str, Any]:
+def measure(rng: random.Random, module: str, layer: int | None, shape: tuple[int, int], experts: int) -> MatrixRow:
     """One measured matrix; deep layers change more, the experts interfere most in the middle."""
     rows, columns = shape
     depth = 0.5 if layer is None else layer / 32
     norms = [(0.4 + 0.8 * depth) * math.exp(rng.gauss(0, 0.12)) * (1 + 0.15 * t) for t in range(experts)]
     conflict = 0.15 + 0.5 * math.exp(-(((depth - 0.45) / 0.25) ** 2))
-    residual = [min(1.3, max(0.01, conflict * (1.4 - 0.1 * t) * math.exp(rng.gauss(0, 0.2)))) for t in range(experts)]
-    cosine = _symmetric(rng, experts, 0.08, 0.06, 1.0)
+    residual = (min(1.3, max(0.01, conflict * (1.4 - 0.1 * t) * math.exp(rng.gauss(0, 0.2)))) for t in range(experts))
+    cosine = _symmetric(rng, experts, 0.08, 0.06)
     summed = math.sqrt(sum(cosine[s][t] * norms[s] * norms[t] for s in range(experts) for t in range(experts)))
-    effective = [columns / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)]
-    return {
-        "name": f"{module}.weight",
-        "part": "",
-        "layer": layer,
-        "role": "linear",
-        "shape": [rows, columns],
-        "factored": False,
-        "norms": norms,
-        "snr": [n * 9 / math.sqrt(rows) for n in norms],
-        "relative_norms": [n / 40 for n in norms],
-        "effective_rank": effective,
-        "numerical_rank": [min(rows, columns)] * experts,
-        "energy_kept": [0.999 - 0.01 * rng.random() for _ in range(experts)],
-        "cosine": cosine,
-        "subspace_overlap": _symmetric(rng, experts, 0.3, 0.08, 1.0),
-        "chance_overlap": 0.12,
-        "residual": residual,
-        "merged_norm": 0.8 * summed,
-        "mean_norm": summed / experts,
-        "sum_norm": summed,
-    }
+    return a_measure(
+        f"{module}.weight",
+        experts,
+        layer=layer,
+        shape=shape,
+        norms=tuple(norms),
+        snr=tuple(n * 9 / math.sqrt(rows) for n in norms),
+        relative_norms=tuple(n / 40 for n in norms),
+        effective_rank=tuple(columns / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)),
+        numerical_rank=(min(rows, columns),) * experts,
+        energy_kept=tuple(0.999 - 0.01 * rng.random() for _ in range(experts)),
+        cosine=cosine,
+        subspace_overlap=_symmetric(rng, experts, 0.3, 0.08),
+        chance_overlap=0.12,
+        residual=tuple(residual),
+        merged_norm=0.8 * summed,
+        mean_norm=summed / experts,
+        sum_norm=summed,
+    )
 
 
-def _row(name: str, shape: Sequence[int], action: str) -> dict[str, Any]:
-    merged = action == "merge"
-    kind = name.removesuffix(".weight").rpartition(".")[2]
-    return {
-        "name": name,
-        "role": "linear" if merged else "embedding" if "embed" in name else "vector",
-        "shape": list(shape),
-        "dtype": "bfloat16",
-        "action": action,
-        "reason": f"linear layer, name ends in {kind}" if merged else "1-D norm: mean of the deltas",
-        "method": "actmat" if merged else "average",
-        "options": {"rtol": None} if merged else {},
-        "unchanged": False,
-        "stats": {"rank": 48, "cutoff": 1e-7, "solver": "cholesky"} if merged else {},
-    }
+def _averaged(name: str, shape: tuple[int, ...]) -> TensorRow:
+    role = "embedding" if "embed" in name else "vector"
+    return a_row(
+        name, action="average", role=role, method="average", shape=shape, reason="1-D norm: mean of the deltas"
+    )
+
+
+def _merged(module: str, shape: tuple[int, ...]) -> TensorRow:
+    stats = {"rank": 48, "cutoff": 1e-7, "solver": "cholesky"}
+    reason = f"linear layer, name ends in {module.rpartition('.')[2]}"
+    return a_row(f"{module}.weight", shape=shape, reason=reason, options={"rtol": None}, stats=stats)
 
 
 CHECKS: tuple[tuple[str, str, str, str, str], ...] = (
@@ -100,72 +95,59 @@ CHECKS: tuple[tuple[str, str, str, str, str], ...] = (
 )  # fmt: skip
 
 
-def diagnosis_json(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 0) -> dict[str, Any]:
-    """A diagnosis as plain data: `7 layers` measured matrices, norms, an embedding and `extra` further vectors."""
+def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 0) -> Diagnosis:
+    """`7 layers` measured matrices, norms, an embedding and `extra` further vectors."""
     rng = random.Random(seed)
     labels = names(experts)
-    tensors = [_row("model.embed_tokens.weight", (512, 64), "average")]
+    tensors = [_averaged("model.embed_tokens.weight", (512, 64))]
     measures = []
     for layer in range(layers):
         stem = f"model.layers.{layer}"
-        tensors.append(_row(f"{stem}.input_layernorm.weight", (64,), "average"))
+        tensors.append(_averaged(f"{stem}.input_layernorm.weight", (64,)))
         for module, shape in MODULES:
-            tensors.append(_row(f"{stem}.{module}.weight", shape, "merge"))
+            tensors.append(_merged(f"{stem}.{module}", shape))
             measures.append(measure(rng, f"{stem}.{module}", layer, shape, experts))
-    tensors += [_row(f"model.extra.{i}.bias", (64,), "average") for i in range(extra)]
-    tensors.append(_row("lm_head.weight", (512, 64), "merge"))
+    tensors += [_averaged(f"model.extra.{i}.bias", (64,)) for i in range(extra)]
+    tensors.append(_merged("lm_head", (512, 64)))
     measures.append(measure(rng, "lm_head", None, (512, 64), experts))
-    energy = [sum(m["norms"][t] ** 2 for m in measures) for t in range(experts)]
-    checked = [
-        {"code": code, "title": title, "severity": severity, "verdict": verdict, "message": message,
-         "tensors": [m["name"] for m in measures[:3]] if verdict == "found" else [],
-         "count": 3 if verdict == "found" else 0, "docs": f"docs/checks.md#{code.lower()}"}
-        for code, title, severity, verdict, message in CHECKS
-    ]  # fmt: skip
-    return {
-        "format": 1,
-        "kind": "diagnosis",
-        "actmat": "0.1.0",
-        "created": "2026-03-04T05:06:07+00:00",
-        "recipe": {
+    energy = [sum(m.norms[t] ** 2 for m in measures) for t in range(experts)]
+    left = [math.sqrt(sum((m.residual[t] * m.norms[t]) ** 2 for m in measures) / energy[t]) for t in range(experts)]
+    found = tuple(m.name for m in measures[:3])
+    return a_diagnosis(
+        recipe={
             "base": "models/base",
             "experts": [{"path": f"models/{n}", "name": n} for n in labels],
             "method": "actmat",
             "rules": [{"match": ["*lm_head*"], "scale": 0.5}],
         },
-        "method": "actmat",
-        "source": "merge",
-        "base": "models/base",
-        "out": "models/merged",
-        "experts": [
-            {
-                "name": label,
-                "location": f"models/{label}",
-                "kind": "model",
-                "weight": 1.0,
-                "residual": math.sqrt(sum((m["residual"][t] * m["norms"][t]) ** 2 for m in measures) / energy[t]),
-                "energy_share": energy[t] / sum(energy),
-            }
+        created="2026-03-04T05:06:07+00:00",
+        base="models/base",
+        out="models/merged",
+        experts=tuple(
+            ExpertRow(label, f"models/{label}", "model", 1.0, left[t], energy[t] / sum(energy))
             for t, label in enumerate(labels)
-        ],
-        "totals": {
-            "tensors": len(tensors),
-            "parameters": sum(math.prod(t["shape"]) for t in tensors),
-            "measured": len(measures),
-            "seconds": 12.5,
-            "peak_bytes": 1_250_000_000,
-            "bytes_read": 9_000_000_000,
-            "bytes_written": 2_200_000_000,
-        },
-        "tensors": tensors,
-        "measures": measures,
-        "checks": checked,
-    }
+        ),
+        totals=RunTotals(
+            tensors=len(tensors),
+            parameters=sum(math.prod(t.shape) for t in tensors),
+            measured=len(measures),
+            seconds=12.5,
+            peak_bytes=1_250_000_000,
+            bytes_read=9_000_000_000,
+            bytes_written=2_200_000_000,
+        ),
+        tensors=tuple(tensors),
+        measures=tuple(measures),
+        checks=tuple(
+            CheckResult(*words, *((found, 3) if words[3] == "found" else ((), 0)), f"docs/checks.md#{words[0].lower()}")
+            for words in CHECKS
+        ),
+    )
 
 
-def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 0) -> Diagnosis:
-    """The same, read as a diagnosis."""
-    return Diagnosis.from_json(diagnosis_json(experts, layers, extra=extra, seed=seed))
+def diagnosis_json(experts: int = 3, layers: int = 8) -> dict[str, Any]:
+    """The same as plain data, to be changed."""
+    return json.loads(json.dumps(diagnosis(experts, layers).to_json()))  # type: ignore[no-any-return]
 
 
 def hostile(data: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate
 from actmat_experiments.harness.progress import Watch, placed
@@ -15,6 +16,17 @@ from actmat_experiments.suites import RunRequest
 
 Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 """One experiment per model, seed and regime of a request; shared data are made on the first request."""
+
+
+def known_tasks(asked: Sequence[str], known: Collection[str]) -> list[str]:
+    """The tasks that a request asks for.
+
+    Raises:
+        RecipeError: one is unknown.
+    """
+    if unknown := [f"'{n}' is no task.{did_you_mean(n, known)}" for n in asked if n not in known]:
+        raise RecipeError(f"The tasks are {', '.join(known)}.", unknown)
+    return list(asked)
 
 
 def score_file(cache: Path, suite: str) -> Path:

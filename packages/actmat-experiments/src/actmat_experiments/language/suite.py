@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.experiment import Counts, Experiment, Made
 from actmat_experiments.harness.hub import model_folder
@@ -21,7 +20,7 @@ from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments
+from actmat_experiments.harness.suite import known_tasks, run_experiments
 from actmat_experiments.language.exams import Exam, examine, make_exams, training_tensors
 from actmat_experiments.language.models import load_t5, load_tokenizer
 from actmat_experiments.language.questions import FORMS, TextTask
@@ -141,10 +140,7 @@ def run(request: RunRequest) -> None:
         MergeError: a task, a model, a method or a setting is unknown, or data are missing.
     """
     settings = changed(LanguageSettings(), request.settings)
-    names = list(request.tasks or FORMS)
-    unknown = [f"'{n}' is no task.{did_you_mean(n, FORMS)}" for n in names if n not in FORMS]
-    if unknown:
-        raise RecipeError(f"The tasks are {', '.join(FORMS)}.", unknown)
+    names = known_tasks(request.tasks or FORMS, FORMS)
 
     def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
         tasks = load_tasks(names, request.data)

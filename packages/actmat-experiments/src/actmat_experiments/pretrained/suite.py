@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actmat.errors import RecipeError, did_you_mean
+from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Experiment, Made
 from actmat_experiments.harness.hub import model_folder
@@ -17,7 +17,7 @@ from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistic
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.rows import more_rows
-from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
+from actmat_experiments.harness.suite import Experiments, known_tasks, run_experiments, score_file
 from actmat_experiments.harness.training import Schedule
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.pretrained.staged import REGMEAN_PP, staged_inputs
@@ -171,10 +171,7 @@ def chosen_tasks(
         raise RecipeError(f"The suite {request.suite} draws its tasks itself: leave out --data.")
     if request.models:
         raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another {base}.")
-    names, every = list(request.tasks or known), [*known, *more]
-    if unknown := [f"'{n}' is no task.{did_you_mean(n, every)}" for n in names if n not in every]:
-        raise RecipeError(f"The tasks are {', '.join(every)}.", unknown)
-    return names
+    return known_tasks(request.tasks or known, [*known, *more])
 
 
 def run_pretrained(

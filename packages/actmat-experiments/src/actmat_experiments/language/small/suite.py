@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from actmat.errors import RecipeError, did_you_mean
+from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch, one_thread_on
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments
+from actmat_experiments.harness.suite import known_tasks, run_experiments
 from actmat_experiments.language.exams import encode
 from actmat_experiments.language.models import load_tokenizer
 from actmat_experiments.language.small.pretrain import (
@@ -91,10 +91,7 @@ def _checked(request: RunRequest) -> tuple[SmallSettings, list[str]]:
     """Settings and names of the tasks."""
     settings = changed(SmallSettings(), request.settings)
     known = [t.name for t in SMALL_TASKS]
-    names = list(request.tasks or known)
-    unknown = [f"'{n}' is no task.{did_you_mean(n, known)}" for n in names if n not in known]
-    if unknown:
-        raise RecipeError(f"The tasks are {', '.join(known)}.", unknown)
+    names = known_tasks(request.tasks or known, known)
     if request.models:
         raise RecipeError(f"{request.suite} trains its own base: leave --models out.")
     if request.data is None:
