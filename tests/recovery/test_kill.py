@@ -19,9 +19,9 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 
 KILLS = 20
-EVERY_TIME = 5
+EVERY_TIME = 3
 """Kills of every test run; the others are slow ones."""
-LAYERS = 80
+LAYERS = 40
 
 
 @pytest.fixture(scope="module")
