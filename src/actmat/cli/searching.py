@@ -53,7 +53,8 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
             def done(self, parts: int) -> None:
                 bar.update(task, completed=parts)
                 left = (time.monotonic() - self.began) / max(parts, 1) * (self.total - parts)
-                lines.show(f"{self.what}: {parts} of {self.total}, about {left:.0f} s left{self.best}", now=False)
+                ahead = f"about {left:.0f} s left" if parts < self.total else "finishing"
+                lines.show(f"{self.what}: {parts} of {self.total}, {ahead}{self.best}", now=False)
 
             def note(self, text: str) -> None:
                 if not quiet:
