@@ -5,7 +5,7 @@
 
 Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `evidence NAME` and `small NAME` (experiments on
 pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
-`mergekit`, `tools PART`, `demo`, `chaos`. `docs/markdown.py` has the marks.
+`mergekit`, `tools PART`, `demo`, `chaos`, `output NAME`. `docs/markdown.py` has the marks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.evidence.tables import evidence_table
 from benchmarks.families.tables import family_table
 from benchmarks.gpu.rows import NAMES
 from benchmarks.mergekit.tables import mergekit_table
+from benchmarks.provenance import read as read_provenance
 from benchmarks.semantics.tables import semantics_table
 from benchmarks.tools.tables import tools_table
 from benchmarks.tune.tables import tune_table
@@ -132,7 +133,16 @@ def _percents(rows: list[dict[str, Any]]) -> str:
     return "{:.1f} ({:.1f})".format(*(100 * sum(m) / len(m) for m in means)) if rows else ""
 
 
+def output(name: str) -> str:
+    """A command and its output, as recorded in a text file, whose provenance says when and where."""
+    made = read_provenance(RESULTS)[f"{name}.txt"]
+    where = f"{made['machine']['processor']}, {made['machine']['cores']} cores, {made['date']}"
+    shown = (RESULTS / f"{name}.txt").read_text(encoding="utf-8")
+    return f"<!-- not run: {where} -->\n```console\n{shown}```\n"
+
+
 KINDS: pages.Kinds = {
+    "output": output,
     "result": result,
     "few": few,
     "evidence": evidence_table,

@@ -116,8 +116,8 @@ def _rows(
     bars: Progress,
 ) -> list[dict[str, Any]]:
     """Table rows: the majority, the base, every task by its own expert, then the merged models."""
-    base, *merged = _each(partial(_correct, heads, data), models, bars, "testing the models")
-    expert = {task: _correct(heads, {task: data[task]}, path)[task] for task, path in experts.items()}
+    base, *merged = _each(partial(correct, heads, data), models, bars, "testing the models")
+    expert = {task: correct(heads, {task: data[task]}, path)[task] for task, path in experts.items()}
     majority = {n: p.test.labels_N == torch.bincount(p.train.labels_N).argmax() for n, p in data.items()}
     return [
         row_of("majority", "majority", majority, expert),
@@ -127,7 +127,7 @@ def _rows(
     ]
 
 
-def _correct(heads: Mapping[str, Head], data: Mapping[str, Split], model: Path) -> dict[str, Tensor]:
+def correct(heads: Mapping[str, Head], data: Mapping[str, Split], model: Path) -> dict[str, Tensor]:
     """Task -> mask of the test photographs that the checkpoint classifies correctly."""
     encoder, tests = load_encoder(model), {task: parts.test for task, parts in data.items()}
     return {n: heads[n](features(encoder, t.images_NHW)).argmax(1) == t.labels_N for n, t in tests.items()}
