@@ -123,7 +123,7 @@ def test_a_plan_transfers_headers_only_and_records_name_the_repository(hub: HubS
     ("named", "is_said"), [("org/base", False), ("/data/base/", False), ("org/other", True), ("", False)]
 )
 def test_an_adapter_that_names_another_base_is_told(hub: HubStandIn, tmp_path: Path, named: str, is_said: bool) -> None:
-    (base := tmp_path / "remote" / "base").mkdir()
+    (base := tmp_path / "remote" / "base").mkdir(parents=True)
     save_file({"q.weight": torch.ones(3, 4)}, base / "model.safetensors")
     (base / "config.json").write_text('{"model_type": "llama"}')
     hub.add("org/base", base)
