@@ -20,13 +20,16 @@ from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import Expert
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
 from actmat.identity.meaning import differing
-from actmat.identity.tokens import TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
+from actmat.identity.tokens import CONFIG, TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
 from actmat.identity.usable import PROCESSORS
 from actmat.layout.ties import is_output_head, is_token_table
 
 TEMPLATE = "chat_template.jinja"
-SETTINGS = ("generation_config.json", "sentence_bert_config.json", "config_sentence_transformers.json", *PROCESSORS)
-"""Files by which models are called, in the folder of a tokenizer."""
+SETTINGS = (
+    *(*PROCESSORS, CONFIG, "generation_config.json"),
+    *("sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+"""Files by which models are called, in the folder of a tokenizer, of whose own only the switches count."""
 POOLING = "1_Pooling/config.json"
 """File of the module by which a sentence-transformers model makes an embedding; written as the base's."""
 ReadJson = Callable[[Path], Mapping[str, Any]]
@@ -145,7 +148,6 @@ def _tokens(
     rows = max(base.specs[n].shape[0] for n in tables)
     notes: list[str] = []
     inputs: list[TokenInput] = []
-    opaque: dict[str, list[str]] = {}
     for label, one in every:
         changes = True
         if isinstance(one, Expert) and one.needs_base:
@@ -160,12 +162,10 @@ def _tokens(
         except CheckpointError as error:
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
     known, unknown = comparable(inputs)
-    for one_input in unknown:
-        opaque.setdefault(hash_file(one_input.path), []).append(f"{words_of(one_input.label)} ({one_input.path.name})")
-    if len(opaque) + bool(known) > 1:
-        who = ", ".join(name for of_file in opaque.values() for name in of_file)
+    who = [f"{words_of(i.label)} ({i.path.name})" for i in unknown]
+    if len({hash_file(i.path) for i in unknown}) + bool(known) > 1 and who:
         notes.append(
-            f"tokens of {who} are not compared with those of others: their tokenizers differ, in forms that do not "
+            f"tokens of {', '.join(who)} are not compared with those of others: their tokenizers differ, in forms that do not "
             "give rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json (use_fast)"
         )
     heads = [n for n, s in base.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
@@ -208,7 +208,7 @@ def _setting_notes(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) 
                 if (MODULES if name == POOLING else name) in of_one.names:
                     found[label] = read(of_one.fetch(name))
         owner, fix = ("base", "") if name == POOLING else (taken, ". Another one: --set files_from=NAME")
-        own = found.pop(owner, {})
+        own = {k: v for k, v in found.pop(owner, {}).items() if name != CONFIG or isinstance(v, bool)}
         if other := {k: label for label, content in found.items() for k in differing(own, content)}:
             shown = [f"{k} ('{label}')" for k, label in other.items()]
             yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{fix}"

@@ -55,7 +55,7 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntr
     derived, replaced = declared.get("derived", ()), declared.get("replaced", ())
     stated = {k: v for k, v in given.items() if v is not None or k not in derived}
     filled = {**keys, **dict.fromkeys(replaced), **stated}
-    lists = _lists(declared, filled)
+    lists = _lists(declared, {**keys, **stated})
     known = keys if declared else known_keys()
     out: dict[str, ConfigEntry] = {}
     for key in dict.fromkeys([*keys, *given]):
@@ -140,7 +140,7 @@ def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping
 def _flat_rope(rope: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     out = {k: v for k, v in rope.items() if k != "type" and v is not None}
     kind = str(out.get("rope_type", rope.get("type", "default")))
-    out["rope_type"] = _RENAMED_ROPE.get(kind, kind)
+    out["rope_type"] = kind = _RENAMED_ROPE.get(kind, kind)
     theta = filled.get("rope_theta") or declared.get("theta")
     out.setdefault("rope_theta", theta if theta is not None else ABSENT)
     if (share := filled.get("partial_rotary_factor")) is not None:
@@ -171,7 +171,7 @@ def _nested_configs(
             yield key, {**value, **own}, declared.get("nested", {}).get(key, "")
 
 
-_SYNONYMS = ({"silu", "swish"}, {"gelu", "gelu_python"})
+_SYNONYMS = ({"silu", "swish"}, {"gelu", "gelu_python"}, {"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 
 
 def same(a: Any, b: Any) -> bool:
@@ -183,7 +183,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         one, two = ({str(k): v for k, v in x.items()} for x in (a, b))
         return one.keys() == two.keys() and all(same(v, two[k]) for k, v in one.items())
-    return bool(a == b) or {str(a), str(b)} in _SYNONYMS
+    return bool(a == b) or any({str(a), str(b)} <= names for names in _SYNONYMS)
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
