@@ -163,10 +163,10 @@ def _tokens(
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
     known, unknown = comparable(inputs)
     who = [f"{words_of(i.label)} ({i.path.name})" for i in unknown]
-    if len({hash_file(i.path) for i in unknown}) + bool(known) > 1 and who:
+    if len({hash_file(i.path) for i in unknown}) + bool(known) > 1:
         notes.append(
-            f"tokens of {', '.join(who)} are not compared with those of others: their tokenizers differ, in forms that do not "
-            "give rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json (use_fast)"
+            f"tokens of {', '.join(who)} are not compared with those of others: their tokenizers differ, in forms that "
+            "do not give rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json"
         )
     heads = [n for n, s in base.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
     problems, told = compare_tokens(known, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
