@@ -108,7 +108,7 @@ def few(subject: str) -> str:
         ("own", 4.0, 0.0): "with a prior of 4 / n",
         ("own", 0.0, 0.001): "with a ridge of 0.001",
         ("own", 1.0, 0.001): "with a prior of 1 / n and the ridge",
-        ("own", 4.0, 0.001): "**with a prior of 4 / n and the ridge**",
+        ("own", 4.0, 0.001): "with a prior of 4 / n and the ridge: `merge --data`",
         ("other", 0.0, 0.0): "`regmean`, another task's inputs",
         ("mixed", 0.0, 0.0): "`regmean`, inputs of all tasks",
         ("random", 0.0, 0.0): "`regmean`, random inputs",
