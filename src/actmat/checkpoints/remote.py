@@ -11,40 +11,15 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from actmat import plugins
 from actmat.checkpoints.source import Source
+from actmat.checkpoints.writing.listed import OutputFiles
 from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError
 
 GROUP: Final = "actmat.stores"
-
-
-class OutputFiles(Protocol):
-    """Files by name; names of files in subfolders have slashes.
-
-    Attributes:
-        manifest_folder: local folder with the manifest.
-    """
-
-    manifest_folder: Path
-
-    def names(self) -> list[str]:
-        """Names of all stored files, sorted. Links to folders are not followed."""
-
-    def size(self, name: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            CheckpointError, OSError: it is missing, or not a file of the output.
-        """
-
-    def content(self, name: str) -> str:
-        """Content hash of a file without weights."""
-
-    def sha256(self, name: str) -> str:
-        """SHA-256 of a file."""
 
 
 class Storage(abc.ABC):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.folder import member
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
-from actmat.checkpoints.remote import OutputFiles, storage_of
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_names
+from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
-from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.locate import Located, locate
 from actmat.experts.policy import vocabulary_aligner
@@ -28,35 +26,6 @@ from actmat.report.manifest import expert_hashes, input_location, manifest_conte
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
-
-if TYPE_CHECKING:
-    pass
-
-
-class _Folder:
-    def __init__(self, folder: Path) -> None:
-        self.manifest_folder = folder
-
-    def names(self) -> list[str]:
-        found = []
-        for folder, folders, names in os.walk(self.manifest_folder):
-            links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
-            below = Path(folder).relative_to(self.manifest_folder)
-            found += [(below / n).as_posix() for n in (*names, *links)]
-        return sorted(found)
-
-    def size(self, name: str) -> int:
-        return self._path(name).stat().st_size
-
-    def content(self, name: str) -> str:
-        return hash_file(self._path(name))
-
-    def sha256(self, name: str) -> str:
-        return sha256_file(self._path(name))
-
-    def _path(self, name: str) -> Path:
-        return member(self.manifest_folder, name) if "/" not in name else self.manifest_folder / name
-
 
 _CHUNK = 1 << 22
 
@@ -143,7 +112,7 @@ def verify(
     Raises:
         CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or not a sum of deltas.
     """
-    output: OutputFiles = storage_of(str(out)).open_output(str(out)) if is_url(out) else _Folder(Path(out))
+    output = storage_of(str(out)).open_output(str(out)) if is_url(out) else OutputFiles(Path(out))
     directory, location = output.manifest_folder, str(out)
     manifest = read_manifest(directory)
     if manifest["hash"] != HASH_NAME:

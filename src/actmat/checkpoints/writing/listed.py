@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, read_object
-from actmat.checkpoints.folder import is_plain_path
+from actmat.checkpoints.folder import is_plain_path, member
+from actmat.checkpoints.hashing import hash_file, sha256_file
 from actmat.errors import OutputError
 
 MANIFEST_NAME = "actmat_manifest.json"
@@ -49,3 +50,42 @@ def unlisted_files(out: Path) -> list[str]:
         return found
 
     return sorted(strange(out))
+
+
+class OutputFiles:
+    """Files of a finished output in a folder, by name; names of files in subfolders have slashes.
+
+    Attributes:
+        manifest_folder: local folder with the manifest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.manifest_folder = folder
+
+    def names(self) -> list[str]:
+        """Names of all stored files, sorted. Links to folders are not followed."""
+        found = []
+        for folder, folders, names in os.walk(self.manifest_folder):
+            links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
+            below = Path(folder).relative_to(self.manifest_folder)
+            found += [(below / n).as_posix() for n in (*names, *links)]
+        return sorted(found)
+
+    def size(self, name: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            CheckpointError, OSError: it is missing, or not a file of the output.
+        """
+        return self._path(name).stat().st_size
+
+    def content(self, name: str) -> str:
+        """Content hash of a file without weights."""
+        return hash_file(self._path(name))
+
+    def sha256(self, name: str) -> str:
+        """SHA-256 of a file."""
+        return sha256_file(self._path(name))
+
+    def _path(self, name: str) -> Path:
+        return member(self.manifest_folder, name) if "/" not in name else self.manifest_folder / name

@@ -12,7 +12,7 @@ from actmat.checkpoints.folder import read_index
 from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.source import Source
-from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.errors import CheckpointError
 from actmat.extras.remote.claims import RemoteFile
 from actmat.extras.remote.retry import FIRST_RANGE
@@ -71,14 +71,14 @@ class RemoteFiles(Source):
         return read_at, self.file(name).size
 
 
-class RemoteOutput:
+class RemoteOutput(OutputFiles):
     """The files of an output at a URL."""
 
     def __init__(self, source: Source, names: Sequence[str]) -> None:
         if source.can_list and MANIFEST_NAME not in names:
             raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is not a finished merge of actmat.")
+        super().__init__(source.fetch(MANIFEST_NAME).parent)
         self._source, self._names = source, names
-        self.manifest_folder = source.fetch(MANIFEST_NAME).parent
 
     def names(self) -> list[str]:
         """See `OutputFiles`."""
