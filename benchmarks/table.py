@@ -5,7 +5,7 @@
 
 Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `evidence NAME` and `small NAME` (experiments on
 pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
-`mergekit`, `tools PART`, `demo`, `chaos`, `output NAME`. `docs/markdown.py` has the marks.
+`mergekit`, `tools PART`, `demo`, `chaos`, `eight`. `docs/markdown.py` has the marks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from benchmarks.evidence.tables import evidence_table
 from benchmarks.families.tables import family_table
 from benchmarks.gpu.rows import NAMES
 from benchmarks.mergekit.tables import mergekit_table
-from benchmarks.provenance import read as read_provenance
 from benchmarks.semantics.tables import semantics_table
 from benchmarks.tools.tables import tools_table
 from benchmarks.tune.tables import tune_table
@@ -133,16 +132,19 @@ def _percents(rows: list[dict[str, Any]]) -> str:
     return "{:.1f} ({:.1f})".format(*(100 * sum(m) / len(m) for m in means)) if rows else ""
 
 
-def output(name: str) -> str:
-    """A command and its output, as recorded in a text file, whose provenance says when and where."""
-    made = read_provenance(RESULTS)[f"{name}.txt"]
-    where = f"{made['machine']['processor']}, {made['machine']['cores']} cores, {made['date']}"
-    shown = (RESULTS / f"{name}.txt").read_text(encoding="utf-8")
-    return f"<!-- not run: {where} -->\n```console\n{shown}```\n"
+def eight(_: str) -> str:
+    """Accuracies of the merge by eight prompts of each task, as `benchmarks.inputs` measured them."""
+    found = read_result("inputs")
+    rows = [r for r in found["rows"] if r["prompts"] == 8]
+    shares = ("accuracy", "average_accuracy", "expert_accuracy", "kept")
+    cells = [[r["expert"], *(f"{100 * r[share]:.0f}" for share in shares)] for r in rows]
+    said = f"In %, on {rows[0]['questions']} other questions of each task; {rows[0]['wall_s']:.0f} s in all"
+    titles = ["task", "accuracy of the merge", "of the average", "of the expert", "answers kept"]
+    return table(titles, cells) + f"\n{said}, {found['cores']} cores, {found['date']}.\n"
 
 
 KINDS: pages.Kinds = {
-    "output": output,
+    "eight": eight,
     "result": result,
     "few": few,
     "evidence": evidence_table,
