@@ -128,8 +128,7 @@ def _class_notes(base: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
         return [f"config.json of the base has no {words}: written as in the experts"]
     if "_class_name" in base or base.get("model_type") or not base:
         return []
-    text = "config.json of the base has no model_type, without which transformers' Auto classes do not load the output"
-    return [text]
+    return ["config.json of the base has no model_type, without which Auto classes do not load the output"]
 
 
 def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:

@@ -40,7 +40,6 @@ LOOSE = re.compile(
 """Keys of lengths up to which a model is meant to be used: they change no output for inputs that all accept."""
 
 TOKEN_IDS = re.compile(r"token_(id|ids|index)$")
-"""Keys with rows of special tokens."""
 
 
 def is_ignored(key: str) -> bool:

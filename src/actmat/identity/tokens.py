@@ -76,10 +76,11 @@ def tokenizer_file(files: ModelFiles) -> str | None:
 
 
 class TokenReader:
-    """Reads the tokens of inputs; equal tokenizers are parsed once."""
+    """Reads the tokens of inputs; every file is read once, and equal tokenizers are parsed once."""
 
     def __init__(self) -> None:
         self._parsed: dict[bytes, Mapping[str, int]] = {}
+        self._tokens: dict[Path, Mapping[str, int]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
@@ -89,7 +90,9 @@ class TokenReader:
         Raises:
             CheckpointError: a file is damaged.
         """
-        text = read_bytes(path := files.fetch(first))
+        if (path := files.fetch(first)) in self._tokens:
+            return self._tokens[path]
+        text = read_bytes(path)
         added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
         decoder = config.get("added_tokens_decoder")
         seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
@@ -112,7 +115,7 @@ class TokenReader:
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
                     named.setdefault(token, int(row))
             self._parsed[seen] = {**named, **tokens} if tokens else {}
-        return self._parsed[seen]
+        return self._tokens.setdefault(path, self._parsed[seen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
