@@ -215,12 +215,10 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
-def add_size_arguments(parser: argparse.ArgumentParser, default: Size | None = None, leave_out: str = "") -> None:
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes of the model, shared by the programs that make one."""
-    default = default or Size()
     for name in ("hidden", "intermediate", "layers", "heads", "key_value_heads", "vocabulary"):
-        if name != leave_out:
-            parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Size(), name))
 
 
 def size_from(arguments: argparse.Namespace) -> Size:

@@ -84,17 +84,15 @@ def ratio_row(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def paired_ratio(
-    old: Sequence[float], new: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float | None, float | None]:
-    """Geometric mean of new/old over the pairs, and its t interval (of the logarithms); None with one pair."""
+def paired_ratio(old: Sequence[float], new: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Geometric mean of new/old over the pairs, and its 95 % t interval (of the logarithms); None with one pair."""
     logs = [math.log(b / a) for a, b in zip(old, new, strict=True)]
     mean = statistics.fmean(logs)
     if len(logs) == 1:
         return math.exp(mean), None, None
     from scipy.stats import t
 
-    half = float(t.ppf((1 + confidence) / 2, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = float(t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 

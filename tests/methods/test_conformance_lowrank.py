@@ -377,7 +377,7 @@ def test_every_law_of_the_contract_has_a_check() -> None:
     assert set(CHECKS) == set(typing.get_args(Law))
 
 
-@pytest.mark.parametrize("exponent", [-100, -70, -50, 50, 70, 100])
+@pytest.mark.parametrize("exponent", [-100, -50, 50, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("method", [m for m in all_methods() if "homogeneous" in m.laws], ids=lambda m: m.name)
 def test_homogeneous_methods_are_so_at_any_size(method: MergeMethod, dtype: torch.dtype, exponent: int) -> None:

@@ -240,18 +240,6 @@ def test_a_bug_on_the_way_keeps_what_is_done(
     goes_on(family, out, TENSORS)
 
 
-def test_several_outputs_are_kept_together(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--method", "average", "--method", "linear")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.copyfileobj", full)
-        outcome = actmat(family.argv(*flags))
-    assert f"{2 * TENSORS} of {2 * TENSORS} tensors are kept" in outcome.err
-    assert hidden(family.out) == [".average.actmat-partial", ".linear.actmat-partial"]
-    assert actmat(family.argv(*flags)).code == 0
-    assert sorted(p.name for p in family.out.iterdir()) == ["average", "linear"]
-
-
 def test_values_that_only_another_recipe_can_merge_leave_nothing(family: Family) -> None:
     """Nothing of it could be used: allow_nonfinite is another recipe, a repaired expert another input."""
     family.change(family.experts[0], lambda t: t["lm_head.weight"][0].fill_(float("nan")))

@@ -195,19 +195,3 @@ def test_a_second_process_is_refused_and_the_first_unharmed(
     assert status == 0, errors
     assert is_complete(out, reference)
     assert hidden(place) == []
-
-
-@pytest.mark.slow
-def test_overwriting_is_killed_and_finished(server: Server, family: Family, reference: Reference, place: Path) -> None:
-    """The old output stays whole under its name until the new one takes its place."""
-    out = place / "out"
-    assert server.start(command(family, out, "--method", "average")).wait()[0] == 0
-    old = contents(out)
-    run = server.start(command(family, out, "--overwrite"))
-    wait_for_tensors(run, place, 20)
-    run.signal(signal.SIGKILL)
-    run.wait()
-    assert contents(out) == old
-    assert server.start(command(family, out, "--overwrite")).wait()[0] == 0
-    assert is_complete(out, reference)
-    assert hidden(place) == []

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from tests.helpers.merging import CONFIG, EMBEDDING, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
+from tests.helpers.merging import CONFIG, EMBEDDING, Q0, UP0, Family, actmat, contents, hidden
 
 import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
@@ -364,23 +363,6 @@ def test_several_outputs_resume_each_on_its_own(tmp_path: Path, monkeypatch: pyt
     alone = tmp_path / "alone" / "x"
     assert actmat(family.argv("--method", "ties", "--option", "density=0.2", "--out", str(alone))).code == 0
     assert contents(alone)["model.safetensors"] == expected[names[1]]["model.safetensors"]
-
-
-def test_random_rules_give_the_same_bytes_in_company(tmp_path: Path) -> None:
-    """DARE draws by tensor and place; what else is merged in the same command must not matter."""
-    tensors = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn(24, 8), EMBEDDING: torch.randn(20, 8)}
-    tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(800, 800)  # more than one piece
-    config = CONFIG | {"model_type": "phi3"}
-    base = save_checkpoint(tmp_path / "base", tensors, config)
-    experts = [
-        save_checkpoint(tmp_path / f"e{t}", {k: v + torch.randn_like(v) for k, v in tensors.items()}, config)
-        for t in range(2)
-    ]
-    family = Family(tmp_path, base, tuple(experts))
-    assert actmat(family.argv("--method", "dare", "--out", str(tmp_path / "alone"))).code == 0
-    assert actmat(family.argv("--method", "dare", "--method", "iso_c", "--out", str(tmp_path / "both"))).code == 0
-    alone = contents(tmp_path / "alone")["model.safetensors"]
-    assert contents(tmp_path / "both" / "dare")["model.safetensors"] == alone
 
 
 def test_the_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,6 @@ def learn(
     lr: float = 1e-3,
     initial: float = 0.3,
     logits: Callable[[int, Any], Tensor] = lambda task, output: output.logits,
-    progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Coefficients:
     """Learn the coefficients by entropy minimization.
 
@@ -79,7 +78,6 @@ def learn(
         per: "task" or "tensor".
         steps, lr, initial: Adam's steps, its rate, and where coefficients start.
         logits: `(task, output of the model) -> logits`, for heads that are not part of the merge.
-        progress: called with the step and its loss.
 
     Raises:
         AlignmentError: a parameter of other shapes; all of them are listed.
@@ -92,7 +90,7 @@ def learn(
     state = AdamState.zeros(values.numel())
     streams = [_endless(b) for b in batches]
     losses = []
-    for step in range(steps):
+    for _ in range(steps):
         chosen = values.clone().requires_grad_(True)
         table_LT = chosen.view(rows, len(experts)).float()
         merged = {
@@ -106,7 +104,6 @@ def learn(
         loss = torch.stack(terms).sum()
         (slope,) = torch.autograd.grad(loss, [chosen])
         losses.append(float(loss.detach()))
-        progress(step, losses[-1])
         values, state = adam_step(values, slope, state, lr=lr)
     return Coefficients(per, tuple(names), values.view(rows, -1).expand(len(names), -1).clone(), tuple(losses))
 

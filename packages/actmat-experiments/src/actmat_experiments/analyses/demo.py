@@ -135,17 +135,12 @@ def input_grams(model: nn.Module, passes: Iterable[Callable[[], object]]) -> dic
     return {layer.name: means[t.weight_name] for t in taps if t.weight_name in means for layer in t.maps}
 
 
-def demo_grams(models: DemoModels, examples: dict[str, Examples] | None = None) -> dict[str, dict[str, Tensor]]:
-    """Every expert's Gram matrices on its own task.
-
-    Args:
-        examples: task -> what to measure on; default: the test part.
-    """
-    chosen = examples or {name: data.test for name, data in models.data.items()}
+def demo_grams(models: DemoModels) -> dict[str, dict[str, Tensor]]:
+    """Every expert's Gram matrices on the test photographs of its own task."""
     found = {}
-    for task, given in chosen.items():
+    for task, data in models.data.items():
         encoder = load_encoder(models.experts[task])
-        found[task] = input_grams(encoder, [partial(encoder, b.images_NHW) for b in batches(given)])
+        found[task] = input_grams(encoder, [partial(encoder, b.images_NHW) for b in batches(data.test)])
     return found
 
 

@@ -7,7 +7,7 @@ for them; RegMean then averages its four matrices per layer (row `regmean_packed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ class PackedResult(Analysis):
         return figure
 
 
-def packed(cache: Path | None = None, suites: Sequence[str] = ("vision", "vision-small")) -> PackedResult:
+def packed(cache: Path | None = None) -> PackedResult:
     """The paper's models, and full fine-tuning of every model that a suite has scored in all three rows.
 
     Args:
@@ -95,7 +95,7 @@ def packed(cache: Path | None = None, suites: Sequence[str] = ("vision", "vision
         if all((row, "default") in figures for row in ROWS):
             first, second, third = (figures[row, "default"] for row in ROWS)
             found[f"paper, {model}"] = Arms((first, second, third))
-    for suite in suites if cache is not None else ():
+    for suite in ("vision", "vision-small") if cache is not None else ():
         scores = read_scores(score_file(cache, suite)) if cache is not None else []
         for model in dict.fromkeys(s.model for s in scores):
             own, _ = latest(scores, model, "full")

@@ -133,7 +133,6 @@ def descend_watched(
     *,
     n_steps: int,
     rate: float,
-    layers: list[str] | None = None,
     on_step: Callable[[], object] = lambda: None,
 ) -> tuple[DriftMonitor, list[Moment]]:
     """`W <- W - rate * dL/dW` for all weights of `model`, in place, with Theorem 3.1's angles on the way.
@@ -145,7 +144,7 @@ def descend_watched(
     Raises:
         NumericalError: the loss is not finite any more.
     """
-    monitor = DriftMonitor(layers=layers).attach(model)
+    monitor = DriftMonitor().attach(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     wanted = set(moments_until(n_steps))
     moments = []

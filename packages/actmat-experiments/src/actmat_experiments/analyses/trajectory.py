@@ -111,7 +111,7 @@ class KeptGrams:
         return _trajectory(title, self._steps, [self._folder / f"{s}.safetensors" for s in self._steps], _stored)
 
 
-def trajectory_of_statistics(folders: Mapping[int, str | Path], title: str = "saved checkpoints") -> TrajectoryResult:
+def trajectory_of_statistics(folders: Mapping[int, str | Path]) -> TrajectoryResult:
     """The trajectory from statistics of saved checkpoints, by the number of steps after which each was saved.
 
     Raises:
@@ -120,7 +120,7 @@ def trajectory_of_statistics(folders: Mapping[int, str | Path], title: str = "sa
     if len(folders) < 2:
         raise RecipeError(f"A trajectory takes the statistics of two checkpoints or more; got {len(folders)}.")
     steps = sorted(folders)
-    return _trajectory(title, steps, [Path(folders[s]) for s in steps], _collected)
+    return _trajectory("saved checkpoints", steps, [Path(folders[s]) for s in steps], _collected)
 
 
 def _trajectory(

@@ -159,9 +159,9 @@ def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table
     return table
 
 
-def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str], caption: str = "") -> Table:
+def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str]) -> Table:
     """Percent per task at the default scale; the heads of columns are cut to what fits 80 columns."""
-    table = new_table(title, caption, "", _heads([line.method for line in lines], tasks))
+    table = new_table(title, "", "", _heads([line.method for line in lines], tasks))
     for line, is_last in _rows(lines):
         table.add_row(line.method, *(_percent(line.tasks[t].value) for t in tasks), end_section=is_last)
     return table

@@ -11,7 +11,7 @@ included, `V` vocabulary, `K` tokens that are looked up in one distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,19 +116,12 @@ MAX_TOKENS, MAX_TOKENS_CPU = 8192, 2048
 """Prompt tokens per batch, after padding; on a CPU fewer, so that the data stay in its caches."""
 
 
-def chosen(
-    model: Any,
-    items: Sequence[Encoded],
-    *,
-    max_tokens: int | None = None,
-    on_batch: Callable[[int], object] = lambda n: None,
-) -> Tensor:
+def chosen(model: Any, items: Sequence[Encoded], *, max_tokens: int | None = None) -> Tensor:
     """Position of the chosen answer of every item, `N`, the first of equals; on the CPU.
 
     Args:
         model: an encoder-decoder of transformers; it is left in its mode.
         max_tokens: prompt tokens of a batch, after padding; default: what suits the model's device.
-        on_batch: called with the number of items of each batch that is done.
     """
     found_N = torch.zeros(len(items), dtype=torch.long)
     was_training = model.training
@@ -138,7 +131,6 @@ def chosen(
         for batch in batches_by_length(items, most):
             scores_BC = score_choices(model, [items[n] for n in batch])
             found_N[batch] = scores_BC.argmax(1).cpu()
-            on_batch(len(batch))
     finally:
         model.train(was_training)
     return found_N
@@ -223,9 +215,9 @@ def make_exams(tokenizer: Any, tasks: Sequence[TextTask], *, max_length: int) ->
     return [Exam(t, coded(t.train), coded(t.validation), coded(t.test), max_length) for t in tasks]
 
 
-def examine(model: Any, items: Sequence[Encoded], on_items: Callable[[int], object] = lambda n: None) -> Counts:
+def examine(model: Any, items: Sequence[Encoded]) -> Counts:
     """Rank classification of all items."""
-    return counts(chosen(model, items, on_batch=on_items), torch.tensor([item.label for item in items]))
+    return counts(chosen(model, items), torch.tensor([item.label for item in items]))
 
 
 def counts(chosen_N: Tensor, labels_N: Tensor) -> Counts:

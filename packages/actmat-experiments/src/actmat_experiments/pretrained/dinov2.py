@@ -19,15 +19,15 @@ from actmat.errors import CheckpointError
 from actmat_experiments.harness.models import LOADING
 
 _MATMUL = "/MatMul"
+_PREFIX = "backbone"
 _EMBEDDINGS = "embeddings.position_embeddings"
 
 
-def convert_vit(path: Path, out: Path, *, prefix: str = "backbone", head_width: int = 64) -> None:
+def convert_vit(path: Path, out: Path, *, head_width: int = 64) -> None:
     """Write the encoder of a graph as a folder for `Dinov2Model.from_pretrained`.
 
     Args:
         path: ONNX file.
-        prefix: of the encoder in the graph.
         head_width: features per attention head; the graph does not store it as a weight.
 
     Raises:
@@ -36,12 +36,12 @@ def convert_vit(path: Path, out: Path, *, prefix: str = "backbone", head_width: 
     from safetensors.torch import save_file
     from transformers import Dinov2Config, Dinov2Model
 
-    tensors = vit_tensors(path, prefix)
+    tensors = vit_tensors(path)
     try:
         config = Dinov2Config(**_sizes(tensors, head_width), use_mask_token=False)
     except KeyError as error:
         raise CheckpointError(
-            f"{path} holds no encoder of DINOv2's architecture under '{prefix}': no {error}."
+            f"{path} holds no encoder of DINOv2's architecture under '{_PREFIX}': no {error}."
         ) from None
     out.mkdir(parents=True, exist_ok=True)
     config.architectures = [Dinov2Model.__name__]
@@ -52,7 +52,7 @@ def convert_vit(path: Path, out: Path, *, prefix: str = "backbone", head_width: 
     problems = [f"{kind}: {name}" for kind in ("missing_keys", "unexpected_keys") for name in sorted(info[kind])]
     problems += [f"another shape: {name}" for name in info["mismatched_keys"]]
     if problems:
-        raise CheckpointError(f"{path} holds no encoder of DINOv2's architecture under '{prefix}'.", problems)
+        raise CheckpointError(f"{path} holds no encoder of DINOv2's architecture under '{_PREFIX}'.", problems)
 
 
 def _sizes(tensors: Mapping[str, Tensor], head_width: int) -> dict[str, int]:
@@ -70,7 +70,7 @@ def _sizes(tensors: Mapping[str, Tensor], head_width: int) -> dict[str, int]:
     }
 
 
-def vit_tensors(path: Path, prefix: str = "backbone") -> dict[str, Tensor]:
+def vit_tensors(path: Path) -> dict[str, Tensor]:
     """Weights of the encoder under the names of `Dinov2Model`.
 
     Raises:
@@ -85,8 +85,8 @@ def vit_tensors(path: Path, prefix: str = "backbone") -> dict[str, Tensor]:
         ) from error
     graph = onnx.load(str(path)).graph
     constants = {i.name: torch.from_numpy(numpy_helper.to_array(i).copy()) for i in graph.initializer}
-    found = {n.removeprefix(f"{prefix}."): t for n, t in constants.items() if n.startswith(f"{prefix}.")}
-    start = f"/{prefix}/"
+    found = {n.removeprefix(f"{_PREFIX}."): t for n, t in constants.items() if n.startswith(f"{_PREFIX}.")}
+    start = f"/{_PREFIX}/"
     for node in graph.node:
         if node.op_type == "MatMul" and node.name.startswith(start) and node.input[1] in constants:
             name = node.name.removeprefix(start).removesuffix(_MATMUL).replace("/", ".")
