@@ -140,7 +140,7 @@ def run(request: RunRequest) -> None:
         MergeError: a task, a model, a method or a setting is unknown, or data are missing.
     """
     settings = changed(LanguageSettings(), request.settings)
-    names = known_tasks(request.tasks or FORMS, FORMS)
+    names = known_tasks(request.tasks or list(FORMS), FORMS)
 
     def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
         tasks = load_tasks(names, request.data)
