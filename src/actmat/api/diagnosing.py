@@ -10,7 +10,6 @@ from typing import Any
 from actmat.api.held import MergeInput, hold_inputs
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
 from actmat.errors import StatisticsError
-from actmat.extras.collect.outputs import recipe_of_output
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import Location, make_arguments
@@ -61,6 +60,8 @@ def diagnose_output(
     check_measurable(folder)
     if os.path.isfile(folder / REPORT_NAME):
         return read_diagnosis(folder)
+    from actmat.extras.collect.outputs import recipe_of_output
+
     return diagnose_recipe(recipe_of_output(folder), settings, progress or usual_progress("measuring"))
 
 
