@@ -68,3 +68,4 @@ def test_several_experts_after_one_flag_are_explained(models: Path) -> None:
     assert "Each expert needs its own flag: -e A -e B" in " ".join(done.err.replace("\u2502", " ").split())
     assert "of its own" not in actmat(["verify", "a", "b", "c"]).err
     assert "of its own" not in actmat(["merge", "a.yml", "b.yml"]).err
+    assert "of its own" in actmat(["merge", "a", "b"]).err
