@@ -7,9 +7,9 @@ import torch
 from tests.helpers.spectra import random_deltas, random_lowrank, with_spectrum
 from tests.tolerances import F64_IDENTITY, relative_error
 
+from actmat.extras.research.joint import joint_basis
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank, frobenius_norm, truncate, weighted_sum
-from actmat.linalg.singular import joint_basis
 
 # Truncation in factored form is the best approximation of its rank; norms and sums need no dense matrix.
 

@@ -10,7 +10,7 @@ from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 from torch import Tensor
 
-from actmat.methods.slerp import merge
+from actmat.extras.research.slerp import merge
 
 
 def naive(x: Tensor, y: Tensor, t: float) -> Tensor:

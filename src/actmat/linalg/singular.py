@@ -1,13 +1,13 @@
-"""Common parts of the singular-vector methods: polar factors, rank slots, isotropic spectra, a joint column basis.
+"""Common parts of the singular-vector methods: polar factors, rank slots, isotropic spectra.
 
 The polar factor of `A = U diag(s) V^T` is `U V^T` over the triplets with `s_i > rtol * s_1`: a partial isometry,
 determined by `A`, the nearest matrix whose singular values are all one (or zero). For full column rank it equals
 `A (A^T A)^(-1/2)`, Loewdin's symmetric orthogonalization. Directions beyond the numerical range are left at zero; an
 orthonormal completion of them would be LAPACK's choice, not the data's.
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all, `R`
-directions of the joint basis; `M` rows and `N` columns of any matrix, `S = min(M, N)`. Leading batch axes are allowed.
-Everything is float64 inside; callers round once, at the end.
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all; `M`
+rows and `N` columns of any matrix, `S = min(M, N)`. Leading batch axes are allowed. Everything is float64 inside;
+callers round once, at the end.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from actmat.linalg.svd import (
     gram_spectrum,
     numerical_range,
     orthogonal_svd,
-    row_gram,
     short_gram,
-    thin_svd,
 )
 
 EXACT_GRAM_CONDITION = 10.0
@@ -114,18 +112,6 @@ def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
     return u_OJ, s_J, v_IJ
 
 
-def orthogonalized_sum(
-    u_OJ: Tensor, s_J: Tensor, v_IJ: Tensor, accuracy: torch.dtype
-) -> tuple[Tensor, Tensor, Retries]:
-    """`polar(U) diag(s) polar(V)^T` as its two factors `O x J` (with `s` inside) and `J x I`, and `retries`.
-
-    A column that is zero (beyond an expert's rank) stays zero in the polar factor, so it contributes nothing.
-    A flip of the signs of `u_j` and `v_j` together changes nothing: `polar(U S) = polar(U) S` for diagonal signs.
-    """
-    left, right = polar_factor(u_OJ, accuracy=accuracy), polar_factor(v_IJ, accuracy=accuracy)
-    return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retries + right.retries
-
-
 SpectrumMean = Literal["all", "rank", "rms"]
 """SpectrumMean of the singular values in an isotropic matrix, see `isotropic`."""
 
@@ -154,73 +140,3 @@ def isotropic(
         level = polar.s_S.sum(-1) / (polar.rank.clamp_min(1) if mean == "rank" else directions)
     # A zero matrix has no directions: keep exact zeros, also where LAPACK would complete it to an isometry.
     return polar.factor_MN * level[..., None, None], polar
-
-
-@dataclass(frozen=True, slots=True)
-class JointBasis:
-    """`[D_1 ... D_T] = U diag(s) [V_1^T ... V_T^T]` on the kept directions.
-
-    `R` is the largest rank in the batch; elements of lower rank have zeros in `u` and `s` and False in `on` beyond it.
-    """
-
-    u_OR: Tensor
-    s_R: Tensor
-    on_R: Tensor
-    retries: Retries = ()
-
-    def coordinates(self, delta_OI: Tensor) -> Tensor:
-        """`U^T D_t = diag(s) V_t^T` (`R x I`), computed in float64, in the dtype of the delta.
-
-        A zero delta has coordinates that are exactly zero, which slices of a computed SVD would not have.
-        """
-        return _project(self.u_OR, delta_OI)
-
-    def whitened(self, delta_OI: Tensor) -> Tensor:
-        """`diag(s)^-1 U^T D_t = V_t^T` (`R x I`)."""
-        inverse_R = torch.where(self.on_R, self.s_R, torch.inf).reciprocal()
-        return _project(self.u_OR * inverse_R.unsqueeze(-2), delta_OI)
-
-
-def joint_basis(
-    deltas: Sequence[Tensor],
-    *,
-    atol: float = 0.0,
-    rtol: float = RANK_RTOL,
-    accuracy: torch.dtype | None = None,
-    atol_spares_small: bool = False,
-) -> JointBasis:
-    """Left singular vectors and singular values of `[D_1 ... D_T]` (`O x T I`).
-
-    For float32 accuracy the concatenation is not formed: `[D_1 ... D_T] [D_1 ... D_T]^T = sum_t D_t D_t^T`.
-
-    Args:
-        atol: directions with `s <= atol` are dropped.
-        rtol: directions with `s <= rtol * s_1` are dropped as well.
-        accuracy: see `linalg.svd.thin_svd`.
-        atol_spares_small: leave `atol` out for a matrix of which it would drop every direction.
-
-    Raises:
-        NumericalError: a matrix is not finite, or its decomposition did not converge.
-    """
-    rows, width = deltas[0].shape[-2:]
-    if gram_is_enough(accuracy or accuracy_of(deltas[0]), rtol) and rows <= len(deltas) * width:
-        gram_OO = row_gram(deltas[0])
-        for delta_OI in deltas[1:]:
-            gram_OO += row_gram(delta_OI)
-        s_R, u_OR, retries = gram_spectrum(gram_OO)
-    else:
-        svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol)
-        u_OR, s_R, retries = svd.u_OK, svd.s_K, svd.retries
-    floor = torch.where((s_R > atol).any(-1), atol, 0.0) if atol_spares_small else atol
-    s_R, rank = numerical_range(s_R, rtol, floor)
-    kept = int(rank.max())
-    s_R = s_R[..., :kept]
-    on_R = s_R > 0
-    return JointBasis(u_OR[..., :kept] * on_R.unsqueeze(-2), s_R, on_R, retries)
-
-
-def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:
-    out_RI = delta_OI.new_empty((*delta_OI.shape[:-2], basis_OR.shape[-1], delta_OI.shape[-1]))
-    for columns in column_slices(delta_OI.shape[-1]):
-        out_RI[..., columns] = basis_OR.mT @ delta_OI[..., columns].to(torch.float64)
-    return out_RI

@@ -17,7 +17,6 @@ from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.facets import Access, LowRankForm, Merged, MergedLowRank, MethodCost, Stages, Survey
 from actmat.methods.linear import LINEAR
 from actmat.methods.regmean import REGMEAN
-from actmat.methods.slerp import SLERP
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
 from actmat.methods.user import GROUP, AnyMethod, hold_method, is_user_method, load_installed_method, load_user_method
@@ -45,7 +44,6 @@ METHODS: tuple[MergeMethod, ...] = (
     AVERAGE,
     TASK_ARITHMETIC,
     LINEAR,
-    SLERP,
     TIES,
     DARE,
     ACTMAT,

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.extras.research.joint import joint_basis
 from actmat.linalg import operations as ops
 from actmat.linalg.lapack import eigh, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
-from actmat.linalg.singular import joint_basis
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import in_cores
 from actmat.methods.contract import Bounds, MergeMethod
