@@ -19,14 +19,14 @@ LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
 ROOMS: dict[str, int] = {
-    "core": 23_830,
-    "extras": 15_300,
+    "core": 22_800,
+    "extras": 15_400,
     "api and cli": 3_300,
-    "src": 42_390,
+    "src": 41_800,
     "packages": 11_550,
-    "tests": 46_500,
-    "benchmarks": 6_150,
-    "whole tree": 109_300,
+    "tests": 45_500,
+    "benchmarks": 6_100,
+    "whole tree": 107_800,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
 what is removed: lower a bound when something goes."""
