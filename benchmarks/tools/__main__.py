@@ -57,6 +57,8 @@ FEW = ("average", "ties")
 """Methods on other inputs than the small Llama."""
 COLUMNS = ("input", "method", "tool", "wall_s", "cpu_s", "peak_anonymous_b", "read_b", "error", "refused")
 NO_METHOD = "no such method"
+LIMIT_S = 120
+"""After which a merge is ended."""
 FAULTS = ("tool", "killed while writing", "cut", "renamed", "NaN")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", **SOURCE}
 
@@ -103,10 +105,14 @@ def merge_row(tool: Tool, kind: str, method: str) -> dict[str, Any]:
         return row | {"refused": NO_METHOD}
     forget([base, *experts])
     try:
-        run = measure(tool.command(method, base, experts, out, "bfloat16" if kind == LARGE else "float32"), **OFFLINE)
+        command = tool.command(method, base, experts, out, "bfloat16" if kind == LARGE else "float32")
+        run = measure(["timeout", str(LIMIT_S), *command], **OFFLINE)
         found = inputs.error(method, out, base, experts) if method in inputs.REFERENCES else None
-    except (RuntimeError, SafetensorError, KeyError) as error:
-        return row | {"refused": last_words(error)}
+    except KeyError as error:
+        return row | {"refused": f"merged, but without {error}"}
+    except (RuntimeError, SafetensorError) as error:
+        ended = "exit status 124" in str(error)  # of `timeout`
+        return row | {"refused": f"not done after {LIMIT_S} s" if ended else last_words(error)}
     costs = {"wall_s": run.wall_s, "cpu_s": run.cpu_s, "peak_anonymous_b": run.peak_anonymous_b, "read_b": run.read_b}
     return row | costs | ({} if found is None else {"error": found})
 

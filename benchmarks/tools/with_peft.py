@@ -8,6 +8,8 @@ METHODS = tuple(KINDS)
 
 def merge(method: str, base: str, experts: list[str], out: str, dtype: str) -> None:
     """An adapter from adapters."""
+    from pathlib import Path
+
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -21,3 +23,5 @@ def merge(method: str, base: str, experts: list[str], out: str, dtype: str) -> N
         more["svd_rank"] = sum(model.peft_config[n].r for n in names)
     model.add_weighted_adapter(names, [weight] * len(names), "merged", combination_type=KINDS[method], **more)
     model.save_pretrained(out, selected_adapters=["merged"], save_embedding_layers=False)
+    for file in (Path(out) / "merged").iterdir():
+        file.rename(Path(out) / file.name)
