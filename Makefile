@@ -8,7 +8,7 @@
 
 PYTHON ?= python3
 PIP_FLAGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 MINUTES ?= 10
 RUNS ?= 100
 
