@@ -18,6 +18,7 @@ from chaos.results import read_record
 from docs import markdown as pages
 from docs.markdown import ROOT, table
 
+from actmat.extras.tune.kept import wilson_interval
 from actmat.report.words import plural
 from benchmarks.common import RESULTS, cell, markdown, read_lines, read_result, title
 from benchmarks.evidence.choice import measured_table
@@ -138,7 +139,10 @@ def eight(_: str) -> str:
     rows = [r for r in found["rows"] if r["prompts"] == 8]
     shares = ("accuracy", "average_accuracy", "expert_accuracy", "kept")
     cells = [[r["expert"], *(f"{100 * r[share]:.0f}" for share in shares)] for r in rows]
-    said = f"In %, on {rows[0]['questions']} other questions of each task; {rows[0]['wall_s']:.0f} s in all"
+    n = rows[0]["questions"]
+    intervals = [wilson_interval(r[share], n) for r in rows for share in shares]
+    half = 50 * max(high - low for low, high in intervals)
+    said = f"In %, ±{half:.0f} or less (95 %), on {n} other questions of each task; {rows[0]['wall_s']:.0f} s in all"
     titles = ["task", "accuracy of the merge", "of the average", "of the expert", "answers kept"]
     return table(titles, cells) + f"\n{said}, {found['cores']} cores, {found['date']}.\n"
 

@@ -35,7 +35,7 @@ def rule(
         prior: share of ACTMat's estimate that is added to every Gram, `G_t + prior k_t D_t^T D_t` with `k_t` such that
             both traces agree. Of few inputs `n` per expert, 4 / n was best.
         ridge: in place of the cut-off, every direction is kept by `l / (l + ridge m)`, `l` its eigenvalue and `m` their
-            mean. With the prior, 0.001 was best; `actmat merge --data` takes both.
+            mean, which needs no eigenvalues. `actmat merge --data` takes 0.001, with the prior.
         form: "delta" keeps the base weights in directions that no data reached. "weight", for study, solves for the
             weights `W_t` as first published: the same answer if the summed Gram is regular; otherwise it sets the
             weights in these directions to zero, base included.
