@@ -15,29 +15,23 @@ writes the outputs anew.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shlex
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.helpers.forks import actmat_in_fork
+from tests.helpers.forks import command_in_fork, in_fork
 from tests.helpers.repository import SOURCES
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
 WIDTH = 80
-PRELOADED = [
-    "torch", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "rich.progress", "actmat.api",
-    "actmat.methods", "actmat.cli.main", "actmat.run.recipes", "actmat.extras.research.matrices",
-    "actmat.extras.pages.html",
-]  # fmt: skip
-"""What most pages use; `torch.testing.assert_close` imports torch's distributed tensors, with sympy below them."""
 VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
 
@@ -169,19 +163,10 @@ def run_page(name: str, page: str, directory: Path) -> Run:
         "COLUMNS": str(WIDTH),
         "OMP_NUM_THREADS": "1",
     }
-    # One server process loads torch and actmat; each page runs in a fresh fork of it, which saves its start-up.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    log, outputs = tools / "log.txt", tools / "outputs.json"
-    child = context.Process(target=_child, args=(name, steps(page), directory, environment, log, outputs))
-    child.start()
-    child.join(600)
-    if child.is_alive():
-        child.kill()
-        child.join()
-    text = log.read_text(errors="replace") if log.exists() else ""
+    outputs = tools / "outputs.json"
+    done = in_fork(lambda: _child(name, steps(page), directory, environment, outputs))
     found = json.loads(outputs.read_text()) if outputs.exists() else {}
-    return Run(child.exitcode or 0, text, {int(line): shown for line, shown in found.items()})
+    return Run(done.returncode, done.stdout, {int(line): shown for line, shown in found.items()})
 
 
 def _tool(path: Path, line: str) -> None:
@@ -190,21 +175,18 @@ def _tool(path: Path, line: str) -> None:
 
 
 def _child(
-    name: str, todo: list[dict[str, object]], directory: Path, environment: dict[str, str], log: Path, outputs: Path
+    name: str, todo: list[dict[str, object]], directory: Path, environment: dict[str, str], outputs: Path
 ) -> None:
-    """Body of the page's process: streams to the log, then the steps."""
+    """Body of the page's process."""
     os.environ.update(environment)
     os.environ.pop("FORCE_COLOR", None)
     os.chdir(directory)
     sys.path[:0] = ["", *map(str, SOURCES)]
-    with log.open("w") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
+    warnings.simplefilter("ignore")  # they are errors in tests
     found: dict[int, list[str]] = {}
     try:
-        execute(name, todo, found)  # multiprocessing writes the traceback of a failure, or the message of an exit
+        execute(name, todo, found)
     finally:
-        sys.stdout.flush()
         outputs.write_text(json.dumps(found))
 
 
@@ -243,14 +225,16 @@ def _fold(row: str) -> list[str]:
 
 
 def _simple(command: str) -> list[str]:
-    """Arguments of a command of actmat in which a shell has nothing to do; none for others."""
-    return shlex.split(command) if command.startswith("actmat ") and not set(command) & set("|&;<>$`()*?\n") else []
+    """Words of a command of actmat, or of Python with a file, that needs no shell; none for others."""
+    plain = re.sub(r" 2> [\w.]+$", "", command)
+    simple = re.match(r"actmat |python \w+\.py", plain) and not set(plain) & set("|&;<>$`()*?\n")
+    return shlex.split(command) if simple else []
 
 
 def _run(work: list[str] | str) -> subprocess.CompletedProcess[str]:
-    """A command of actmat in a fork, or a script in a shell."""
+    """A simple command in a fork, or a script in a shell."""
     if isinstance(work, list):
-        return actmat_in_fork(work)
+        return command_in_fork(work)
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", work],
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -16,14 +17,18 @@ def in_fork(work: Callable[[], object], name: str = "") -> subprocess.CompletedP
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
+            for place in (1, 2):
+                os.dup2(stream.fileno(), place)
+            sys.stdin = open(os.devnull)  # noqa: SIM115 - closed with the process
+            sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
             status = 1
             try:
                 work()
                 status = 0
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+                if isinstance(stop.code, str):
+                    print(stop.code, file=sys.stderr)
             finally:
                 if sys.exc_info()[0] is not None:  # not an exit: a failure, which the output shows
                     traceback.print_exc()
@@ -35,11 +40,18 @@ def in_fork(work: Callable[[], object], name: str = "") -> subprocess.CompletedP
         return subprocess.CompletedProcess(name, status, stream.read())
 
 
-def actmat_in_fork(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The command line with `argv`, of which the first is the name of the program, in a fork of this process."""
+def command_in_fork(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """`actmat ...` or `python FILE ...` in a fork of this process; `2> FILE` may follow."""
 
     def work() -> None:
         sys.argv = list(argv)
+        if argv[-2] == "2>":
+            os.dup2(os.open(argv[-1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            del sys.argv[-2:]
+        if sys.argv[0] == "python":
+            del sys.argv[0]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            return
         from actmat.cli.main import main
 
         main()

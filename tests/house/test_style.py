@@ -127,13 +127,21 @@ def test_outputs_have_the_same_bytes_on_every_system() -> None:
     assert not [(p, line) for p, line, names in named if "encoding" in names and "newline" not in names]
 
 
+def long_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that stand on several lines, or nowhere (a module, the arguments of a function)."""
+    waiting = [tree]
+    while waiting:
+        yield (node := waiting.pop())
+        waiting += [n for n in ast.iter_child_nodes(node) if getattr(n, "lineno", 0) != getattr(n, "end_lineno", 1)]
+
+
 def code_lines(path: Path) -> int:
     """Lines on which code stands, imports included: without blank lines, comments and docstrings."""
     lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
     code = {number for number, line in lines if line.strip() and line.lstrip()[0] != "#"}
     documentation: set[int] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+    for node in long_nodes(tree(path)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
             code.update(range(node.lineno, (node.end_lineno or 0) + 1))  # with the blank lines of a text
         elif isinstance(node, ast.Module | ast.ClassDef | Function) and node.body:
             first = node.body[0]

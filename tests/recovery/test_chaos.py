@@ -21,7 +21,7 @@ def chaos(*flags: str, folder: Path, startup: str = "") -> subprocess.CompletedP
     def work() -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT / 'src'}:{ROOT}"}
         exec(startup, {})
-        sys.argv, sys.stdout = ["chaos", *flags], os.fdopen(1, "w", closefd=False)
+        sys.argv = ["chaos", *flags]
         sys.exit(main())
 
     return in_fork(work)
