@@ -137,7 +137,11 @@ def task_rows(group: Group) -> list[list[str]]:
 def claim_rows(some: Sequence[Group]) -> list[list[str]]:
     """`actmat` less the average, TSV and the sum, by group."""
     others = ("average", "tsv", "task_arithmetic_1")
-    return [[g.title, *(difference(g.points("actmat"), g.points(other)) for other in others)] for g in some]
+    return [
+        [g.title, f"{len(g.tasks)}, {len(g.seeds)}"]
+        + [difference(g.points("actmat"), g.points(other)) or "not run" for other in others]
+        for g in some
+    ]
 
 
 def rank(some: Sequence[Candidate]) -> float:
@@ -163,7 +167,7 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "candidates": (row_heads(FRESH_ROWS), lambda: shape_rows(some, FRESH_ROWS)),
         "regimes": (["", *(f"{g.title}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)),
         "claims": (
-            ["experts", "`actmat` - average", "- TSV", "- sum"],
+            ["experts", "tasks, seeds", "`actmat` - average", "- TSV", "- sum"],
             lambda: claim_rows([*some, *groups(folder, REGIMES)]),
         ),
         "rule": (auto.RULE_HEAD, auto.rule_rows),
