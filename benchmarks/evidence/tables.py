@@ -137,11 +137,8 @@ def task_rows(group: Group) -> list[list[str]]:
 def claim_rows(some: Sequence[Group]) -> list[list[str]]:
     """`actmat` less the average, TSV and the sum, by group."""
     others = ("average", "tsv", "task_arithmetic_1")
-    return [
-        [g.title, f"{len(g.tasks)}, {len(g.seeds)}"]
-        + [difference(g.points("actmat"), g.points(other)) or "not run" for other in others]
-        for g in some
-    ]
+    gaps = [[difference(g.points("actmat"), g.points(other)) or "not run" for other in others] for g in some]
+    return [[g.title, f"{len(g.tasks)}, {len(g.seeds)}", *own] for g, own in zip(some, gaps, strict=True)]
 
 
 def rank(some: Sequence[Candidate]) -> float:

@@ -25,11 +25,13 @@ from benchmarks.make_llama import Size, make_family
 from benchmarks.table import result
 from benchmarks.tools import inputs
 from safetensors.torch import load_file, save_file
+from tests.helpers.masking import awkward_deltas, call
 from tests.helpers.range_server import range_server
 from tests.helpers.repository import ROOT
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.errors import CheckpointError
+from actmat.methods.ties import TIES
 from actmat_experiments.pretrained.text_tasks import TASKS as TEXT_TASKS
 
 # The benchmark programs measure what they claim: inputs made again byte for byte, memory seen, tables true.
@@ -117,6 +119,9 @@ def test_references_of_the_tools_on_entries_that_are_known() -> None:
     one, other = torch.zeros(2, 10).double()
     one[:2], other[:2] = torch.tensor([4.0, 3.0]), torch.tensor([2.0, -5.0])
     assert inputs.REFERENCES["ties"](one, [one, other]).tolist() == [3.0, -5.0, *[0.0] * 8]
+    equal = awkward_deltas(3, 12, 5)  # at the cut, too
+    ours = call(TIES, equal, density=0.2, variant="mergekit")
+    assert relative_error(inputs.REFERENCES["ties"](one, equal), ours) < F64_IDENTITY
     base = torch.zeros(2).double()
     middle = inputs.REFERENCES["slerp"](base, [torch.tensor([1.0, 0.0]).double(), torch.tensor([0.0, 1.0]).double()])
     assert relative_error(middle, torch.full((2,), 0.5**0.5, dtype=torch.float64)) < F64_IDENTITY
