@@ -234,13 +234,21 @@ def choices(
     threshold = round(threshold_of(every), 4)
     found = {}
     for (form, kind), row in fitted(every, threshold).items():
-        by_base: dict[str, list[float]] = {}
-        for held in held_out(folder, small):
-            if _belongs(held.one, form, kind, threshold):
-                taken = row if form in ("changes", "mixed") else held.row
-                by_base.setdefault(held.one.base, []).extend(held.one.gains(taken))
-        found[form, kind] = measured(row, [mean(gains) for gains in by_base.values() if gains])
+        fixed = row if form in ("changes", "mixed") else ""
+        by_base = _by_base([h for h in held_out(folder, small) if _belongs(h.one, form, kind, threshold)], fixed)
+        found[form, kind] = measured(row, [gain for gain, _ in by_base.values()])
     return threshold, found
+
+
+def _by_base(some: Sequence[HeldOut], fixed: str = "") -> dict[str, tuple[float, list[str]]]:
+    """Base -> mean gain of the rows that the other bases chose, or of a fixed one, and these rows."""
+    found: dict[str, tuple[list[float], list[str]]] = {}
+    for held in some:
+        gains, rows = found.setdefault(held.one.base, ([], []))
+        if own := held.one.gains(row := fixed or held.row):
+            gains.extend(own)
+            rows.append(row)
+    return {base: (mean(gains), list(dict.fromkeys(rows))) for base, (gains, rows) in found.items() if gains}
 
 
 def on_adapters(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> dict[ModelForm, AutoChoice]:
@@ -258,7 +266,13 @@ def measured(name: str, some: Sequence[float]) -> AutoChoice:
     return AutoChoice(method, len(some), round(mean(some), 1), round(min(some), 1), *([SPACES[space]] if space else []))
 
 
-RULE_HEAD = ["you have", "deltas", "`auto` takes", "bases", "points above the average, held out", "on the worst base"]
+RULE_HEAD = [
+    "you have",
+    "deltas",
+    "`auto` takes",
+    "points above the average, held out",
+    "on each base, by another method if named",
+]
 WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
     "few": (f"fewer than {FEW} fine-tuned models, no decoders", ""),
@@ -275,8 +289,12 @@ def rule_rows() -> list[list[str]]:
     for (form, kind), row in TABLE.items():
         what, deltas = WORDS[form]
         of = f", {kind}s" if kind != "any" else ", other kinds" if form == "full" else ""
-        gains = ["", "", ""] if row.method == "average" else [str(row.sets), f"{row.gain:+.1f}", f"{row.worst:+.1f}"]
-        found.append([what + of, deltas, f"`{row.name}`", *gains])
+        own = [] if row.method == "average" else [h for h in held_out() if _belongs(h.one, form, kind, GENTLE)]
+        each = [
+            f"{base} {gain:+.1f}" + "".join(f" by `{name}`" for name in rows if rows != [row.name])
+            for base, (gain, rows) in _by_base(own).items()
+        ]
+        found.append([what + of, deltas, f"`{row.name}`", f"{row.gain:+.1f}" if own else "", "; ".join(each)])
     return found
 
 
