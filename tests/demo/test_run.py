@@ -217,7 +217,7 @@ def test_looks_keep_all_information():
     black, images = torch.zeros(1, 8, 8), ONE_OF_EACH.images_NHW
     assert LOOKS["rows"](black)[0, :2].tolist() == [[0] * 8, [1] * 8]
     assert LOOKS["columns"](black)[0, :2].tolist() == [[0, 1] * 4, [0, 1] * 4]
-    assert LOOKS["chequered"](black)[0, :2].tolist() == [[0, 1] * 4, [1, 0] * 4]
+    assert LOOKS["checkered"](black)[0, :2].tolist() == [[0, 1] * 4, [1, 0] * 4]
     for look in set(LOOKS) - {"jumbled"}:  # these undo themselves
         torch.testing.assert_close(LOOKS[look](LOOKS[look](images)), images)
     order = LOOKS["jumbled"](torch.arange(64.0).view(1, 8, 8)).flatten().long()

@@ -65,7 +65,7 @@ class DigitTask:
 TASKS = (
     DigitTask("digit", "plain", "digit", 10),
     DigitTask("parity", "negative", "parity", 2),
-    DigitTask("large", "chequered", "large", 2),
+    DigitTask("large", "checkered", "large", 2),
     DigitTask("jumbled", "jumbled", "digit", 10),
     DigitTask("turned", "rows", "turned", 4),
     DigitTask("mod3", "columns", "mod3", 3),
@@ -88,7 +88,7 @@ _row_HW, _column_HW = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), ind
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda images_NHW: images_NHW,
     "negative": _inverted_where(torch.ones(SIDE, SIDE)),
-    "chequered": _inverted_where(((_row_HW + _column_HW) % 2).float()),
+    "checkered": _inverted_where(((_row_HW + _column_HW) % 2).float()),
     "rows": _inverted_where((_row_HW % 2).float()),
     "columns": _inverted_where((_column_HW % 2).float()),
     "jumbled": _jumble,
