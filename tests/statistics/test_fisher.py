@@ -71,7 +71,7 @@ def test_drawn_labels_tend_to_the_expectation_and_follow_the_seed() -> None:
     assert first != other
     result = collect(model, [{"x": x}], fisher=True, gram=False, dtype="float64", seed=1)
     for name in ("net.0.weight", "net.2.bias"):
-        mean = result.tensors[f"fisher.{name}"]() / 600
+        mean = result.tensors[f"fisher.{name}"] / 600
         assert relative_error(mean, expected[name]) < 0.2  # 600 draws: standard error of 4 to 10 per cent
 
 
@@ -91,7 +91,7 @@ def test_language_models_sum_over_tokens_and_leave_padding_out(tmp_path: Path) -
         value = sum(log_p[0, s, ids[n, s + 1]] for s in range(4) if mask[n, s + 1])
         (gradient,) = torch.autograd.grad(value, [model.get_parameter(name)])
         total += gradient**2
-    assert relative_error(result.tensors[f"fisher.{name}"](), total) < F32_PRODUCT
+    assert relative_error(result.tensors[f"fisher.{name}"], total) < F32_PRODUCT
 
 
 def test_what_the_fisher_cannot_do_is_said() -> None:

@@ -85,7 +85,7 @@ def test_clip_masks_text_and_counts_all_patches(tmp_path: Path) -> None:
     name = "vision_model.embeddings.patch_embedding.weight"
     assert relative_error(measured_gram(result, name), outer_sum(patches)) < F64_IDENTITY
     ids = batch["input_ids"][mask.bool()]
-    counts = result.tensors["counts.text_model.embeddings.token_embedding.weight"]()
+    counts = result.tensors["counts.text_model.embeddings.token_embedding.weight"]
     assert torch.equal(counts, torch.bincount(ids, minlength=VOCABULARY))
 
 

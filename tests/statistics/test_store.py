@@ -43,7 +43,7 @@ def test_blocks_of_the_triangle_are_the_whole_product(width: int) -> None:
     total = GramSum(width, dtype=torch.float64)
     total.add(rows[:15])
     total.add(rows[15:])
-    packed = total.packed()
+    packed = total.stored(whole=True)
     assert packed.shape == (packed_size(width),)
     full = unpack(packed, width)
     assert torch.equal(full, full.T)
@@ -57,7 +57,7 @@ def test_float32_products_are_summed_in_float64() -> None:
     total.add(torch.full((1, 1), 4096.0))
     for _ in range(100):
         total.add(torch.full((1, 1), 0.5))
-    assert total.packed().item() == 4096.0**2 + 25.0
+    assert total.stored(whole=True).item() == 4096.0**2 + 25.0
 
 
 def test_what_is_written_comes_back_with_all_means(tmp_path: Path) -> None:

@@ -134,7 +134,10 @@ def _statistics(task: Task, region: Region, k: int, context: CallContext) -> Map
             return torch.zeros((width, width), dtype=dtype, device=context.device)
         return files[t].gram(key, dtype=dtype).to(context.device)
 
-    return {"gram": _kept(method, len(files), gram)}
+    found = {"gram": _kept(method, len(files), gram)}
+    if all(key is not None and file.holds_rows(key) for file, key in zip(files, keys, strict=True)):
+        found["root"] = LazySequence(len(files), lambda t: files[t].root(str(keys[t]), dtype=dtype).to(context.device))
+    return found
 
 
 def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:

@@ -21,8 +21,8 @@ from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError, StatisticsError
-from actmat.statistics.header import FILE_NAME, StatisticsHeader, content_hash, parse_header
-from actmat.statistics.triangle import packed_shape, unpack
+from actmat.statistics.header import FILE_NAME, GramInfo, StatisticsHeader, content_hash, parse_header
+from actmat.statistics.triangle import gram_of, packed_shape
 
 Mean = Literal["token", "sample", "sum"]
 """Divisor of a Gram matrix: the tokens seen, the samples, or 1."""
@@ -73,10 +73,20 @@ class Statistics(AbstractContextManager["Statistics"]):
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
         """One Gram matrix: `I I`, or `G I I` for a convolution in groups."""
         info = self.header.grams[key]
-        # an expert of a mixture: the mean is over all tokens that came to its router
-        tokens = info.rows if info.stack is None else self.header.stacks[info.stack]
-        divisor = {"token": tokens, "sample": self.header.samples, "sum": 1}[mean]
-        return unpack(self.raw(f"gram.{key}").to(dtype).div_(max(divisor, 1)), info.width)
+        divisor = {"token": self._tokens(info), "sample": self.header.samples, "sum": 1}[mean]
+        return gram_of(self.raw(f"gram.{key}").to(dtype), info.width, info.groups).div_(max(divisor, 1))
+
+    def holds_rows(self, key: str) -> bool:
+        """True if the few rows of a Gram are stored in place of their sum."""
+        return self.header.grams[key].groups == 1 and len(self.specs[f"gram.{key}"].shape) == 2
+
+    def root(self, key: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`Z`, `N I`, with `Z^T Z = gram(key)`; for a key that `holds_rows`."""
+        return self.raw(f"gram.{key}").to(dtype).div_(max(self._tokens(self.header.grams[key]), 1) ** 0.5)
+
+    def _tokens(self, info: GramInfo) -> int:
+        """Tokens that a mean is taken over; of an expert of a mixture, all that came to its router."""
+        return info.rows if info.stack is None else self.header.stacks[info.stack]
 
     def fisher(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The diagonal Fisher of a stored tensor, mean over samples, in its shape."""
@@ -127,7 +137,8 @@ def _disagreements(header: StatisticsHeader, specs: Mapping[str, TensorSpec]) ->
     yield from (f"tensor '{n}' is stored, but not listed" for n in specs if n not in listed)
     for key, info in header.grams.items():
         spec, shape = specs.get(f"gram.{key}"), packed_shape(info.width, info.groups)
-        if spec is not None and (spec.shape != shape or spec.dtype not in ("float32", "float64")):
+        known = (shape, (info.rows, info.width)) if info.groups == 1 else (shape,)
+        if spec is not None and (spec.shape not in known or spec.dtype not in ("float32", "float64")):
             found = f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
             yield f"tensor 'gram.{key}': expected {'x'.join(map(str, shape))} floats, found {found}"
         if info.stack is not None and info.stack not in header.stacks:

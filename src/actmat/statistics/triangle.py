@@ -1,4 +1,5 @@
-"""Gram matrices as they are stored: the lower triangle row by row, `(i, j)`, `j <= i`, at `i (i + 1) / 2 + j`.
+"""Gram matrices as they are stored: the lower triangle row by row, `(i, j)`, `j <= i`, at `i (i + 1) / 2 + j`; or the
+rows `z` themselves, `N I`, where they are at most half as many as columns.
 
 Shapes: `G` groups of a convolution, `I` in_features.
 """
@@ -20,6 +21,11 @@ def packed_size(width: int) -> int:
 def packed_shape(width: int, groups: int) -> tuple[int, ...]:
     """Shape of a stored Gram: `I(I+1)/2`, or `G I(I+1)/2`."""
     return (packed_size(width),) if groups == 1 else (groups, packed_size(width))
+
+
+def gram_of(stored: Tensor, width: int, groups: int = 1) -> Tensor:
+    """The symmetric `I I` of a stored Gram, or `G I I`: of its triangle, or of the few rows `N I` that are kept."""
+    return stored.mT @ stored if stored.ndim == 2 and groups == 1 else unpack(stored, width)
 
 
 def unpack(packed: Tensor, width: int) -> Tensor:

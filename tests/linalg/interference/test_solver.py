@@ -381,3 +381,33 @@ def test_given_grams_with_low_rank_deltas(shape):
     assert relative_error(value.dense(), expected.value) < 1e-10
     assert value.rank <= 5
     assert stats["rank"] == expected.stats["rank"] == 10
+
+
+@pytest.mark.parametrize("rule", [
+    InterferenceRule(),
+    InterferenceRule(spectral=Filter("tikhonov", ridge=0.001), prior=4.0),
+    InterferenceRule(per_trace=True, prior=0.5),
+    InterferenceRule(spectral=Filter("tikhonov", ridge=0.01), prior=1.0, off_diagonal=0.9),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [(4, 1, 3), (9, 20, 1)])
+def test_rows_in_place_of_their_grams(rule, rows):
+    """Few rows are solved in the dual form, many by their Gram matrices; both give the naive formula's answer."""
+    deltas = [*adapters([2, 3], 20, 30), LowRank(torch.zeros(20, 2).double(), torch.ones(2, 30).double())]
+    roots = [random_deltas(1, n, 30, seed=n)[0] for n in rows]
+    grams, weights = [z.T @ z for z in roots], [1.0, 2.0, 0.5]
+    value, stats = solve_lowrank_with_grams(deltas, grams, rule, weights=weights, roots=roots)
+    few = rule.off_diagonal == 1 and sum(rows) + 5 < 30
+    assert str(stats["solver"]).startswith("dual/" if few else "primal/")
+    total, numerator = torch.zeros(30, 30).double(), torch.zeros(20, 30).double()
+    for delta, gram, weight in zip(deltas, grams, weights, strict=True):
+        own = delta.dense().T @ delta.dense()
+        term = gram / gram.trace() if rule.per_trace else gram
+        if own.trace() > 0:
+            term = term + rule.prior * term.trace() / own.trace() * own
+        term = rule.off_diagonal * term + (1 - rule.off_diagonal) * torch.diag(term.diagonal())
+        total, numerator = total + weight * term, numerator + weight * delta.dense() @ term
+    if rule.spectral.kind == "tikhonov":
+        inverse = torch.linalg.inv(total + rule.spectral.ridge * total.trace() / 30 * torch.eye(30).double())
+    else:
+        inverse = torch.linalg.pinv(total, rtol=30 * 2.0**-23, hermitian=True)
+    assert relative_error(value.dense(), numerator @ inverse) < 1e-10

@@ -28,12 +28,12 @@ class Collected:
     """Statistics in memory."""
 
     header: StatisticsHeader
-    tensors: Mapping[str, Callable[[], Tensor]]  # stored tensor -> function that computes its values
-    specs: list[TensorSpec]  # the stored tensors
+    tensors: Mapping[str, Tensor]  # sums and counts by name
+    specs: list[TensorSpec]  # of the tensors
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
         """Write the folder `out`; it appears whole or not at all."""
-        write_statistics(Path(out), self.header, self.specs, lambda name: self.tensors[name](), overwrite=overwrite)
+        write_statistics(Path(out), self.header, self.specs, self.tensors.__getitem__, overwrite=overwrite)
         return Path(out)
 
 
@@ -52,7 +52,7 @@ def collect(
 
     >>> inputs = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
     >>> found = collect(nn.Linear(2, 3), [inputs])
-    >>> found.tensors["gram.weight"]()  # half of inputs.T @ inputs
+    >>> found.tensors["gram.weight"]  # half of inputs.T @ inputs
     tensor([1., 2., 5.])
 
     Args:
@@ -194,4 +194,4 @@ def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     )
     if not header.kinds:
         raise StatisticsError("Nothing was measured: no layer of the model read an input.", header.absent.values())
-    return Collected(header, out.make, out.specs)
+    return Collected(header, out.values, out.specs)

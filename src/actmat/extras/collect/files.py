@@ -19,8 +19,10 @@ from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError, StatisticsError
+from actmat.extras.collect.inputs.sums import GramSum
 from actmat.statistics.header import FILE_NAME, METADATA_KEY, GramInfo, GramOf, StatisticsHeader, content_hash
 from actmat.statistics.store import Statistics, open_statistics
+from actmat.statistics.triangle import packed_shape
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
@@ -127,13 +129,22 @@ def _totals(opened: Sequence[Statistics], specs: Mapping[str, TensorSpec]) -> Ca
     """Stored tensor -> its sum over all files that have it."""
 
     def total(name: str) -> Tensor:
-        first, *others = (f.raw(name) for f in opened if name in f.specs)
+        first, *others = (_summed(f.raw(name), specs[name]) for f in opened if name in f.specs)
         value = first.to(torch.int64 if specs[name].dtype == "int64" else torch.float64, copy=True)
         for part in others:
             value += part
         return value.to(torch_dtype(specs[name].dtype))
 
     return total
+
+
+def _summed(stored: Tensor, spec: TensorSpec) -> Tensor:
+    """A stored sum; of a Gram whose rows are stored, their sum."""
+    if tuple(stored.shape) == spec.shape:
+        return stored
+    total = GramSum(stored.shape[1], dtype=torch.float64)
+    total.add(stored)
+    return total.stored(whole=True)
 
 
 def _differences(opened: Sequence[Statistics]) -> Iterator[str]:
@@ -177,8 +188,10 @@ def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
     problems = []
     for file in opened:
         for name, spec in file.specs.items():
-            wanted = TensorSpec(name, spec.shape, dtype if spec.is_floating else spec.dtype, "")
-            if out.setdefault(name, wanted).shape != spec.shape:
+            rows = name.startswith("gram.") and file.holds_rows(name.removeprefix("gram."))
+            shape = packed_shape(spec.shape[1], 1) if rows else spec.shape
+            wanted = TensorSpec(name, shape, dtype if spec.is_floating else spec.dtype, "")
+            if out.setdefault(name, wanted).shape != shape:
                 problems.append(f"tensor '{name}' of {file.location} has another shape than elsewhere")
     if problems:
         raise StatisticsError("The statistics cannot be added up.", problems)

@@ -37,7 +37,6 @@ from actmat.extras.collect.inputs.masks import MaskScope, RoutedTokens, Scopes
 from actmat.extras.collect.inputs.observer import InputObserver
 from actmat.extras.collect.inputs.sums import GramSum, InputSums, LinearMap
 from actmat.statistics.header import GramInfo, GramOf, content_hash
-from actmat.statistics.triangle import packed_shape
 
 Labels = Literal["drawn", "given"]
 """Labels for the Fisher: drawn from the model's predictions, or given with the batches."""
@@ -81,18 +80,19 @@ class Run:
 
 
 class StoredTensors:
-    """Tensors to store: their specs, and functions that compute their values; floating-point ones in `dtype`."""
+    """Tensors to store, and their specs; floating-point ones in `dtype`."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
         self.specs: list[TensorSpec] = []
-        self.make: dict[str, Callable[[], Tensor]] = {}
+        self.values: dict[str, Tensor] = {}
 
-    def add(self, name: str, shape: Sequence[int], make: Callable[[], Tensor], dtype: str | None = None) -> str:
-        """Add a tensor, which `make` computes whenever it is asked for; return the hash of its bytes."""
-        self.specs.append(TensorSpec(name, tuple(shape), dtype or self.dtype, ""))
-        self.make[name] = make
-        return content_hash(make())
+    def add(self, name: str, value: Tensor) -> str:
+        """Add a tensor; return the hash of its bytes."""
+        value = value.to(FLOATS[self.dtype] if value.is_floating_point() else torch.int64).contiguous()
+        self.specs.append(TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."), ""))
+        self.values[name] = value
+        return content_hash(value)
 
 
 class GramMeasure:
@@ -150,8 +150,8 @@ class GramMeasure:
                 bad.append(f"the inputs of '{first.parameter}' hold NaN or Inf")
                 continue
             key = _key_of(first, its_readers, grams)
-            shape = packed_shape(total.width, total.groups)
-            digest = out.add(f"gram.{key}", shape, partial(total.packed, FLOATS[out.dtype]))
+            digest = out.add(f"gram.{key}", total.stored(FLOATS[out.dtype]))
+            total.clear()  # the sums are twice as large as what is stored
             stack = first.parameter if first.parameter in stacks else None
             size = {"width": total.width, "groups": total.groups, "rows": total.rows}
             grams[key] = GramInfo(**size, stack=stack, hash=digest)
@@ -163,8 +163,7 @@ class GramMeasure:
         counts: dict[str, str] = {}
         for parameter, found in self._observer.counts.items():
             for piece in self._binding.located[parameter].slices:
-                name = f"counts.{piece.name}"
-                counts[piece.name] = out.add(name, found.shape, found.contiguous, "int64")
+                counts[piece.name] = out.add(f"counts.{piece.name}", found)
         return {
             "grams": grams,
             "places": {n: places[n] for n in sorted(places)},
@@ -246,10 +245,9 @@ class FisherMeasure:
 
     def store(self, out: StoredTensors) -> dict[str, Any]:
         """Store the sums by stored tensor; return their fields of the header."""
-        dtype = FLOATS[out.dtype]
         sums = [stored for name, total in self._sums.items() for stored in self._run.binding.stored(name, total)]
         return {
-            "fisher": {n: out.add(f"fisher.{n}", v.shape, partial(_converted, v, dtype)) for n, v in sums},
+            "fisher": {n: out.add(f"fisher.{n}", v) for n, v in sums},
             "fisher_samples": self._samples,
             "fisher_labels": self._run.settings.fisher_labels,
         }
@@ -295,10 +293,6 @@ def log_likelihood(output: Any, batch: Mapping[str, Tensor], labels: Labels, gen
         chosen = chosen[mask.flatten().bool()]
     total: Tensor = chosen.sum()
     return total
-
-
-def _converted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype).contiguous()
 
 
 Measure = GramMeasure | FisherMeasure

@@ -185,11 +185,10 @@ class InterferenceRule:
             return None
         return weights_problem(weights) or (ZERO_MEAN if self.null == "mean" and sum(weights) == 0 else None)
 
-    def gram_weight(self, gram_II: Tensor) -> float:
-        """The normalizer of a given Gram matrix."""
+    def gram_weight(self, trace: float) -> float:
+        """The normalizer of a given Gram matrix with this trace."""
         if not self.per_trace:
             return 1.0
-        trace = float(gram_II.diagonal().double().sum())
         return 1.0 / trace if trace > 0 else 0.0
 
     def form(self, factor_rows: int, width: int, n_experts: int, *, has_grams: bool = False) -> MomentForm:

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments
+from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments, gram_of_rows
 from actmat.linalg.interference.rule import ZERO_MEAN, InterferenceRule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
@@ -183,18 +183,52 @@ def solve_lowrank_with_grams(
     rule: InterferenceRule,
     *,
     weights: Sequence[float] | None = None,
+    roots: Sequence[Tensor] | None = None,
 ) -> tuple[LowRank, Stats]:
     """The dense answer where `K_t` is given, factored, with rank at most `sum_t R_t`.
 
     `S` is a full `I x I` matrix, which no basis of the deltas' rows reduces: `q^T S^+ q` is not `(q^T S q)^+`. Only
     the deltas' rows are compressed: `D* = p ((sum_t w_t (p^T b_t) a_t K_t) S^+)`. Cost `O(O r'^2 + T r' I^2 + I^3)`.
+
+    Args:
+        roots: `Z_t`, `N I`, with `Z_t^T Z_t = K_t`. If they have fewer than `I` rows together, `S` is that of the
+            stacked rows, and the cost is `O(O r'^2 + I N'^2)`, `N' = sum_t (N_t + R_t)`.
     """
     exact = [d.to(torch.float64) for d in deltas]
     p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in exact], dim=-1)).Q
-    rows_PI = [(p_OP.mT @ d.b_OR) @ d.a_RI for d in exact]
-    state = prepare(rows_PI, rule, weights=weights, grams=grams)
+    cores_PI = [LowRank(p_OP.mT @ d.b_OR, d.a_RI) for d in exact]
+    state = None if roots is None or rule.off_diagonal != 1 else _state_of_rows(cores_PI, roots, rule, weights)
+    if state is None:
+        state = prepare([d.dense() for d in cores_PI], rule, weights=weights, grams=grams)
     core_PI, stats = finish(state, rule, consume=True)
     return LowRank(p_OP, core_PI).to(deltas[0].b_OR.dtype), stats
+
+
+def _state_of_rows(
+    cores_PI: Sequence[LowRank], roots: Sequence[Tensor], rule: InterferenceRule, weights: Sequence[float] | None
+) -> State | None:
+    """The problem of given `K_t = Z_t^T Z_t` in its dual form, `N = sum_t (N_t + R_t)`; None where that is no smaller.
+
+    The prior's `D_t^T D_t` has the root `R(b_t) a_t`, from the QR decomposition of `b_t`.
+    """
+    width = cores_PI[0].shape[-1]
+    dense = [d.dense() for d in cores_PI]
+    factors, left, squares = [], [], []
+    for t, (delta_PI, share, squared_norms) in enumerate(checked_deltas(dense, weights)):
+        factor_NI = roots[t].double()
+        trace = float(factor_NI.square().sum())
+        if rule.prior and squared_norms[0]:
+            own_RI = torch.linalg.qr(cores_PI[t].b_OR).R @ cores_PI[t].a_RI
+            factor_NI = torch.cat([factor_NI, own_RI * math.sqrt(rule.prior * trace / squared_norms[0])])
+        factors.append(factor_NI * math.sqrt(share * rule.gram_weight(trace)))
+        left.append(delta_PI @ factors[-1].mT)
+        squares.append(squared_norms[0])
+    rows_NI = torch.cat(factors)
+    if len(rows_NI) >= width:
+        return None
+    reduced = Reduced(torch.cat(left, dim=-1), gram_of_rows([rows_NI.mT]), rows_NI, "dual", len(rows_NI), rows_NI.dtype)
+    like = rows_NI.new_empty(0)
+    return State([reduced], dense[0].shape, like, None, None, width, [0], [0.0], squared_norms=squares)
 
 
 def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
@@ -238,7 +272,8 @@ def _add_expert(
         if gram_BII is not None:
             accumulator = moments[item]
             assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
-            weight = checked_weight(share * rule.gram_weight(gram_BII[item]), delta.dtype)
+            trace = float(gram_BII[item].diagonal().double().sum())
+            weight = checked_weight(share * rule.gram_weight(trace), delta.dtype)
             accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal, rule.prior)
         else:
             given_RI = None if factor_BRI is None else factor_BRI[item]

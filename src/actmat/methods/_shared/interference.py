@@ -113,7 +113,9 @@ class _Family:
             raise ValueError(f"{problem}. Merge the dense deltas, or use other options.")
         assert isinstance(rule, InterferenceRule), "Adam has no low-rank form"
         if self.has_grams:
-            return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
+            grams, roots = _grams(given), given["statistics"].get("root")
+            found = solver.solve_lowrank_with_grams(deltas, grams, rule, weights=weights, roots=roots)
+            return MergedLowRank(*found)
         return MergedLowRank(*solver.solve_lowrank(deltas, rule, weights=weights))
 
     def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:

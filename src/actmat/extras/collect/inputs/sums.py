@@ -95,10 +95,10 @@ REMEMBERED = 8
 
 
 class GramSum:
-    """A running `sum z z^T` of width `I`, always in float64.
+    """A running `sum z z^T` of width `I`: the rows `z` while they are at most `I / 2`, then their sum in float64.
 
-    `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`. The products are in
-    `dtype`, float32 or float64.
+    `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`, and are summed at
+    once. The products are in `dtype`, float32 or float64.
     """
 
     def __init__(
@@ -112,20 +112,37 @@ class GramSum:
         shapes = [(min(BLOCK, width - s), min(s + BLOCK, width)) for s in self._starts]
         # float64 is unknown to some accelerators; there the sums stay on the CPU
         self._home = torch.device(device) if torch.device(device).type in ("cpu", "cuda") else torch.device("cpu")
-        self._sums = [torch.zeros(groups, *s, dtype=torch.float64, device=self._home) for s in shapes]
+        self._shapes = [(groups, *shape) for shape in shapes]
+        self._sums: list[Tensor] = []
+        self._held: list[Tensor] = []  # rows that are not in the sums
 
     def add(self, rows_NI: Tensor) -> None:
         """Add rows, `N I` (`N G I` for groups)."""
-        rows = rows_NI.detach().to(self._dtype)
+        self._held.append(rows_NI.detach().to(self._dtype, copy=True))
+        self.rows += len(rows_NI)
+        if self.groups > 1 or 2 * sum(map(len, self._held)) > self.width:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Add the held rows to the sums."""
+        self._sums = self._sums or [torch.zeros(s, dtype=torch.float64, device=self._home) for s in self._shapes]
+        rows, self._held = torch.cat(self._held), []
         rows_GNI = rows.unsqueeze(0) if rows.ndim == 2 else rows.transpose(0, 1)
-        self.rows += rows_GNI.shape[1]
         for start, total in zip(self._starts, self._sums, strict=True):
             stop = start + total.shape[1]
             product = rows_GNI[..., start:stop].mT @ rows_GNI[..., :stop]
             total.add_(product.to(self._home))
 
-    def packed(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The lower triangle: `I(I+1)/2` entries, or `G` times as many, on the CPU."""
+    def stored(self, dtype: torch.dtype = torch.float64, *, whole: bool = False) -> Tensor:
+        """The rows `N I` if all are held, else the lower triangle, `I(I+1)/2` entries or `G` times that; on the CPU.
+
+        Args:
+            whole: the triangle, however few the rows.
+        """
+        if not self._sums and self._held and not whole:
+            return torch.cat(self._held).to("cpu", dtype)
+        if self._held:
+            self._sum_up()
         out = torch.empty(self.groups, packed_size(self.width), dtype=dtype)
         for start, total in zip(self._starts, self._sums, strict=True):
             rows = total.shape[1]
@@ -134,9 +151,13 @@ class GramSum:
             out[:, packed_size(start) : packed_size(start + rows)] = kept
         return out if self.groups > 1 else out[0]
 
+    def clear(self) -> None:
+        """Free the rows and the sums."""
+        self._held, self._sums = [], []
+
     def nonfinite(self) -> bool:
         """Return True if a NaN or infinity was added: a sum of squares keeps it."""
-        return not all(bool(torch.isfinite(s.sum())) for s in self._sums)
+        return not all(bool(torch.isfinite(s.sum())) for s in (*self._sums, *(h.square() for h in self._held)))
 
 
 @dataclass
