@@ -179,7 +179,7 @@ class Digits:
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
         """See `Subject`."""
         from actmat.extras.collect.collect import collect
-        from actmat.statistics.triangle import gram_of
+        from actmat.statistics.triangle import unpack
 
         rng = torch.Generator().manual_seed(1000 * draw + task)
         names = {"other": [self.tasks[(task + 1) % len(self.tasks)]], "mixed": self.tasks}.get(kind, [self.tasks[task]])
@@ -191,7 +191,7 @@ class Digits:
         out = {}
         for name in self.deltas:
             info = found.header.grams[found.header.places[name][0].gram]
-            gram_II = gram_of(found.tensors[f"gram.{found.header.places[name][0].gram}"].double(), info.width)
+            gram_II = unpack(found.tensors[f"gram.{found.header.places[name][0].gram}"].double(), info.width)
             values, vectors = torch.linalg.eigh(gram_II / info.rows)
             out[name] = (vectors * values.clamp(min=0).sqrt()).T
         return out

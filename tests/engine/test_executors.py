@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.executor_suite import ExecutorConformance
+from tests.helpers.executor_suite import ExecutorConformance, survey_in
 from tests.helpers.merging import Family, contents
 
 import actmat
 from actmat.engine import executors
 from actmat.engine.executors import EXECUTORS
-from actmat.engine.executors.base import Executor, survey_in
+from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource

@@ -13,7 +13,7 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.writer import ShardWriter
-from actmat.engine.executors.base import Executor, survey_in
+from actmat.engine.executors.base import Executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import ObservedMerge, ObserverFactory, SinkSource
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
-from actmat.engine.survey import SurveyKey
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
@@ -46,6 +46,18 @@ from actmat.recipe import make_recipe
 
 RecipeFields = Mapping[str, Any]
 """Fields of a recipe other than its inputs."""
+
+
+def survey_in(session: Session) -> Mapping[SurveyKey, Any]:
+    """All surveys in one session, item by item."""
+
+    def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+        state = fork()
+        for item in items:
+            session.observe(item, state)
+        return [state]
+
+    return run_surveys(session.spec.plans, observe)
 
 
 class ExecutorConformance(abc.ABC):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.extras.collect.collect import Collected
-from actmat.statistics.triangle import gram_of
+from actmat.statistics.triangle import unpack
 
 
 def outer_sum(rows: Iterable[Tensor]) -> Tensor:
@@ -68,7 +68,7 @@ def measured_gram(result: Collected, name: str, *, expert: int | None = None, ro
     for place in result.header.places[name]:
         if (place.expert is None or place.expert == expert) and (place.rows is None or place.rows == rows):
             info = result.header.grams[place.gram]
-            return gram_of(result.tensors[f"gram.{place.gram}"].double(), info.width, info.groups)
+            return unpack(result.tensors[f"gram.{place.gram}"].double(), info.width, info.groups)
     raise AssertionError(f"{name} has no Gram for {expert}, {rows}")
 
 

@@ -51,6 +51,27 @@ def test_blocks_of_the_triangle_are_the_whole_product(width: int) -> None:
     assert total.rows == 40
 
 
+@pytest.mark.parametrize("batches", [(3,), (2, 2), (4, 3, 20)])
+def test_few_rows_are_stored_as_they_are(tmp_path: Path, batches: tuple[int, ...]) -> None:
+    """Up to `I / 2` rows; a file of rows and one of sums add up like all batches at once."""
+    model = nn.Linear(9, 2, bias=False).double()
+    given = [torch.randn(n, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in batches]
+    given = [g + k for k, g in enumerate(given)]
+    options = {"dtype": "float64", "compute_dtype": "float64"}
+    found = collect(model, given, out=tmp_path / "a", **options)
+    rows, few = torch.cat(given), sum(batches) <= 4
+    assert found.tensors["gram.weight"].shape == (rows.shape if few else (45,))
+    collect(model, [rows[:1] * 2], out=tmp_path / "b", **options)
+    merge_statistics([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
+    for name, own in (("a", rows), ("b", rows[:1] * 2), ("ab", torch.cat([rows, rows[:1] * 2]))):
+        with open_statistics(tmp_path / name) as file:
+            assert relative_error(file.gram("weight", dtype=torch.float64), own.T @ own / len(own)) < F64_IDENTITY
+            assert file.holds_rows("weight") == (name == "b" or (name == "a" and few))
+            if file.holds_rows("weight"):
+                root = file.root("weight", dtype=torch.float64)
+                assert relative_error(root.T @ root, own.T @ own / len(own)) < F64_IDENTITY
+
+
 def test_float32_products_are_summed_in_float64() -> None:
     """A sum kept in float32 would stop growing: one part in 2^24 of it is lost each time."""
     total = GramSum(1)

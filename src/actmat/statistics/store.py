@@ -21,8 +21,8 @@ from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError, StatisticsError
-from actmat.statistics.header import FILE_NAME, GramInfo, StatisticsHeader, content_hash, parse_header
-from actmat.statistics.triangle import gram_of, packed_shape
+from actmat.statistics.header import FILE_NAME, StatisticsHeader, content_hash, parse_header
+from actmat.statistics.triangle import packed_shape, unpack
 
 Mean = Literal["token", "sample", "sum"]
 """Divisor of a Gram matrix: the tokens seen, the samples, or 1."""
@@ -73,20 +73,19 @@ class Statistics(AbstractContextManager["Statistics"]):
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
         """One Gram matrix: `I I`, or `G I I` for a convolution in groups."""
         info = self.header.grams[key]
-        divisor = {"token": self._tokens(info), "sample": self.header.samples, "sum": 1}[mean]
-        return gram_of(self.raw(f"gram.{key}").to(dtype), info.width, info.groups).div_(max(divisor, 1))
+        # an expert of a mixture: the mean is over all tokens that came to its router
+        tokens = info.rows if info.stack is None else self.header.stacks[info.stack]
+        divisor = {"token": tokens, "sample": self.header.samples, "sum": 1}[mean]
+        return unpack(self.raw(f"gram.{key}").to(dtype), info.width, info.groups).div_(max(divisor, 1))
 
     def holds_rows(self, key: str) -> bool:
-        """True if the few rows of a Gram are stored in place of their sum."""
-        return self.header.grams[key].groups == 1 and len(self.specs[f"gram.{key}"].shape) == 2
+        """True if the few rows of a Gram are stored in place of their sum; False for experts of a mixture."""
+        info = self.header.grams[key]
+        return info.groups == 1 and info.stack is None and self.specs[f"gram.{key}"].shape == (info.rows, info.width)
 
     def root(self, key: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """`Z`, `N I`, with `Z^T Z = gram(key)`; for a key that `holds_rows`."""
-        return self.raw(f"gram.{key}").to(dtype).div_(max(self._tokens(self.header.grams[key]), 1) ** 0.5)
-
-    def _tokens(self, info: GramInfo) -> int:
-        """Tokens that a mean is taken over; of an expert of a mixture, all that came to its router."""
-        return info.rows if info.stack is None else self.header.stacks[info.stack]
+        return self.raw(f"gram.{key}").to(dtype).div_(self.header.grams[key].rows ** 0.5)
 
     def fisher(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The diagonal Fisher of a stored tensor, mean over samples, in its shape."""

@@ -23,13 +23,10 @@ def packed_shape(width: int, groups: int) -> tuple[int, ...]:
     return (packed_size(width),) if groups == 1 else (groups, packed_size(width))
 
 
-def gram_of(stored: Tensor, width: int, groups: int = 1) -> Tensor:
-    """The symmetric `I I` of a stored Gram, or `G I I`: of its triangle, or of the few rows `N I` that are kept."""
-    return stored.mT @ stored if stored.ndim == 2 and groups == 1 else unpack(stored, width)
-
-
-def unpack(packed: Tensor, width: int) -> Tensor:
-    """The full symmetric `*batch I I` of `*batch I(I+1)/2`."""
+def unpack(packed: Tensor, width: int, groups: int = 1) -> Tensor:
+    """The symmetric `I I` of a stored Gram, of its triangle or of few rows `N I`; `G I I` for groups."""
+    if packed.ndim == 2 and groups == 1:
+        return packed.mT @ packed
     full = packed.new_empty(*packed.shape[:-1], width, width)
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)

@@ -1,4 +1,4 @@
-"""The `Executor` contract, and surveys in one session, which executors may share."""
+"""The `Executor` contract."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
-from actmat.engine.session import Session, SessionSpec, UnitResult
-from actmat.engine.survey import SurveyKey, run_surveys
+from actmat.engine.session import SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey
 from actmat.engine.units import Unit
-from actmat.planning.model import Item
 
 
 class Executor(Protocol):
@@ -46,15 +45,3 @@ class Executor(Protocol):
 
 ExecutorFactory = Callable[[Inputs, Sequence[SinkSource], Resources], Executor]
 """Makes an executor for the open inputs of a run, the open output of every plan, and the limits of this machine."""
-
-
-def survey_in(session: Session) -> Mapping[SurveyKey, Any]:
-    """All surveys in one session, item by item."""
-
-    def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
-        state = fork()
-        for item in items:
-            session.observe(item, state)
-        return [state]
-
-    return run_surveys(session.spec.plans, observe)

@@ -205,10 +205,10 @@ def _rows(options: DataOptions) -> Iterable[Row]:
         return _arrays(path)
     if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):
         raise StatisticsError(f"{options.location}: no such file or folder")
+    if path.suffix in (".jsonl", ".txt") and path.is_file():
+        return _lines(path)
     load: Callable[..., Iterable[Row]] = extra("datasets").load_dataset
     try:
-        if path.suffix in (".jsonl", ".txt") and path.is_file():
-            return _lines(path)
         if path.exists():
             reader, files = _local(path)
             if reader == "imagefolder":

@@ -188,8 +188,8 @@ def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
     problems = []
     for file in opened:
         for name, spec in file.specs.items():
-            rows = name.startswith("gram.") and file.holds_rows(name.removeprefix("gram."))
-            shape = packed_shape(spec.shape[1], 1) if rows else spec.shape
+            info = file.header.grams.get(name.removeprefix("gram.")) if name.startswith("gram.") else None
+            shape = spec.shape if info is None else packed_shape(info.width, info.groups)
             wanted = TensorSpec(name, shape, dtype if spec.is_floating else spec.dtype, "")
             if out.setdefault(name, wanted).shape != shape:
                 problems.append(f"tensor '{name}' of {file.location} has another shape than elsewhere")

@@ -35,7 +35,8 @@ def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, h
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     fill = batch * rows * width if rule.needs_sum else 0
     panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
-    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator) + _scaled_copies(rows, width, rule.estimator)
+    copies = 2 if rule.estimator.normalize == "norm" else 1  # of a delta far from 1: times powers of two
+    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator) + rows * width * copies
     if rule.null == "minus_base":  # the identity, eigenvectors of `S`, and the base in their coordinates and back
         panel += 3 * width * width + 2 * rows * width
     if form == "primal":
@@ -68,11 +69,6 @@ def _solving(rows: int, size: int, rule: InterferenceRule, panel: int) -> int:
     if rows > size:
         return max(spectrum, factorizing, 5 * square, square + panel)
     return max(spectrum, factorizing, 2 * square + 5 * min(rows, PANEL_ROWS) * size + panel)
-
-
-def _scaled_copies(rows: int, width: int, estimator: Estimator) -> int:
-    """Copies of one delta that is far from 1: times the power of two of all experts, and of its own."""
-    return rows * width * (2 if estimator.normalize == "norm" else 1)
 
 
 def _estimate(rows: int, width: int, estimator: Estimator) -> int:

@@ -17,7 +17,6 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -129,12 +128,10 @@ class Reduced:
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
 
 
-def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
-    """`sum_t A_t^T A_t`, `I I`, for factors `R I`."""
-    width = factors[0].shape[-1]
-    gram_II = factors[0].new_zeros(width, width)
-    for a_RI in factors:
-        add_gram(gram_II, a_RI)
+def gram_of_rows(a_RI: Tensor) -> Tensor:
+    """`A^T A`, `I I`."""
+    gram_II = a_RI.new_zeros(a_RI.shape[-1], a_RI.shape[-1])
+    add_gram(gram_II, a_RI)
     mirror(gram_II)
     return gram_II
 
@@ -167,7 +164,7 @@ class PrimalMoments:
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram(self.gram_II, factor_RI, weight)
             same = factor_RI is delta_OI  # then their product is symmetric
-            products_OR = gram_of_rows([delta_OI.mT]) if same else delta_OI @ factor_RI.mT
+            products_OR = gram_of_rows(delta_OI.mT) if same else delta_OI @ factor_RI.mT
             self.left_OI.addmm_(products_OR, factor_RI, alpha=weight)
             return
         term_II = self._term
@@ -240,7 +237,7 @@ class StackedMoments:
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         dtype = self.a_NI.dtype
         if self._form == "dual":
-            gram_NN = gram_of_rows([self.a_NI.mT])
+            gram_NN = gram_of_rows(self.a_NI.mT)
             for index, root in enumerate(self._roots):
                 here = slice(index * self._rows, (index + 1) * self._rows)
                 if root:

@@ -186,10 +186,8 @@ class InterferenceRule:
         return weights_problem(weights) or (ZERO_MEAN if self.null == "mean" and sum(weights) == 0 else None)
 
     def gram_weight(self, trace: float) -> float:
-        """The normalizer of a given Gram matrix with this trace."""
-        if not self.per_trace:
-            return 1.0
-        return 1.0 / trace if trace > 0 else 0.0
+        """The normalizer of a given Gram matrix with this trace; of a zero matrix it does not matter."""
+        return 1.0 / trace if self.per_trace and trace > 0 else 1.0
 
     def form(self, factor_rows: int, width: int, n_experts: int, *, has_grams: bool = False) -> MomentForm:
         """The form used for `n_experts` factors of `factor_rows x width`."""

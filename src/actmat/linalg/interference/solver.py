@@ -226,9 +226,8 @@ def _state_of_rows(
     rows_NI = torch.cat(factors)
     if len(rows_NI) >= width:
         return None
-    reduced = Reduced(torch.cat(left, dim=-1), gram_of_rows([rows_NI.mT]), rows_NI, "dual", len(rows_NI), rows_NI.dtype)
-    like = rows_NI.new_empty(0)
-    return State([reduced], dense[0].shape, like, None, None, width, [0], [0.0], squared_norms=squares)
+    reduced = Reduced(torch.cat(left, dim=-1), gram_of_rows(rows_NI.mT), rows_NI, "dual", len(rows_NI), rows_NI.dtype)
+    return State([reduced], dense[0].shape, rows_NI, None, None, width, [0], [0.0], squared_norms=squares)
 
 
 def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
@@ -252,8 +251,7 @@ def _start(
     else:
         moments = [StackedMoments(form, rows, *stack, delta) for _ in range(count)]
     sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
-    like = delta.new_empty(0)
-    state = State([], delta.shape, like, left_BOI, sum_BOI, columns, [0] * count, [0.0] * count)
+    state = State([], delta.shape, delta.new_empty(0), left_BOI, sum_BOI, columns, [0] * count, [0.0] * count)
     return state, moments
 
 

@@ -36,8 +36,6 @@ SolverOption = Annotated[Solver, "which exact form to use, see `actmat`."]
 RuleOf = Callable[..., InterferenceRule | Adam]
 """A function from options (keyword-only parameters) to the member that they choose."""
 
-GivenStatistics = Mapping[str, Sequence[Tensor]]
-
 _ADAM_NEEDS_ENTRIES = (
     "optimizer='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix separately, "
     "which the factors do not show"
@@ -114,8 +112,7 @@ class _Family:
         assert isinstance(rule, InterferenceRule), "Adam has no low-rank form"
         if self.has_grams:
             grams, roots = _grams(given), given["statistics"].get("root")
-            found = solver.solve_lowrank_with_grams(deltas, grams, rule, weights=weights, roots=roots)
-            return MergedLowRank(*found)
+            return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, grams, rule, weights=weights, roots=roots))
         return MergedLowRank(*solver.solve_lowrank(deltas, rule, weights=weights))
 
     def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
@@ -187,7 +184,7 @@ def _why_dense(rule: InterferenceRule | Adam, weights: Weights) -> str | None:
 
 
 def _grams(given: Mapping[str, Any]) -> Sequence[Tensor]:
-    statistics: GivenStatistics | None = given.get("statistics")
+    statistics: Mapping[str, Sequence[Tensor]] | None = given.get("statistics")
     if statistics is None or "gram" not in statistics:
         found = "none" if not statistics else ", ".join(statistics)
         raise StatisticsError(
