@@ -21,9 +21,10 @@ FOLDERS = ("src", "packages", "benchmarks", "chaos", "docs", "fuzz", "tests")
 INTERVALS, CHOICE = "benchmarks/evidence/intervals.py", "benchmarks/evidence/choice.py"
 RULE, COST = "src/actmat/linalg/interference/rule.py", "src/actmat/planning/cost.py"
 SOLVE, SHARE, SVD = (f"src/actmat/linalg/{n}.py" for n in ("interference/spectral_solve", "singular", "svd"))
+MOMENTS, SPACE = "src/actmat/linalg/interference/moments.py", "src/actmat/extras/tune/space.py"
 LORA, SCORE = "src/actmat/experts/lora/config.py", "src/actmat/extras/tune/evaluate.py"
 EVIDENCE, CHOSEN = (f"tests/house/test_benchmark_{n}.py" for n in ("evidence", "choice"))
-FILTERS = "tests/linalg/interference/test_filters.py"
+FILTERS, REGMEAN = "tests/linalg/interference/test_filters.py", "tests/methods/test_regmean.py"
 
 Mutant = tuple[str, str, str, str, str]
 """Name; file; text in it; what stands in its place; tests that must fail (a module of `src`: its examples)."""
@@ -48,8 +49,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     ("rank: of an expert", SHARE, "min(shape[-2:]) // n_experts", "min(shape[-2:])", "tests/methods/test_tsv.py"),
     ("rank: of a matrix", SVD, "RANK_RTOL = 2.0**-20", "RANK_RTOL = 2.0**-30", "tests/linalg/test_svd.py"),
+    (
+        "rank: few directions",
+        SVD,
+        "matrix_norm(rest_OI) <= rounding",
+        "matrix_norm(rest_OI) >= 0",
+        "tests/linalg/test_svd.py",
+    ),
+    ("rank: directions found", SVD, "on_1K = (s_K > 0)", "on_1K = (s_K >= 0)", "tests/linalg/test_svd.py"),
     ("rank: participation", RULE, "participation * (1 - 1e-9)", "participation * (1 + 1e-9)", FILTERS),
     ("rank: of LoRA", LORA, "(math.sqrt(rank) if", "(rank if", "tests/adapters/test_adapter_reading.py"),
+    ("ridge: unit", SOLVE, "spectral.ridge * mean, rows", "spectral.ridge, rows", REGMEAN),
+    ("ridge: filter", RULE, "ridge = spectral.ridge * mean", "ridge = spectral.ridge", FILTERS),
+    ("prior: inputs", SPACE, "PRIOR / max(1, measured)", "PRIOR * measured", SPACE),
+    ("prior: trace", MOMENTS, "alpha=prior * float(", "alpha=prior or float(", REGMEAN),
     ("cost: spectrum", "src/actmat/linalg/operations.py", '"eigh", 9 *', '"eigh", 4 *', "tests/plan/test_flops.py"),
     ("cost: rate", COST, "NOMINAL_BYTES = 5e10, 5e8", "NOMINAL_BYTES = 5e10, 5e9", COST),
     ("cost: items", COST, "SOURCE_BYTES = 6_000, 1_000", "SOURCE_BYTES = 60, 10", "tests/plan/test_memory_numbers.py"),
