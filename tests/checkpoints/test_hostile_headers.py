@@ -56,9 +56,9 @@ def test_a_valid_file_parses_in_storage_order() -> None:
     assert VALID[spec.offset : spec.offset + spec.nbytes] == struct.pack("<6f", *range(6))
 
 
-@pytest.mark.parametrize("cut", range(len(VALID)))
-def test_a_file_cut_anywhere_is_refused(cut: int) -> None:
-    problems(VALID[:cut])
+def test_a_file_cut_anywhere_is_refused() -> None:
+    for cut in range(len(VALID)):
+        problems(VALID[:cut])
 
 
 @pytest.mark.parametrize("extra", [1, 7, 4096])

@@ -332,11 +332,11 @@ def test_what_is_not_finite_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("method", DATA_FREE, ids=lambda m: m.name)
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4)])
-def test_matrices_without_entries(shape: tuple[int, ...], method: MergeMethod) -> None:
-    deltas = [torch.empty(shape) for _ in experts_for(method)]
-    base = torch.empty(shape) if method.needs_base else None
-    assert actmat.merge_matrices(method.name, deltas, base=base).shape == shape
+def test_matrices_without_entries(method: MergeMethod) -> None:
+    for shape in ((0, 5), (5, 0), (0, 0), (0, 3, 4)):
+        deltas = [torch.empty(shape) for _ in experts_for(method)]
+        base = torch.empty(shape) if method.needs_base else None
+        assert actmat.merge_matrices(method.name, deltas, base=base).shape == shape
 
 
 # What `import actmat` offers, in a fresh interpreter, in any order of use.

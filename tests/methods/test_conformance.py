@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import typing
 from collections.abc import Iterator
 
@@ -146,18 +147,16 @@ def test_inputs_are_left_alone(method: MergeMethod, n_experts: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, experts.all_tensors(), strict=True))
 
 
+AWKWARD = [(7, (3, 4), None), (7, (4, 3), 1), (4, (12, 10), 2), (3, (1, 6), None), (3, (6, 1), None), (2, (1, 1), None)]
+"""Number of experts, shape, rank."""
+
+
 @each_method
-@pytest.mark.parametrize(
-    ("n_experts", "shape", "rank"),
-    [(7, (3, 4), None), (7, (4, 3), 1), (4, (12, 10), 2), (3, (1, 6), None), (3, (6, 1), None), (2, (1, 1), None)],
-)
-def test_awkward_shapes_and_ranks_give_finite_results(
-    method: MergeMethod, n_experts: int, shape: tuple[int, int], rank: int | None
-) -> None:
-    for dtype in (torch.float32, torch.float64):
+def test_awkward_shapes_and_ranks_give_finite_results(method: MergeMethod) -> None:
+    for (n_experts, shape, rank), dtype in itertools.product(AWKWARD, (torch.float32, torch.float64)):
         out = merged(method, Experts.random(n_experts, shape, rank=rank, dtype=dtype))
         assert out.shape == shape
-        assert bool(out.isfinite().all())
+        assert bool(out.isfinite().all()), (n_experts, shape, rank, dtype)
 
 
 @pytest.mark.parametrize("method", [m for m in all_methods() if m.max_experts is not None], ids=lambda m: m.name)
