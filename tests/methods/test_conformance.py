@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import typing
@@ -329,13 +330,18 @@ def test_workspace_is_positive_and_grows(method: MergeMethod) -> None:
     assert all(method.cost.workspace((16, 16), n, options) >= 256 for n in range(1, usable_experts(method, 6) + 1))
 
 
+@functools.cache
+def single_precision(n_experts: int, shape: tuple[int, int], has_statistics: bool) -> Experts:
+    """Made once for all methods: drawing them takes longer than merging them."""
+    return Experts.random(n_experts, shape, dtype=torch.float32, statistics=has_statistics)
+
+
 @each_method
 def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod) -> None:
     # Selections over a whole tensor may keep a scratch of fixed size, so those rules are shown large tensors.
     shapes = [(96, 64), (40, 160), (200, 40)] if method.acts_on == "matrix" else [(2000, 1000)]
     for shape in shapes:
-        has_statistics = bool(method.needs_statistics)
-        experts = Experts.random(usable_experts(method, 4), shape, dtype=torch.float32, statistics=has_statistics)
+        experts = single_precision(usable_experts(method, 4), shape, bool(method.needs_statistics))
         options = method.resolve_options({})
         survey = run_survey(method, {"weight": experts.deltas}, options)
         given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
