@@ -58,7 +58,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     ("rank: directions found", SVD, "on_1K = (s_K > 0)", "on_1K = (s_K >= 0)", "tests/linalg/test_svd.py"),
     ("rank: participation", RULE, "participation * (1 - 1e-9)", "participation * (1 + 1e-9)", FILTERS),
-    ("rank: of LoRA", LORA, "(math.sqrt(rank) if", "(rank if", "tests/adapters/test_adapter_reading.py"),
+    ("rank: of LoRA", LORA, "(math.sqrt(rank) if", "(rank if", "tests/adapters/test_adapter_to_model.py"),
     ("ridge: unit", SOLVE, "spectral.ridge * mean, rows", "spectral.ridge, rows", REGMEAN),
     ("ridge: filter", RULE, "ridge = spectral.ridge * mean", "ridge = spectral.ridge", FILTERS),
     ("prior: inputs", SPACE, "PRIOR / max(1, measured)", "PRIOR * measured", SPACE),
