@@ -159,25 +159,26 @@ def main() -> None:
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", nargs="+", choices=[*OURS, *PEFT], default=[*OURS, *PEFT])
+    parser.add_argument("--maps", nargs="+", default=[], help="as q_proj: adapters of these maps only")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sizes = {name: getattr(given, name) for name in sizes}
     n, rank, *shape = sizes.values()
-    place = given.place or WORK / f"adapters-{'x'.join(map(str, sizes.values()))}"
-    adapters = write_adapters(place, n, rank, shape[0], shape[1], shape[2])
+    place = given.place or WORK / f"adapters-{'x'.join([*map(str, sizes.values()), *given.maps])}"
+    adapters = write_adapters(place, n, rank, shape[0], shape[1], shape[2], given.maps)
     if given.side:
         side(given.side, adapters, given.out, (shape[0], shape[1], shape[2]))
         return
     before = read_result(given.name) if (RESULTS / f"{given.name}.json").exists() else {"rows": []}
-    same = all(before.get(size) == value for size, value in sizes.items())
+    same = all(before.get(name, []) == value for name, value in {**sizes, "maps": given.maps}.items())
     rows = {row["method"]: row for row in before["rows"] if same}  # those that are not run again
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         for name in given.only:
             rows[name] = row(name, place, Path(scratch), sizes)
             listed = [rows[n] for n in (*OURS, *PEFT) if n in rows]
-            finish(given.name, listed, COLUMNS, **sizes)
+            finish(given.name, listed, COLUMNS, maps=given.maps, **sizes)
 
 
 if __name__ == "__main__":
