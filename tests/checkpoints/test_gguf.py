@@ -1,6 +1,8 @@
 """GGUF files, written by the package gguf, against what transformers loads of them; and damaged ones."""
 
+import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from tests.helpers.quantized import save_model
 
+import actmat
 from actmat import merge
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, MergeError
 from actmat.extras.gguf.file import QUANTIZED, converted_tokenizer
 from actmat.extras.gguf.header import read_gguf_header
 
@@ -51,6 +54,7 @@ def write_gguf(
     architecture: str = "llama",
     seed: int = 0,
     biases: tuple[str, ...] = (),
+    tokens: Sequence[str] = (),
     **extra: Any,
 ) -> Path:
     """A tiny model whose matrices are of this type; `biases`: layers of the attention that have one."""
@@ -61,7 +65,9 @@ def write_gguf(
     writer.add_name("tiny")
     for key, value in METADATA.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
-    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
+    writer.add_token_list(tokens or [f"t{i}" for i in range(VOCAB)])
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
     for key, value in extra.items():
         writer.add_uint32(key.replace("__", "."), value)
     rng = np.random.default_rng(seed)
@@ -155,6 +161,28 @@ def test_the_tokenizer_of_a_file_is_converted(tmp_path: Path) -> None:
     assert tokenizer.encode("ab c") == [4, 5]
     assert tokenizer.eos_token == "<end>"
     assert converted_tokenizer(write_gguf(tmp_path / "none.gguf")) == {}, "a list of tokens without a model of them"
+
+
+@pytest.mark.parametrize(
+    ("swapped", "words"), [(False, ""), (True, "have different tokens in 2 rows"), (None, "<new>")]
+)
+def test_tokens_of_a_gguf_base_are_compared(swapped: bool | None, words: str, tmp_path: Path) -> None:
+    """Rows mean the same tokens as in the experts; rows of padding mean none."""
+    tokens = [f"w{i}" for i in range(VOCAB - 2)] + [f"[PAD{i}]" for i in (VOCAB - 2, VOCAB - 1)]
+    base = write_gguf(tmp_path / "base.gguf", tokens=tokens)
+    with open_checkpoint(base) as checkpoint:
+        assert checkpoint.stored_tokens() == [*tokens[:-2], "", ""]
+        expert = save_model(tmp_path / "expert", {n: checkpoint.read(n) for n in checkpoint.specs}, None)
+    if swapped:
+        tokens[3], tokens[4] = tokens[4], tokens[3]
+    vocabulary = {t: i for i, t in enumerate(tokens[:-2])} | ({"<new>": VOCAB - 2} if swapped is None else {})
+    (expert / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    try:
+        found = " ".join(n.text for n in actmat.plan(base, [expert], method="average").notes)
+    except MergeError as error:
+        found = f"{error}"
+    assert words in found
+    assert bool(words) == any(w in found for w in ("different tokens", "<new>"))
 
 
 def in_pairs(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

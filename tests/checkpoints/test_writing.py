@@ -146,7 +146,7 @@ def test_sidecars_come_from_the_base_and_the_chosen_expert(tmp_path: Path) -> No
     (expert / "additional_chat_templates" / "tool.jinja").write_text("t")
     out = tmp_path / "out"
     out.mkdir()
-    copied = copy_sidecars(side_folder(base), side_folder(expert), out, None)
+    copied = copy_sidecars(side_folder(base), side_folder(expert), out=out, dtype=None)
     there = {p.relative_to(out).as_posix(): p.read_text() for p in out.rglob("*") if p.is_file()}
     assert copied == sorted(there)
     assert there == {
@@ -171,13 +171,13 @@ def test_the_config_is_told_the_output_dtype(tmp_path: Path, config: dict[str, s
     base = folder(tmp_path / "base", config__json=json.dumps(config | {"model_type": "llama"}))
     out = tmp_path / "out"
     out.mkdir()
-    copy_sidecars(side_folder(base), side_folder(base), out, "bfloat16")
+    copy_sidecars(side_folder(base), side_folder(base), out=out, dtype="bfloat16")
     assert json.loads((out / "config.json").read_text()) == expected | {"model_type": "llama"}
     assert json.loads((base / "config.json").read_text()) == config | {"model_type": "llama"}
 
 
 def test_no_folder_no_sidecars(tmp_path: Path) -> None:
-    assert copy_sidecars(None, side_folder(tmp_path / "none"), tmp_path, "float16") == []
+    assert copy_sidecars(None, side_folder(tmp_path / "none"), out=tmp_path, dtype="float16") == []
 
 
 def test_a_running_hash_is_the_hash_of_all_bytes() -> None:

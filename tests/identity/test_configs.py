@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from docs.configs import digest
-from tests.helpers.merging import actmat
+from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 
-from actmat.identity.compare import agree
+from actmat.identity.compare import InputAgreement, agree
 from actmat.identity.meaning import meaning
 from actmat.identity.tables import PATH, is_ignored
 
@@ -24,6 +24,7 @@ QWEN = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 40
 GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 UNET = {"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768}
 VISION = {"model_type": "siglip_vision_model"}
+BIDIRECTIONAL = {"AutoConfig": "configuration_encoder.Config", "AutoModel": "modeling_encoder.LlamaEncoderModel"}
 
 
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
@@ -122,6 +123,11 @@ def test_a_config_is_equal_however_it_is_saved(kind: str) -> None:
         ({"model_type": "mixtral"}, {"router_jitter_noise": 0.5, "temperature": 0.5}, []),
         ({"model_type": "esm", "token_dropout": True}, {"token_dropout": False}, ["token_dropout"]),
         ({"model_type": "gemma4_audio"}, {"residual_weight": 1.0}, ["residual_weight"]),
+        (LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["LlamaBiForMNTP"]},
+         ["architectures (base Llama*; 'one' LlamaBi*)"]),
+        (LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["NVEmbedModel"]}, ["architectures"]),
+        (LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["LlamaForSequenceClassification"]}, []),
+        (LLAMA, {"architectures": ["LlamaBiModel"]}, []),
         (UNET, {"cross_attention_dim": 1024}, ["cross_attention_dim"]),
         (UNET, {"norm_eps": 1e-3, "dropout": 0.5, "_diffusers_version": "0.1"}, ["norm_eps"]),
         ({"model_type": "own", "rope_theta": 1e4, "my_width": 3}, {"rope_theta": 1e6, "my_width": 4}, ["rope_theta"]),
@@ -148,6 +154,8 @@ def test_what_changes_the_function_is_a_problem(base: dict[str, Any], expert: di
             {"image_token_index": 6},
             "image_token_index (base 5; 'one' 6)",
         ),
+        (LLAMA, {"auto_map": BIDIRECTIONAL}, "auto_map (base absent; 'one' modeling_encoder.py)"),
+        (LLAMA | {"auto_map": {"AutoModel": "modeling_a.A"}}, {"auto_map": BIDIRECTIONAL}, "modeling_encoder.py)"),
         ({"hidden_size": 8}, {}, "no model_type"),
         ({"hidden_size": 8}, {"model_type": "bert"}, "no model_type bert"),
     ],
@@ -156,6 +164,73 @@ def test_what_may_change_the_function_is_a_note(base: dict[str, Any], expert: di
     found = agree(base, [("one", base | expert)])
     assert not found.problems
     assert words in " ".join(found.notes)
+
+
+OTHER_STEMS = {"JevForDecision", "ShieldGemma2ForImageClassification"}
+"""Classes of a model type with the name of another family."""
+
+
+def test_classes_of_one_model_type_differ_by_their_heads_only() -> None:
+    """All classes by which transformers loads a model type, none of which is the first one's other function."""
+    modeling = pytest.importorskip("transformers.models.auto.modeling_auto")
+    by_type: dict[str, set[str]] = {}
+    for name, mapping in vars(modeling).items():
+        for kind, classes in mapping.items() if name.endswith("_MAPPING_NAMES") and "CONFIG" not in name else ():
+            by_type.setdefault(kind, set()).update([classes] if isinstance(classes, str) else classes)
+    assert sum(map(len, by_type.values())) > 1400
+    for kind, classes in by_type.items():
+        configs = {name: {"model_type": kind, "architectures": [name]} for name in sorted(classes - OTHER_STEMS)}
+        assert agree(next(iter(configs.values()), {}), list(configs.items())) == InputAgreement(), kind
+
+
+@pytest.mark.parametrize(
+    ("base", "one"),
+    [
+        ({"AutoModel": "modeling_a.A"}, {"AutoModelForCausalLM": "org/name--modeling_a.AForCausalLM"}),
+        ({"AutoModel": ["modeling_a.A"]}, {"AutoModel": "modeling_a.A", "AutoTokenizer": ["tok.T", None]}),
+        ({"AutoConfig": "config_a.A"}, {"AutoConfig": "config_b.B"}),
+    ],
+)
+def test_the_same_code_is_no_note(base: dict[str, Any], one: dict[str, Any]) -> None:
+    assert agree(LLAMA | {"auto_map": base}, [("one", LLAMA | {"auto_map": one})]) == InputAgreement()
+
+
+def with_code(folder: Path, text: str, seed: int, auto_map: dict[str, str] | None = BIDIRECTIONAL) -> Path:
+    """A checkpoint with code of its own."""
+    save_checkpoint(folder, llama_tensors(seed=seed), CONFIG | ({"auto_map": auto_map} if auto_map else {}))
+    (folder / "modeling_encoder.py").write_text(text)
+    return folder
+
+
+def test_code_of_the_written_config_is_in_the_output(tmp_path: Path) -> None:
+    """Copied, not run; a note names files that differ, and those that a config names and no folder has."""
+    base, one = (with_code(tmp_path / n, f"raise RuntimeError('{n}')", i) for i, n in enumerate(("base", "one")))
+    (one / "rope.py").write_text("")
+    run = ["merge", "-b", f"{base}", "-e", f"{one}", "-m", "linear", "--out"]
+    for flags, owner, words in (
+        ([], "base", "modeling_encoder.py differs in its code ('one'): that of the base is written"),
+        (["--set", "config_from=one"], "one", "its code ('base'): that of expert 'one' is written"),
+    ):
+        found = actmat([*run, f"{tmp_path}/{owner}-out", *flags])
+        assert found.code == 0, found
+        text = " ".join(found.out.split())
+        assert words in text
+        assert "the output has no 'configuration_encoder.py', which auto_map of its config names" in text
+        assert (tmp_path / f"{owner}-out" / "modeling_encoder.py").read_text() == f"raise RuntimeError('{owner}')"
+        assert (tmp_path / f"{owner}-out" / "rope.py").exists() == (owner == "one")
+
+
+def test_an_experts_class_is_written_with_its_code(tmp_path: Path) -> None:
+    base = save_checkpoint(tmp_path / "base", llama_tensors(), CONFIG | {"architectures": ["LlamaForCausalLM"]})
+    one = with_code(tmp_path / "one", "", 1)
+    config = json.loads((one / "config.json").read_text()) | {"architectures": ["LlamaBiModel"]}
+    (one / "config.json").write_text(json.dumps(config))
+    run = ["merge", "-b", f"{base}", "-e", f"{one}", "-m", "linear", "--out", f"{tmp_path}/out"]
+    assert "architectures (base Llama*; 'one' LlamaBi*)" in " ".join(actmat(run).err.split())
+    assert actmat([*run, "--set", "config_from=one"]).code == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["architectures"], written["auto_map"]) == (["LlamaBiModel"], BIDIRECTIONAL)
+    assert (tmp_path / "out" / "modeling_encoder.py").exists()
 
 
 PIPELINE = {"_class_name": "StableDiffusionPipeline", "components": {"unet": UNET}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,6 +258,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def converted_sidecars(self) -> Mapping[str, str]:
         """Name -> text of a tokenizer's files, made from the metadata of a format that stores it; takes seconds."""
         return {} if self.inner is None else self.inner.converted_sidecars()
+
+    def stored_tokens(self) -> Sequence[str]:
+        """Tokens by their rows, of a format that stores them beside the weights; empty for others."""
+        return () if self.inner is None else self.inner.stored_tokens()
 
     def fetch_sidecars(self) -> Path | None:
         """Local folder of the side files; a hub checkpoint downloads them first."""

@@ -50,7 +50,9 @@ def _content(reader: Reader, adapter: Adapter) -> Content:
     fields = adapter.config.fields
     content = reader.read(adapter.weights.specs, fields)
     refused = () if reader.keys is None else field_refusals(reader.keys, fields)
-    return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused))))
+    changed = [c.target.rpartition(".")[0] for c in content.changes if c.kind != "tokens"]
+    ignored = adapter.config.targets.problems(dict.fromkeys(changed))
+    return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused, *ignored))))
 
 
 def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence[str]:

@@ -19,6 +19,7 @@ LOADERS = ("model_type", "architectures")
 KINDS = {
     "length": "lengths and sizes for which the inputs are meant differ",
     "token": "ids of special tokens differ",
+    "code": "files with the model's code differ, so that the same weights may mean another function",
     "unknown": "entries whose effect is not known differ",
     "absent": "entries that their class computes where they are absent are in one file only",
 }
@@ -82,8 +83,8 @@ def agree(
     if base is None:
         return InputAgreement()
     given = {label: config for label, config in experts if config is not None}
-    found = _with_class(base, given)
-    problems, notes = [], _class_notes(base, found)
+    found, notes = _with_class(base, given)
+    problems = []
     differences: list[_Difference] = []
     for label, config in given.items():
         part, at = _counterpart(found, config)
@@ -110,25 +111,15 @@ def words_of(label: str) -> str:
     return "the base" if label == "base" else f"expert '{label}'"
 
 
-def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The base's config with the entries that loaders need, where it lacks them and the experts agree."""
-    out = dict(base)
+def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The base's config with the entries that loaders need, where it lacks them and the experts agree; and notes."""
     if "_class_name" in base or base.get("model_type"):
-        return out
-    for key in LOADERS:
-        values = [c[key] for c in experts.values() if c.get(key)]
-        if not out.get(key) and values and all(v == values[0] for v in values):
-            out[key] = values[0]
-    return out
-
-
-def _class_notes(base: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    if added := [f"{k} {found[k]!r}" for k in LOADERS if found.get(k) != base.get(k)]:
-        words = " and no ".join(added).replace("'", "")
-        return [f"config.json of the base has no {words}: written as in the experts"]
-    if "_class_name" in base or base.get("model_type") or not base:
-        return []
-    return ["config.json of the base has no model_type, without which Auto classes do not load the output"]
+        return dict(base), []
+    given = {key: [c[key] for c in experts.values() if c.get(key)] for key in LOADERS if not base.get(key)}
+    added = {key: values[0] for key, values in given.items() if values and all(v == values[0] for v in values)}
+    words = " and no ".join(f"{k} {v!r}".replace("'", "") for k, v in added.items())
+    note = f"no {words}: written as in the experts" if added else "no model_type, without which no Auto class loads it"
+    return {**base, **added}, [f"config.json of the base has {note}"] if added or base else []
 
 
 def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:

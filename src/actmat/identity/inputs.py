@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,49 +35,38 @@ POOLING = "1_Pooling/config.json"
 ReadJson = Callable[[Path], Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """A recipe's choices for what an output has beside its weights.
-
-    Args:
-        config_from: whose entries of the config are written where they differ: 'base' or a label; None: not said.
-        files_from: whose tokenizer is written.
-        has_vocabulary: rows of token tables are taken by token.
-        is_model: a model is written; an adapter has no config and no chat template, so that differences are notes.
-    """
-
-    config_from: str | None = None
-    files_from: str = "base"
-    has_vocabulary: bool = False
-    is_model: bool = True
-
-
 def compare_inputs(
     base: Checkpoint,
     experts: Sequence[tuple[str, Expert]],
-    chosen: Choices,
-    written: Mapping[str, Any] | None,
     kept: Collection[str],
+    *,
+    config_from: str | None = None,
+    files_from: str = "base",
+    has_vocabulary: bool = False,
+    is_model: bool = True,
 ) -> InputAgreement:
     """Compare base and experts.
 
     Args:
         base: of the merge.
         experts: with their labels.
-        chosen: by the recipe.
-        written: config of the base as an output has it.
         kept: tensors that are copied from the base.
+        config_from: whose entries of the config are written where they differ: 'base' or a label; None: not said.
+        files_from: whose tokenizer is written.
+        has_vocabulary: rows of token tables are taken by token.
+        is_model: a model is written; an adapter has no config and no chat template, so that differences are notes.
     """
+    written = base.written_config or base.config
     configs = [(label, expert.config) for label, expert in experts]
-    found = _with_labels(agree(written, configs, chosen.config_from), base, written, configs, chosen.config_from, kept)
+    found = _with_labels(agree(written, configs, config_from), base, written, configs, config_from, kept)
     reader = TokenReader()
     every: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
-    problems, notes = ([], []) if chosen.has_vocabulary else _tokens(every, chosen.files_from, kept, reader)
-    if not chosen.is_model:
+    problems, notes = ([], []) if has_vocabulary else _tokens(every, files_from, kept, reader)
+    if not is_model:
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
     files = {label: of_one for label, one in every if (of_one := files_of(one)) is not None}
-    notes += _template_note(files, chosen.files_from, reader.config)
-    notes += _setting_notes(files, chosen.files_from, reader.config)
+    notes += _template_note(files, files_from, reader.config)
+    notes += _setting_notes(files, files_from, config_from or "base", reader.config)
     return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs)
 
 
@@ -155,6 +144,9 @@ def _tokens(
             changes = any(one.source(n).kind != "zero" for n in names)
         elif rows not in {one.specs[n].shape[0] for n in _tables(one)}:
             continue
+        if listed := (one.checkpoint if isinstance(one, Expert) else one).stored_tokens():
+            inputs.append(TokenInput(label, {t: row for row, t in enumerate(listed) if t}, changes))
+            continue
         if (files := files_of(one)) is None or (name := tokenizer_file(files)) is None:
             continue
         try:
@@ -199,19 +191,22 @@ def _template_note(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) 
         yield f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"
 
 
-def _setting_notes(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) -> Iterator[str]:
-    """Notes on files of settings that differ from those that are written."""
-    for name in (*SETTINGS, POOLING):
+def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, read: ReadJson) -> Iterator[str]:
+    """Notes on files of settings, and of code (`coded`: whose is written), that differ from those that are written."""
+    code = {n for of_one in files.values() for n in of_one.names if n.endswith(".py")}
+    for name in (*SETTINGS, POOLING, *sorted(code)):
         found: dict[str, Mapping[str, Any]] = {}
         for label, of_one in files.items():
             with contextlib.suppress(OSError, CheckpointError):
                 if (MODULES if name == POOLING else name) in of_one.names:
-                    found[label] = read(of_one.fetch(name))
-        owner, fix = ("base", "") if name == POOLING else (taken, ". Another one: --set files_from=NAME")
+                    path = of_one.fetch(name)
+                    found[label] = {"its code": hash_file(path)} if name in code else read(path)
+        of_base = name == POOLING or name in code
+        owner, fix = (coded if name in code else "base" if of_base else taken), ". Another one: --set files_from=NAME"
         own = {k: v for k, v in found.pop(owner, {}).items() if name != CONFIG or isinstance(v, bool)}
         if other := {k: label for label, content in found.items() for k in differing(own, content)}:
             shown = [f"{k} ('{label}')" for k, label in other.items()]
-            yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{fix}"
+            yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{'' if of_base else fix}"
 
 
 def chat_template(files: ModelFiles | None, read: ReadJson = read_object, name: str | None = None) -> str | None:

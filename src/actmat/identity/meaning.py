@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from actmat.checkpoints.side_files import code_files
 from actmat.identity.tables import DEPTH_KEYS, LOOSE, TOKEN_IDS, class_of, expand, is_ignored, known_keys
 
 ABSENT: Final = "(absent)"
@@ -20,6 +21,11 @@ _WINDOW = ("sliding_window", "max_window_layers")
 NESTED = "components"
 _SET_BY_CLASS = {"depth_decoder_config": {"input_size": "hidden_size"}}
 """Nested config -> keys that the class of the whole sets from its own on loading, whatever is written (Moshi)."""
+_HEAD = re.compile(
+    "(?<=.)(Base|MT|Sparse|VL|Video|Tracker|Text|Vision|Audio|Encoder|Decoder|Backbone|WithLM|LMHead|DoubleHeads"
+    "|PreTrained|Model|For(?=[A-Z])).*"
+)
+"""End of a class's name: its head, or the part of a model that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,8 @@ class ConfigEntry:
 
     Args:
         value: as written, or the default of the class.
-        kind: `function` if it changes what the model computes, `length`, `token` for ids of tokens, or `unknown` if no
-            class declares it.
+        kind: `function` if it changes what the model computes, `length`, `token` for ids of tokens, `code` for files of
+            code, or `unknown` if no class declares it.
         raw: keys of the file that hold it, to take from one config to another.
         given: whether the file holds it.
         at: keys of the nested config that has it.
@@ -69,6 +75,11 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntr
         kind = "token" if is_token else "length" if LOOSE.search(key) else "function" if is_function else "unknown"
         raw = (key, *(k for k, v in names.items() if v == key))
         out[key] = ConfigEntry(value, kind, raw, key in given)
+    if isinstance(named := config.get("architectures"), list) and named and isinstance(named[0], str):
+        family = _HEAD.sub("", named[0]) + "*"
+        out["architectures"] = ConfigEntry(family, "function", ("architectures",), given=False)
+    if files := code_files(config, "AutoModel"):
+        out["auto_map"] = ConfigEntry(", ".join(files), "code", ("auto_map",))
     _drop_unused(out, declared)
     for key, value in _rope(given, filled, declared).items():
         out[key if key.startswith("rope_") else f"rope_parameters.{key}"] = ConfigEntry(value, "function", ROPE_KEYS)

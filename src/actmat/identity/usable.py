@@ -6,6 +6,9 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from actmat.checkpoints.side_files import code_files
+from actmat.errors import first_names
+
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model*", "tokenizer_config.json", "vocab.*", "*.tiktoken", "tekken.json", "*.spm"),
     *("spiece.model", "sentencepiece*.model", "spm.model", "bpe.codes"),
@@ -23,16 +26,6 @@ def has_files(kind: str, names: Collection[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in NEEDS[kind])
 
 
-def lacks(config: Mapping[str, Any] | None, written: Collection[str]) -> list[str]:
-    """Kinds of files that a model of this config needs and that are not among the written ones."""
-    if config is None or "_class_name" in config or not ({"model_type", "architectures"} & config.keys()):
-        return []
-    levels = [config, *(v for v in config.values() if isinstance(v, Mapping))]
-    needs = ["tokenizer"] if any("vocab_size" in level for level in levels) else []
-    needs += ["processor"] if {"vision_config", "audio_config", "image_size", "num_mel_bins"} & config.keys() else []
-    return [kind for kind in needs if not has_files(kind, written)]
-
-
 def missing_notes(
     config: Mapping[str, Any] | None, written: Collection[str], others: Mapping[str, Collection[str]], source: str
 ) -> list[str]:
@@ -44,13 +37,20 @@ def missing_notes(
         others: label of an expert -> names of the files in its folder.
         source: place of the base, for messages.
     """
-    notes = []
-    for kind in lacks(config, written):
+    if config is None or "_class_name" in config or not ({"model_type", "architectures"} & config.keys()):
+        return []
+    levels = [config, *(v for v in config.values() if isinstance(v, Mapping))]
+    needs = ["tokenizer"] if any("vocab_size" in level for level in levels) else []
+    needs += ["processor"] if {"vision_config", "audio_config", "image_size", "num_mel_bins"} & config.keys() else []
+    copy = "copy its files from the repository of the original model"
+    lost = [n for n in code_files(config, is_local=True) if n not in written]
+    notes = [f"the output has no {first_names(lost)}, which auto_map of its config names: {copy}"] if lost else []
+    for kind in (k for k in needs if not has_files(k, written)):
         holders = [label for label, names in others.items() if has_files(kind, names)]
         fix = (
             f"'--set files_from={holders[0]}' takes that of expert '{holders[0]}'"
             if holders
-            else "copy its files from the repository of the original model (save_pretrained)"
+            else f"{copy} (save_pretrained)"
         )
         notes.append(f"the output has no {kind}, as the base ({source}) gives none: {fix}")
     return notes

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import TensorSpec
 
+COPY = "To copy it from the base, list it under 'keep' in the recipe"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
@@ -48,13 +49,10 @@ def missing_problems(
         elif len(names) > 1:
             text += (
                 ". Did the tool that saved it leave this part out, as some do with heads of multi-token prediction and "
-                f"vision towers? To copy it from the base, list it under 'keep' in the recipe (--keep '{pattern}')"
+                f"vision towers? {COPY} (--keep '{pattern}')"
             )
         else:
-            text += (
-                ". Is it fine-tuned from this base? To copy it from the base, list it under 'keep' in the recipe "
-                "(--keep)"
-            )
+            text += f". Is it fine-tuned from this base? {COPY} (--keep)"
         problems.append(text)
     return problems
 

@@ -10,15 +10,15 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
-from actmat.errors import AlignmentError, MergeError
+from actmat.errors import MergeError
 from actmat.experts.base import DeltaSource, Expert
 from actmat.identity.compare import InputAgreement
-from actmat.identity.inputs import Choices, compare_inputs
+from actmat.identity.inputs import compare_inputs
 from actmat.layout.ties import tied_partner
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
-from actmat.planning.adapter.modules import adapter_problems
+from actmat.planning.adapter.modules import adapter_problems, check
 from actmat.planning.align import Alignment, align, resolve_roles
 from actmat.planning.calls import depth_factors
 from actmat.planning.choose import Chooser, Decision, weight_problems
@@ -75,10 +75,10 @@ def plan_tensors(
         max_shard_bytes = parse_size(recipe.max_shard_size)
     except MergeError as error:
         problems += error.problems
-    _check(problems)
+    check(problems)
     planner = _TensorPlanner(recipe, base, experts, room)
     items = planner.items(alignment, decided, given)
-    _check(_adapter_problems(recipe, experts))
+    check(_adapter_problems(recipe, experts))
     return Draft(
         items=items,
         specs=tuple(planner.out_spec(spec) for spec in base.specs.values()),
@@ -104,14 +104,15 @@ def plan_tensors(
 
 def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: Collection[str]) -> InputAgreement:
     """Comparison of the inputs beside their weights."""
-    written = base.written_config or base.config
-    chosen = Choices(
+    return compare_inputs(
+        base,
+        list(zip(recipe.labels, experts, strict=True)),
+        kept,
         config_from=recipe.model.config_from,
         files_from=recipe.model.files_of,
         has_vocabulary=recipe.model.vocabulary is not None,
         is_model=not isinstance(recipe.output, ExtractedOutput),
     )
-    return compare_inputs(base, list(zip(recipe.labels, experts, strict=True)), chosen, written, kept)
 
 
 def _recipe_problems(
@@ -140,12 +141,6 @@ def _lost_heads(
                 "give a base with this head (load the base with the class that the adapter was trained on, such as "
                 f"AutoModelForSequenceClassification, and save_pretrained), or leave it out (--keep '{lost[0]}')"
             )
-
-
-def _check(problems: Sequence[str]) -> None:
-    if problems:
-        many = "s" * (len(problems) > 1)
-        raise AlignmentError(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
 
 
 def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:

@@ -130,23 +130,22 @@ class StagedOutput:
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
-        sidecars = self._sidecar_folders(inputs)
+        folders = self._sidecar_folders(inputs)
         with disk_errors(folder.path):
             copied: Sequence[str] = ()
             if self.plan.adapter_config is not None:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
                 (folder.path / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
             elif self.plan.output == "model":
-                written = inputs.base.written_configs if inputs.base is not None else {}
-                written = {**written, **self.plan.configs}
-                own = inputs.base.written_sidecars if inputs.base is not None else {}
+                assert inputs.base is not None, "a model is merged into a base"
+                written, own = {**inputs.base.written_configs, **self.plan.configs}, inputs.base.written_sidecars
                 template = self.plan.recipe.model.chat_template
                 if template == "auto":
-                    template = most_frequent_template((*([inputs.base] if inputs.base else []), *inputs.experts))
+                    template = most_frequent_template((inputs.base, *inputs.experts))
                 if template is not None:
                     own = {**own, "chat_template.jinja": template}
-                copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
-                if inputs.base is not None and not has_files("tokenizer", (*copied, *own)):
+                copied = copy_sidecars(*folders, out=folder.path, dtype=self.plan.recipe.dtype, configs=written)
+                if not has_files("tokenizer", (*copied, *own)):
                     own = {**inputs.base.converted_sidecars(), **own}
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
@@ -172,7 +171,8 @@ class StagedOutput:
         if inputs.base is None or not inputs.base.sources():
             return
         others = {n: e.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
-        found = missing_notes(inputs.base.config, written, others, inputs.base.location)
+        config = self.plan.configs.get("config.json", inputs.base.config)
+        found = missing_notes(config, written, others, inputs.base.location)
         self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
 
     def _is_changed(self, item: Item) -> bool:
@@ -190,18 +190,15 @@ class StagedOutput:
                 draw(diagnosis, folder.path / "report.html")
         return diagnosis
 
-    def _sidecar_folders(self, inputs: Inputs) -> tuple[SideFolder | None, SideFolder | None]:
-        """Side files of the base, and of the input that the recipe names."""
+    def _sidecar_folders(self, inputs: Inputs) -> list[SideFolder | None]:
+        """Side files of the base, and of the inputs whose tokenizer and whose config are written."""
         if inputs.base is None:
-            return None, None
-        wanted = self.plan.recipe.model.files_of
-        chosen = inputs.base if wanted == "base" else inputs.experts[inputs.labels.index(wanted)]
-        base = inputs.base.fetch_sidecars()
-        other = base if wanted == "base" else chosen.fetch_sidecars()
-        return (
-            None if base is None else SideFolder(base, inputs.base.side_files()),
-            None if other is None else SideFolder(other, chosen.side_files()),
-        )
+            return []
+        named = {"base": inputs.base, **dict(zip(inputs.labels, inputs.experts, strict=True))}
+        chosen = ("base", self.plan.recipe.model.files_of, self.plan.recipe.model.config_from or "base")
+        found = {label: (named[label].fetch_sidecars(), named[label]) for label in dict.fromkeys(chosen)}
+        folders = {n: folder and SideFolder(folder, one.side_files()) for n, (folder, one) in found.items()}
+        return [folders[label] for label in chosen]
 
 
 @contextlib.contextmanager

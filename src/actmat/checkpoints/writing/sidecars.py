@@ -27,15 +27,17 @@ class SideFolder:
     files: SideFiles
 
 
-def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str, SideFolder]:
+def _sources(base: SideFolder | None, files_from: SideFolder | None, code: SideFolder | None) -> dict[str, SideFolder]:
     """Path of every file that is copied -> folder that it comes from.
 
-    Files that describe the tensors (config, code, modules) are the base's.
+    Files that describe the tensors (config, code, modules) are the base's, and code in its place that of `code`.
     """
     modules = () if base is None else base.files.modules
     out = {} if base is None else {name: base for name in base.files.kept if is_of_architecture(name, modules)}
     if files_from is not None:
         out |= {name: files_from for name in files_from.files.kept if not is_of_architecture(name, modules)}
+    if code is not None:
+        out |= {name: code for name in code.files.kept if name.endswith(".py")}
     return dict(sorted(out.items()))
 
 
@@ -63,6 +65,8 @@ def check_sidecars(base: SideFolder | None, files_from: SideFolder | None) -> No
 def copy_sidecars(
     base: SideFolder | None,
     files_from: SideFolder | None,
+    code: SideFolder | None = None,
+    *,
     out: Path,
     dtype: str | None,
     configs: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
@@ -70,14 +74,14 @@ def copy_sidecars(
     """Copy the base's config and code and the other files of `files_from` into `out`; returns their paths.
 
     An output dtype is written to `config.json`, so that loaders allocate the stored dtype. `configs` (path ->
-    config) replace those of the base.
+    config) replace those of the base, and the code of `code` that of the base.
 
     Raises:
         CheckpointError: see `check_sidecars`.
     """
     check_sidecars(base, files_from)
     copied = []
-    for name, place in _sources(base, files_from).items():
+    for name, place in _sources(base, files_from, code).items():
         path, target = place.folder / name, out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         written = None

@@ -6,7 +6,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -96,7 +96,7 @@ class Adapter:
         """Widest floating dtype of the stored factors."""
         dtypes = {self.weights.specs[m.a].dtype for m in self.modules.values()}
         dtypes |= {self.weights.specs[n].dtype for n in self.extras.values()}
-        return next((d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes), "float32")
+        return widest(dtypes)
 
     def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
         """The delta of a module, of the shape `module.shape`; `b` includes the scaling."""
@@ -137,6 +137,11 @@ class Adapter:
 
     def __exit__(self, *error: object) -> None:
         self.weights.close()
+
+
+def widest(dtypes: Collection[str]) -> str:
+    """The widest of these floating dtypes; float32 without one."""
+    return next((d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes), "float32")
 
 
 def module_product(module: AdapterModule, a: Tensor, b: Tensor) -> LowRank:

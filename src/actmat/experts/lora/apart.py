@@ -31,10 +31,7 @@ _Q, _K, _V, _GATE, _UP = (
 _BLOCKS: Mapping[str, tuple[str, ...]] = {
     **{leaf: (b,) for b, leaves in zip(("q", "k", "v"), (_Q, _K, _V), strict=True) for leaf in leaves},
     **{leaf: (b,) for b, leaves in (("gate", _GATE), ("up", _UP)) for leaf in leaves},
-    "in_proj_q": ("q",),
-    "in_proj_k": ("k",),
-    "in_proj_v": ("v",),
-    "in_proj_z": ("z",),
+    **{f"in_proj_{block}": (block,) for block in ("q", "k", "v", "z")},
     "in_proj_qkv": ("q", "k", "v"),
     "in_proj_b": ("beta",),
     "in_proj_a": ("decay",),

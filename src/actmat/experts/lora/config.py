@@ -20,21 +20,12 @@ from actmat.checkpoints.folder import ADAPTER_CONFIG, shown
 from actmat.checkpoints.keys import Keys
 from actmat.experts.lora.fields import LORA, StackWord
 from actmat.experts.lora.patterns import PatternTable
-from actmat.layout.patterns import MatchError, Regex
+from actmat.experts.lora.targets import Targets
+from actmat.layout.patterns import MatchError
 from actmat.linalg.scaling import FLOAT32_MAX
 
 MAX_RANK = 2**31 - 1
 """Far above the side of any matrix."""
-
-REFUSED_TYPES = {
-    "LOHA": "a Hadamard product of low-rank factors (LoHa) is not low rank",
-    "LOKR": "a Kronecker product (LoKr) is not low rank",
-    "VERA": "VeRA shares frozen random factors that only PEFT draws",
-    "IA3": "(IA)^3 multiplies the base weights",
-    "OFT": "OFT rotates the base weights",
-    "BOFT": "BOFT rotates the base weights",
-}
-"""`peft_type` -> the reason why its file has no factors of the delta."""
 
 REFUSED_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of values of `init_lora_weights` that subtract the first `B A` from the base or replace it: the delta
@@ -55,7 +46,7 @@ class AdapterConfig:
     alpha_pattern: PatternTable = field(default_factory=PatternTable)
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
-    target_modules: frozenset[str] | Regex = frozenset()
+    targets: Targets = field(default_factory=lambda: Targets({}))
     stacks: tuple[StackWord, ...] = ()
     bias: str = "none"
     base_model: str = ""
@@ -84,16 +75,9 @@ class AdapterConfig:
                 bare.add(name)
             elif module == owner or module.endswith("." + owner):
                 found.add(name)
-        if bare and not only_owned and not self._is_layer(module):
+        if bare and not only_owned and not self.targets.has(module):
             found |= bare
         return tuple(sorted(found))
-
-    def _is_layer(self, module: str) -> bool:
-        """True for a module that `target_modules` names: a list of ends of names, or a regular expression."""
-        if isinstance(self.target_modules, Regex):
-            return self.target_modules.matches(module)
-        ends = (0, *(i + 1 for i, c in enumerate(module) if c == "."))
-        return any(module[i:] in self.target_modules for i in ends)
 
     def said(self, words: Collection[StackWord]) -> StackWord | None:
         """The user's statement among these words, if there is one."""
@@ -129,6 +113,9 @@ def parse_adapter_config(
     rank_pattern, alpha_pattern = (_pattern(fields, name, problems) for name in ("rank_pattern", "alpha_pattern"))
     parameters = fields.get("target_parameters") or ()
     parameters = tuple(map(str, parameters)) if isinstance(parameters, list | tuple) else ()
+    targets = Targets(fields)
+    if targets.problem and any("." not in p for p in parameters):
+        problems.append(targets.problem)
     config = AdapterConfig(
         r=rank if isinstance(rank, int) and _is_rank(rank) else 1,
         alpha=float(alpha) if _is_number(alpha) else 1.0,
@@ -137,7 +124,7 @@ def parse_adapter_config(
         alpha_pattern=alpha_pattern,
         fan_in_fan_out=bool(fields.get("fan_in_fan_out")),
         target_parameters=parameters,
-        target_modules=_targets(fields, problems) if any("." not in p for p in parameters) else frozenset(),
+        targets=targets,
         stacks=stacks,
         bias=str(fields.get("bias") or "none"),
         base_model=str(fields.get("base_model_name_or_path") or ""),
@@ -146,25 +133,14 @@ def parse_adapter_config(
     return config, problems
 
 
-def _targets(fields: Mapping[str, Any], problems: list[str]) -> frozenset[str] | Regex:
-    """Names of the layers, or the pattern of them."""
-    value = fields.get("target_modules")
-    if isinstance(value, list | tuple):
-        return frozenset(map(str, value))
-    try:
-        return Regex(value) if isinstance(value, str) else frozenset()
-    except MatchError as error:
-        problems.append(f"target_modules of adapter_config.json is not a pattern that can be matched: {error}")
-        return frozenset()
-
-
 def _refusals(fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each setting under which the delta is not `scaling * B A`."""
     problems: list[str] = []
     removed = plugins.hint("actmat.experts", prefix="reader")
     kind = fields.get("peft_type")
     if kind != "LORA":
-        why = REFUSED_TYPES.get(str(kind), "only LoRA adapters have factors that are merged here")
+        why = "only LoRA adapters have factors that are merged here"
+        why = "BOFT rotates the base weights" if kind == "BOFT" else why
         problems.append(
             f"peft_type is {kind!r}: {why}.{removed} Fold it into its base (PeftModel.merge_and_unload, "
             "save_pretrained) and merge the full models"

@@ -31,9 +31,9 @@ OF_EVERY_FAMILY: Mapping[str, str] = {
     "task_type": "the class of the loaded model",
     "revision": "of the base",
     "inference_mode": "whether factors are trained",
-    "exclude_modules": "the file holds the modules that were adapted",
-    "layers_to_transform": "the file holds the modules that were adapted",
-    "layers_pattern": "the file holds the modules that were adapted",
+    "exclude_modules": "the file may hold no factors of these modules (`targets`)",
+    "layers_to_transform": "the file may hold no factors of modules in other layers (`targets`)",
+    "layers_pattern": "of layers_to_transform",
     "modules_to_save": "the file holds the tensors that were trained in full",
 }
 """Fields that no delta depends on, in whichever config of PEFT they are."""

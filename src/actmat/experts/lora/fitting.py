@@ -16,6 +16,8 @@ from actmat.layout.in_memory import Fits, TensorOnDisk, TensorSlice, find_by_nam
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import Block, LayoutMap
 
+OF_ANOTHER = "is it an adapter of this base?"
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -124,15 +126,11 @@ class _Fitting:
             nests.setdefault(module.inside.replace(".base_layer", ""), []).append(module)
         ways = {}
         for owner, members in nests.items():
-            names = {n: None for m in members for n in candidates[m.name] if n in self.found}
-            ways[owner] = ways_to_fit(
-                [m.shape for m in members],
-                [candidates[m.name] for m in members],
-                {n: self.found[n].shape for n in names},
-            )
+            stored = {n: self.found[n].shape for m in members for n in candidates[m.name] if n in self.found}
+            ways[owner] = ways_to_fit([m.shape for m in members], [candidates[m.name] for m in members], stored)
             if not ways[owner]:
-                options = [(n, self.found[n]) for n in names]
-                self.problems += [_misfit(m, options, candidates[m.name], self._base, why) for m in members]
+                options = [(n, self.found[n]) for n in stored]
+                self.problems += [_unfitted(m, options, candidates[m.name], self._base, why) for m in members]
         proven = {next(iter(w)) for w in ways.values() if len(w) == 1}
         open_ones = []
         for owner, found in ways.items():
@@ -219,7 +217,7 @@ class _Fitting:
         options = [(n, self.found[n]) for n in names if n in self.found and n not in self._taken]
         fitting = [(n, t, turned) for n, t in options if (turned := is_transposed(module, t, self.layouts)) is not None]
         if not fitting:
-            self.problems.append(_misfit(module, options, names, self._base, why))
+            self.problems.append(_unfitted(module, options, names, self._base, why))
             return
         name, _, transposed = fitting[0]
         self._add(module, name, transposed=transposed)
@@ -291,11 +289,8 @@ class _Fitting:
         turned = layout.orientation == "IO"
         expected = (count_rows(rows), shape[0] if turned else shape[1])
         if module.shape != expected:
-            self.problems.append(
-                f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, which does not fit the "
-                f"{'x'.join(map(str, expected))} of {', '.join(b.name for b in rows)} in '{tensor}' of the base; "
-                "is it an adapter of this base?"
-            )
+            of = f"the {'x'.join(map(str, expected))} of {', '.join(b.name for b in rows)} in '{tensor}'"
+            self.problems.append(_misfit(module, of))
             return
         self._put_with_biases(module, {tensor: Piece(module, turned, rows=rows)})
 
@@ -305,15 +300,10 @@ class _Fitting:
         turned = any(self.layouts.tensors[t].orientation == "IO" for t in tensors)
         if turned or (sum(s.shape[0] for s in specs), *specs[0].shape[1:]) != module.shape:
             has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
-            self.problems.append(
-                f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, and the base has {has} in "
-                "its place, which do not add up to it; is it an adapter of this base?"
-            )
+            self.problems.append(_misfit(module, f"the sum of {has}"))
             return
-        rows = one_after_the_other(specs)
-        self._put_with_biases(
-            module, {t: Piece(module, start=a, stop=b) for t, (a, b) in zip(tensors, rows, strict=True)}
-        )
+        rows = zip(tensors, one_after_the_other(specs), strict=True)
+        self._put_with_biases(module, {t: Piece(module, start=a, stop=b) for t, (a, b) in rows})
 
     def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, Piece]) -> None:
         self._apart[module.name] = next(iter(pieces))
@@ -369,22 +359,19 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:2] if all(size == 1 for size in shape[2:]) else shape
 
 
-def _misfit(
+def _misfit(module: AdapterModule, found: str) -> str:
+    delta = "x".join(map(str, module.shape))
+    return f"module '{module.name}' has a delta of {delta}, which does not fit {found} of the base; {OF_ANOTHER}"
+
+
+def _unfitted(
     module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Checkpoint, why: str
 ) -> str:
     """One sentence on a module that fits none of `options`, the tensors that were found of those called `names`."""
     if options:
-        found = ", ".join(f"'{n}' {'x'.join(map(str, p.shape))}" for n, p in options)
-        return (
-            f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, which does not fit {found} of "
-            "the base; is it an adapter of this base?"
-        )
+        return _misfit(module, ", ".join(f"'{n}' {'x'.join(map(str, p.shape))}" for n, p in options))
     text = f"module '{module.name}' finds no tensor in the base ({base.location})"
-    return (
-        text
-        + (f": '{names[0]}'" if names else "")
-        + (f"; {why}" if why and names else "; is it an adapter of this base?")
-    )
+    return f"{text}{f': {names[0]!r}' if names else ''}; {why if why and names else OF_ANOTHER}"
 
 
 def hidden_names(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:

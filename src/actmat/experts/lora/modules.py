@@ -152,6 +152,8 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
             problems.append(found)
         else:
             modules[module] = found
+    layers = (n.replace(".base_layer", "") for n, m in modules.items() if not m.parameters)
+    problems += config.targets.problems(layers)
     if not modules and not extras and not problems:
         problems.append("the adapter holds no tensors")
     return Listing(modules, extras, copies, list(dict.fromkeys(problems or _of_stacks(modules, config))))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
-from actmat.checkpoints.view import CheckpointView, DelegatingCheckpoint
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
 from actmat.errors import CheckpointError
 
 PREFIX = "base_model.model."
@@ -123,25 +122,6 @@ def without_adapter_name(names: Collection[str]) -> dict[str, str]:
     return {n: found[n]["factor"] + (found[n]["leaf"] or "") if n in found else n for n in names}
 
 
-class _Renamed(DelegatingCheckpoint, CheckpointView):
-    """A file's tensors by other names: new name -> stored name."""
-
-    def __init__(self, inner: Checkpoint, names: Mapping[str, str]) -> None:
-        super().__init__(inner)
-        specs = {new: inner.specs[old] for new, old in names.items()}
-        self.specs = MappingProxyType({n: TensorSpec(n, s.shape, s.dtype, s.file) for n, s in specs.items()})
-        self.aliases = MappingProxyType({})
-        self._names = names
-
-    def origin(self, name: str) -> tuple[Checkpoint, str]:
-        """The file, and the stored name."""
-        return self.inner, self._names[name]
-
-    def handle(self) -> CheckpointHandle:
-        """Address of the file, with the names."""
-        return self.viewed(_Renamed, self._names)
-
-
 def canonical(weights: Checkpoint) -> Checkpoint:
     """The weights of a PEFT adapter by the names that PEFT saves; closes the file with it.
 
@@ -159,4 +139,8 @@ def canonical(weights: Checkpoint) -> Checkpoint:
                 f"'{name}' without the names of wrappers. Likely cause: two adapters in one file. Fix: save each by "
                 "itself (PeftModel.save_pretrained)"
             )
-    return weights if all(new == old for new, old in names.items()) else _Renamed(weights, names)
+    if all(new == old for new, old in names.items()):
+        return weights
+    shapes = {new: weights.specs[old].shape for new, old in names.items()}
+    rows = {n: TensorRows((RowRange(old, 0, shapes[n][0] if shapes[n] else 1),)) for n, old in names.items()}
+    return RowsCheckpoint(weights, shapes, rows)

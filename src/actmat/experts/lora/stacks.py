@@ -64,9 +64,8 @@ def fitting_names(
 
 def _agree(names: Sequence[str], rows: Sequence[int], shapes: Sequence[FactorShape], ranks: Mapping[str, int]) -> bool:
     """True if the wrappers can be those of these parameters, in this order."""
-    if any(r % ranks[n] for n, r in zip(names, rows, strict=True)):
-        return False
-    if len({r // ranks[n] for n, r in zip(names, rows, strict=True)}) > 1:
+    counts = {divmod(r, ranks[n]) for n, r in zip(names, rows, strict=True)}
+    if len(counts) > 1 or any(rest for _, rest in counts):
         return False
     of = dict(zip(names, shapes, strict=True))
     for up, down in GATED.items():

@@ -34,9 +34,10 @@ LIKELY = "Likely cause: an interrupted download, or another format. Fix: fetch i
 
 @dataclass(frozen=True, slots=True)
 class SkippedList:
-    """Length of a list whose items were skipped."""
+    """Length of a list whose items were skipped, and the position of the first."""
 
     count: int
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,13 @@ def read_gguf_header(read_at: Callable[[int, int], bytes], size: int, *, file: s
         raise CheckpointError(f"{file}: the header declares {error}. {LIKELY}") from None
 
 
+def read_texts(read_at: Callable[[int, int], bytes], size: int, listed: SkippedList) -> list[str]:
+    """The items of a list of texts that was skipped."""
+    cursor = _Cursor(read_at, size)
+    cursor.position = listed.start
+    return [cursor.text() for _ in range(listed.count)]
+
+
 def _header(cursor: _Cursor) -> GgufHeader:
     magic = cursor.take(4)
     if magic != MAGIC:
@@ -169,9 +177,10 @@ def _value(cursor: _Cursor, kind: int) -> Any:
         return [cursor.number(NUMBERS[inner]) for _ in range(count)]
     if inner != STRING:
         raise _Damaged(f"a list of the type {inner}")
+    start = cursor.position
     for _ in range(count):
         cursor.skip(cursor.length(MOST_TEXT, "a text of"))
-    return SkippedList(count)
+    return SkippedList(count, start)
 
 
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

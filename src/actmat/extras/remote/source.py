@@ -27,7 +27,7 @@ from actmat.checkpoints.folder import (
 from actmat.checkpoints.formats.safetensors import PARALLEL_REQUESTS
 from actmat.checkpoints.formats.torch_files import TORCH_SUFFIXES
 from actmat.checkpoints.ranges import BLOCK_BYTES
-from actmat.checkpoints.side_files import SideFiles, side_files_in
+from actmat.checkpoints.side_files import SideFiles, code_files, side_files_in
 from actmat.errors import CheckpointError
 from actmat.extras.remote.claims import RemoteFile, check_same
 from actmat.extras.remote.files import RemoteFiles
@@ -159,7 +159,8 @@ class RemoteSource(RemoteFiles):
         if not self.can_list:
             if self.directory is None:
                 return []
-            return self._probe([n for n in (*SIDECAR_NAMES, *self._code_names()) if n not in self.names])
+            code = filter(is_plain_name, code_files(read_config(self.directory) or {}))
+            return self._probe([n for n in (*SIDECAR_NAMES, *code) if n not in self.names])
         below = retried(self.store.below, self.location)
         for file in below.values():
             self._pin(file)
@@ -183,14 +184,6 @@ class RemoteSource(RemoteFiles):
             self._folder = self._removal = None
             self._copies.clear()
             self.__dict__.pop("directory", None)
-
-    def _code_names(self) -> list[str]:
-        """Python files named in `config.json`; they are copied, never run."""
-        classes = (read_config(self.directory) or {}).get("auto_map")
-        rows = classes.values() if isinstance(classes, Mapping) else [classes]
-        named = [str(v) for row in rows for v in (row if isinstance(row, list) else [row]) if isinstance(v, str)]
-        found = {v.rpartition("--")[2].partition(".")[0] + ".py" for v in named}
-        return sorted(filter(is_plain_name, found))
 
     def _probe(self, names: Iterable[str]) -> list[str]:
         """Names that exist on the server; their first bytes are cached."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.errors import AlignmentError, RecipeError
+from actmat.errors import AlignmentError
 from actmat.experts.base import DeltaSource
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.experts.lora.names import PREFIX
@@ -39,6 +39,13 @@ from actmat.planning.model import Draft
 from actmat.planning.post import factor_problems, in_space
 from actmat.planning.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
+
+
+def check(problems: Sequence[str]) -> None:
+    """Raise the problems of a plan, if there are any."""
+    if problems:
+        many = "s" * (len(problems) > 1)
+        raise AlignmentError(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
 
 
 def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
@@ -222,7 +229,7 @@ def plan_modules(
     found = _collect(adapters, chooser, kept, problems)
     chooser.names = [m.spec.name for m in found]
     layouts, role_problems = _resolve(recipe, found, adapters, base_config)
-    dtype = recipe.dtype or _widest([a.dtype for a in adapters])
+    dtype = recipe.dtype or widest([a.dtype for a in adapters])
     planner = _ModulePlanner(recipe, adapters, chooser, dtype, layout)
     decided = {}
     for module in found:
@@ -242,11 +249,9 @@ def plan_modules(
     problems += problems_of_full_tensors(recipe, adapters, kept)
     if kept and not found and not extras:
         problems.append("'keep' leaves nothing to merge: every module of the adapters matches")
-    if problems:
-        raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
+    check(problems)
     modules = planner.items(found, decided)
-    if problems := weight_problems({f"{i.name}.bias": i.pair.bias for i in modules}):
-        raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
+    check(weight_problems({f"{i.name}.bias": i.pair.bias for i in modules}))
     config = output_config(recipe, adapters, modules, extras) if STEMS[layout] == STEMS["peft"] else None
     return Draft(
         items=(*modules, *extras),
@@ -399,7 +404,7 @@ class _ModulePlanner:
             layout=decision.layout,
             action=decision.action,
             reason=reason,
-            outputs=self._outputs(module.name, first, rank, has_bias=any(biased)),
+            outputs=module_outputs(module.name, first, self.stored_as, rank, self.dtype, has_bias=any(biased)),
             call=call,
             kernel="factored",
             obeys_scale=decision.action == "merge",
@@ -429,15 +434,12 @@ class _ModulePlanner:
             host_bytes=peak,
         )
 
-    def _outputs(self, name: str, module: AdapterModule, rank: int, *, has_bias: bool) -> tuple[TensorSpec, ...]:
-        return module_outputs(name, module, self.stored_as, rank, self.dtype, has_bias=has_bias)
-
     def _with_rank(self, item: Item, rank: int) -> Item:
         """The item written with another rank; zeros fill up."""
         first = next(m for a in self.adapters if (m := a.modules.get(item.name)) is not None)
         first = dataclasses.replace(first, shape=item.shape, is_turned=item.pair.turned)
         has_bias = any(s.name.endswith(".bias") for s in item.outputs)
-        outputs = self._outputs(item.name, first, rank, has_bias=has_bias)
+        outputs = module_outputs(item.name, first, self.stored_as, rank, self.dtype, has_bias=has_bias)
         cost = dataclasses.replace(item.cost, write_bytes=sum(s.nbytes for s in outputs))
         return dataclasses.replace(item, outputs=outputs, factors=dataclasses.replace(item.pair, rank=rank),
                                    cost=cost)  # fmt: skip
@@ -462,10 +464,3 @@ def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:
     """Rows of packed maps, if they cover the rows of the delta exactly."""
     rows = sum((b.stop - b.start) * b.groups for b in layout.blocks)
     return layout.blocks if rows == module.shape[-2] and module.kind in ("linear", "parameter") else ()
-
-
-def _widest(dtypes: Sequence[str]) -> str:
-    known = [d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes]
-    if not known:
-        raise RecipeError("The adapters hold no floating point tensors.")
-    return known[0]
