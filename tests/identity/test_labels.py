@@ -147,11 +147,19 @@ def test_chat_templates_that_differ_are_a_note(
         ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, {"prompts": {}}, [], "prompts ('one')"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, {"pooling_mode_mean_tokens": False}, [],
          "1_Pooling/config.json differs in pooling_mode_mean_tokens ('one'): that of the base is written"),
+        ("tokenizer.json", {"normalizer": {"lowercase": True}}, {"normalizer": {"lowercase": False}}, [],
+         "tokenizer.json differs in normalizer ('one'): that of the base is written. Another one: --set files_from"),
+        ("tokenizer.json", {"post_processor": {"type": "ByteLevel"}},
+         {"post_processor": {"type": "Sequence"}, "truncation": {}}, [], "in post_processor ('one')"),
+        ("tokenizer.json", {"pre_tokenizer": None, "padding": None}, {"pre_tokenizer": None, "padding": {}}, [], ""),
+        ("modules.json", [{"path": "", "type": "a.Transformer"}], [{"path": "", "type": "b.c.Transformer"}], [], ""),
+        ("modules.json", [{"path": ""}], [{"path": ""}, {"path": "1_Normalize", "type": "models.Normalize"}], [],
+         "modules.json differs in its modules ('one'): that of the base is written"),
         ("1_Pooling/config.json", {"pooling_mode": "mean"}, {"pooling_mode_cls_token": False}, [], ""),
     ],
 )  # fmt: skip
 def test_settings_beside_the_weights_that_differ_are_a_note(
-    tmp_path: Path, file: str, base: dict[str, Any], one: dict[str, Any], flags: list[str], words: str
+    tmp_path: Path, file: str, base: Any, one: Any, flags: list[str], words: str
 ) -> None:
     for i, (name, settings) in enumerate({"base": base, "one": one}.items()):
         path = classifier(tmp_path / name, None, i) / file

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.layer_names import split_layer
 from actmat.diagnostics.checks import check_codes
 from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank, tidy
 from actmat.diagnostics.model import MatrixRow
@@ -26,7 +27,6 @@ from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
-from actmat.planning.calls import depth_of
 from actmat.planning.model import Item, MethodCall
 from actmat.planning.regions import Region, cut, matrix_label
 from actmat.recipe import Recipe
@@ -122,9 +122,9 @@ class ItemObserver:
     def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
             return
-        depth = depth_of(self.name)
+        layer = split_layer(self.name)
         fields = {"snr": None, "relative_norms": None, **numbers}
-        measure = MatrixRow(self.name, label, depth, self.role, (shape[0], shape[1]), factored, **fields)
+        measure = MatrixRow(self.name, label, layer and layer[1], self.role, (shape[0], shape[1]), factored, **fields)
         self._measures.append(dataclasses.asdict(measure))
 
     def _measure_module(self, merged: ObservedMerge, value: LowRank) -> None:

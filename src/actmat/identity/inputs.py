@@ -20,16 +20,16 @@ from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import Expert
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
 from actmat.identity.meaning import differing
-from actmat.identity.tokens import CONFIG, TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
+from actmat.identity.tokens import TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
 from actmat.identity.usable import PROCESSORS
 from actmat.layout.ties import is_output_head, is_token_table
 
 TEMPLATE = "chat_template.jinja"
 SETTINGS = (
-    *(*PROCESSORS, CONFIG, "generation_config.json"),
+    *(*PROCESSORS, "tokenizer_config.json", "tokenizer.json", "generation_config.json"),
     *("sentence_bert_config.json", "config_sentence_transformers.json"),
 )
-"""Files by which models are called, in the folder of a tokenizer, of whose own only the switches count."""
+"""Files by which models are called, in the folder of a tokenizer."""
 POOLING = "1_Pooling/config.json"
 """File of the module by which a sentence-transformers model makes an embedding; written as the base's."""
 ReadJson = Callable[[Path], Mapping[str, Any]]
@@ -66,7 +66,7 @@ def compare_inputs(
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
     files = {label: of_one for label, one in every if (of_one := files_of(one)) is not None}
     notes += _template_note(files, files_from, reader.config)
-    notes += _setting_notes(files, files_from, config_from or "base", reader.config)
+    notes += _setting_notes(files, files_from, config_from or "base", reader)
     return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs)
 
 
@@ -150,7 +150,7 @@ def _tokens(
         if (files := files_of(one)) is None or (name := tokenizer_file(files)) is None:
             continue
         try:
-            inputs.append(TokenInput(label, reader.tokens(files, name), changes, files.fetch(name)))
+            inputs.append(TokenInput(label, reader.found(files, name)[0], changes, files.fetch(name)))
         except CheckpointError as error:
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
     known, unknown = comparable(inputs)
@@ -191,19 +191,18 @@ def _template_note(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) 
         yield f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"
 
 
-def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, read: ReadJson) -> Iterator[str]:
+def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, reader: TokenReader) -> Iterator[str]:
     """Notes on files of settings, and of code (`coded`: whose is written), that differ from those that are written."""
     code = {n for of_one in files.values() for n in of_one.names if n.endswith(".py")}
-    for name in (*SETTINGS, POOLING, *sorted(code)):
+    for name in (*SETTINGS, MODULES, POOLING, *sorted(code)):
         found: dict[str, Mapping[str, Any]] = {}
         for label, of_one in files.items():
-            with contextlib.suppress(OSError, CheckpointError):
+            with contextlib.suppress(OSError, CheckpointError, ValueError):
                 if (MODULES if name == POOLING else name) in of_one.names:
-                    path = of_one.fetch(name)
-                    found[label] = {"its code": hash_file(path)} if name in code else read(path)
-        of_base = name == POOLING or name in code
+                    found[label] = reader.content(of_one, name)
+        of_base = name in (MODULES, POOLING, *code)
         owner, fix = (coded if name in code else "base" if of_base else taken), ". Another one: --set files_from=NAME"
-        own = {k: v for k, v in found.pop(owner, {}).items() if name != CONFIG or isinstance(v, bool)}
+        own = found.pop(owner, {})
         if other := {k: label for label, content in found.items() for k in differing(own, content)}:
             shown = [f"{k} ('{label}')" for k, label in other.items()]
             yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{'' if of_base else fix}"

@@ -16,7 +16,7 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 IGNORED = re.compile(
     r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype|vocab_size|\w*vocab_size"
-    r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|is_composition|quantization_config"
+    r"|id2label|label2id|num_labels|finetuning_task|task_specific_params|is_composition|quantization_config"
     r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(attentions|hidden_states|scores|past|loading_info|retrieved|segmentation|\w*logits)"
     r"|chunk_size_feed_forward|pretraining_tp|gradient_checkpointing|use_\w*kernels?|disable_custom_kernels|use_mambapy"
     r"|attn_implementation|compression_config|unsloth_\w+|tf_legacy_loss|pruned_heads|torchscript|use_bfloat16"

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.bounds import parse_object, read_bytes, read_object
+from actmat.bounds import parse_json, parse_object, read_bytes, read_object
+from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.sentencepiece import pieces
-from actmat.checkpoints.side_files import ModelFiles
+from actmat.checkpoints.side_files import MODULES, ModelFiles
 from actmat.errors import CheckpointError, first_of
 from actmat.identity.compare import words_of
 from actmat.identity.usable import TOKENIZERS
 
 TOKENIZER = "tokenizer.json"
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
+RULES = ("normalizer", "pre_tokenizer", "post_processor")
+"""Entries of `tokenizer.json` by which a text becomes tokens."""
 MOST_ROWS = 2**31
 SHOWN = 4
 """Tokens that a message names."""
@@ -79,26 +82,40 @@ class TokenReader:
     """Reads the tokens of inputs; every file is read once, and equal tokenizers are parsed once."""
 
     def __init__(self) -> None:
-        self._parsed: dict[bytes, Mapping[str, int]] = {}
-        self._tokens: dict[Path, Mapping[str, int]] = {}
+        self._parsed: dict[bytes, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
+        self._found: dict[Path, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
-    def tokens(self, files: ModelFiles, first: str) -> Mapping[str, int]:
-        """Token -> row, from the tokenizer among files; empty without one that is read.
+    def content(self, files: ModelFiles, name: str) -> Mapping[str, Any]:
+        """Entries of a file of settings or of code that count: of a tokenizer's, the rules and the switches."""
+        if name == TOKENIZER:
+            return self.found(files, name)[1]
+        path = files.fetch(name)
+        if name == MODULES:
+            listed = parse_json(read_bytes(path))
+            return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in listed if isinstance(m, Mapping)]}
+        if name.endswith(".py"):
+            return {"its code": hash_file(path)}
+        return {k: v for k, v in self.config(path).items() if name != CONFIG or isinstance(v, bool)}
+
+    def found(self, files: ModelFiles, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+        """Token -> row, from the tokenizer among files, empty without one that is read; and how it splits a text.
 
         Raises:
             CheckpointError: a file is damaged.
         """
-        if (path := files.fetch(first)) in self._tokens:
-            return self._tokens[path]
+        if (path := files.fetch(first)) in self._found:
+            return self._found[path]
         text = read_bytes(path)
         added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
         decoder = config.get("added_tokens_decoder")
         seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
         if seen not in self._parsed:
+            data: Mapping[str, Any] = {}
             if first == TOKENIZER:
-                tokens = listed_tokens(parse_object(text, str(path)), path)[0]
+                data = parse_object(text, str(path))
+                tokens = listed_tokens(data, path)[0]
             elif first.endswith(".txt"):
                 lines = text.decode("utf-8", "replace").split("\n")
                 tokens = {line.rstrip("\r"): i for i, line in enumerate(lines) if line}
@@ -114,8 +131,8 @@ class TokenReader:
                 token = entry.get("content") if isinstance(entry, Mapping) else None
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
                     named.setdefault(token, int(row))
-            self._parsed[seen] = {**named, **tokens} if tokens else {}
-        return self._tokens.setdefault(path, self._parsed[seen])
+            self._parsed[seen] = {**named, **tokens} if tokens else {}, {k: data[k] for k in RULES if k in data}
+        return self._found.setdefault(path, self._parsed[seen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,12 +27,6 @@ class TensorPlace:
 NOWHERE = TensorPlace()
 
 
-def depth_of(name: str) -> int | None:
-    """Number of the layer that a tensor belongs to: the first numeric component of its name, or None."""
-    found = split_layer(name)
-    return found[1] if found else None
-
-
 def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     """Positions of all tensors that are in layers.
 
@@ -197,7 +191,8 @@ class CallTemplate:
 
     def __post_init__(self) -> None:
         self._own_names = list(dict.fromkeys(n for mine in self.own for n in mine))
-        self._varying = [n for n, v in self.options.items() if self._varies(n, v) and n not in self._own_names]
+        found = (n for n, v in self.options.items() if is_varying(v) or _is_gradient(self.method, n, v))
+        self._varying = [n for n in found if n not in self._own_names]
 
     @cached_property
     def varies(self) -> bool:
@@ -217,14 +212,16 @@ class CallTemplate:
     def _at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
         options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
         scale = self._one(self.scale, "'scale'", name, place)
-        weights = self._weights(name, place)
-        call = self._make(options, scale, weights)
+        weights = self.weights.at(name, place) if self.weights is not None else None
+        key = (str(options), scale, weights)
+        if key not in self._calls:
+            self._calls[key] = MethodCall(self.method.name, {**self.options, **options}, scale, weights)
         words = []
         if self.weights is not None and self.weights.varies and weights is not None:
             words.append("weights " + ", ".join(f"{w:.4g}" for w in weights))
         words += [f"{n} {_shown(options[n])}" for n in options]
         words += [f"scale {scale:.4g}"] if isinstance(self.scale, tuple) else []
-        return call, f" with {'; '.join(words)}" if words else ""
+        return self._calls[key], f" with {'; '.join(words)}" if words else ""
 
     def patterns(self) -> list[tuple[str, str]]:
         """See `patterns_in`; without those of the weights."""
@@ -285,9 +282,6 @@ class CallTemplate:
         """The call of all tensors, if nothing varies."""
         return self._at("", NOWHERE)[0]
 
-    def _varies(self, name: str, value: Value) -> bool:
-        return is_varying(value) or _is_gradient(self.method, name, value)
-
     def _option(self, option: str, name: str, place: TensorPlace) -> Any:
         if option not in self._own_names:
             value = self.options[option]
@@ -305,15 +299,6 @@ class CallTemplate:
             return resolved(value, name, place)
         except LookupError:
             raise LookupError(where) from None
-
-    def _weights(self, name: str, place: TensorPlace) -> tuple[float, ...] | None:
-        return self.weights.at(name, place) if self.weights is not None else None
-
-    def _make(self, options: Mapping[str, Any], scale: Any, weights: tuple[float, ...] | None) -> MethodCall:
-        key = (str(options), scale, weights)
-        if key not in self._calls:
-            self._calls[key] = MethodCall(self.method.name, {**self.options, **options}, scale, weights)
-        return self._calls[key]
 
 
 def _is_gradient(method: MergeMethod, name: str, value: Value) -> bool:

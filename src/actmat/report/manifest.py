@@ -329,18 +329,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         if os.path.isfile(directory):
             reason = "it is one file, whose metadata hold the recipe only. Merge into a folder to have hashes to verify"
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
+    why = ""
     try:
         manifest = read_object(path, values=MAX_WRITTEN_VALUES, unique=True)
         json.dumps(manifest, ensure_ascii=False).encode()  # what cannot be written again cannot be shown or hashed
     except UnicodeEncodeError as error:
-        found = ascii(error.object[error.start])
-        raise CheckpointError(
-            f"{path} is damaged: it holds half of a surrogate pair, {found}, which is not text"
-        ) from None
+        why = f"it holds half of a surrogate pair, {error.object[error.start]!a}, which is not text"
     except RecursionError:
-        raise CheckpointError(f"{path} is damaged: its values are nested too deeply") from None
+        why = "its values are nested too deeply"
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is damaged: {error.problems[0].removeprefix(f'{path}: ')}") from None
+        why = error.problems[0].removeprefix(f"{path}: ")
+    if why:
+        raise CheckpointError(f"{path} is damaged: {why}")
     if manifest.get("actmat_manifest") != FORMAT:
         found = repr(manifest.get("actmat_manifest"))[:80]
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")

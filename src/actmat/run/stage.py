@@ -194,10 +194,9 @@ class StagedOutput:
         """Side files of the base, and of the inputs whose tokenizer and whose config are written."""
         if inputs.base is None:
             return []
-        named = {"base": inputs.base, **dict(zip(inputs.labels, inputs.experts, strict=True))}
         chosen = ("base", self.plan.recipe.model.files_of, self.plan.recipe.model.config_from or "base")
-        found = {label: (named[label].fetch_sidecars(), named[label]) for label in dict.fromkeys(chosen)}
-        folders = {n: folder and SideFolder(folder, one.side_files()) for n, (folder, one) in found.items()}
+        found = {label: (one.fetch_sidecars(), one) for label, one in inputs.named.items() if label in chosen}
+        folders = {n: SideFolder(folder, one.side_files()) if folder else None for n, (folder, one) in found.items()}
         return [folders[label] for label in chosen]
 
 

@@ -233,7 +233,7 @@ def _pair(
     elif kernel:
         kind, shape = "convolution", (b[0], TensorSpec("", kernel, "float32", "").numel)
         if any(size != 1 for size in b[2:]):
-            return f"module '{module}': lora_B is {_x(b)}; expected a convolution of kernel 1"
+            return f"module '{module}': lora_B is {times(b)}; expected a convolution of kernel 1"
     by_expert = is_grouped(config, stripped, parameters) if kind == "parameter" and stack > 1 and rank > 1 else False
     if isinstance(by_expert, str):
         return by_expert
@@ -247,7 +247,7 @@ def _pair(
 def _misfit(module: str, a: tuple[int, ...], b: tuple[int, ...], expected: int, rank: int) -> str:
     """Why factors of these shapes are no pair of the rank that is expected of them all; empty if they are."""
     if len(a) < 2 or len(b) != len(a):
-        return f"module '{module}': lora_A is {_x(a)} and lora_B is {_x(b)}; expected matrices or kernels"
+        return f"module '{module}': lora_A is {times(a)} and lora_B is {times(b)}; expected matrices or kernels"
     rows, columns = a[0], b[1]
     if rows != columns:
         grouped = len(a) > 2 and columns and rows % columns == 0
@@ -262,5 +262,6 @@ def _misfit(module: str, a: tuple[int, ...], b: tuple[int, ...], expected: int, 
     return ""
 
 
-def _x(shape: tuple[int, ...]) -> str:
+def times(shape: tuple[int, ...]) -> str:
+    """A shape in a message."""
     return " x ".join(map(str, shape)) or "a scalar"

@@ -22,6 +22,7 @@ _WRAPPERS = frozenset(
 )
 """Components that `torch.compile`, FSDP, activation checkpointing and Lightning add, anywhere in a name."""
 
+_BEGIN = re.compile(rf"^(?:module\.)*(?:{re.escape(PREFIX)}(?:module\.)*)?")
 _PLAIN = re.compile(
     r".\.(?:lora_(?:down|up|[AB]|[AB]\.default)\.weight|(?:to_\w+_lora|lora|lora_linear_layer)\.(?:down|up)\.weight"
     r"|(?:hada|lokr|oft|boft|ia3|glora|bora)_[^.]*(?:\.\w+)?"
@@ -101,13 +102,7 @@ def unwrapped(name: str) -> str:
     'h.0.c_attn.lora_A.weight'
     """
     bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    while bare.startswith("module."):
-        bare = bare.removeprefix("module.")
-    if bare.startswith(PREFIX):
-        bare = bare.removeprefix(PREFIX)
-        while bare.startswith("module."):
-            bare = bare.removeprefix("module.")
-    return bare
+    return _BEGIN.sub("", bare)
 
 
 def without_adapter_name(names: Collection[str]) -> dict[str, str]:

@@ -58,7 +58,7 @@ class Targets:
         for module in modules:
             found.setdefault(self._ignored_by(module), []).append(module)
         return [
-            f"{field} of {ADAPTER_CONFIG} leaves out {len(names)} modules that have factors in the file: "
+            f"{field} leaves out {len(names)} modules that have factors in the file: "
             f"{first_names(names)}. PEFT ignores their factors. Likely cause: a config that was edited, or that of "
             "another adapter. Fix: correct the field, or remove the factors"
             for field, names in found.items()

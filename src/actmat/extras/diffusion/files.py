@@ -19,10 +19,10 @@ from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling, whole_file
-from actmat.errors import CheckpointError, MergeError, OutputError
+from actmat.errors import CheckpointError, MergeError, Note, OutputError
 from actmat.experts.locate import Located, LocatedAdapter, LocatedModel, locate
 from actmat.extras.diffusion.layouts import FileLayout, written
-from actmat.extras.diffusion.metadata import kept_metadata
+from actmat.extras.diffusion.metadata import OF_MODEL, kept_metadata
 from actmat.planning.adapter.layouts import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
@@ -135,6 +135,12 @@ def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]],
     metadata = {"format": "pt", **report.plan.metadata}
     if given:
         metadata = kept_metadata(given, {s.name: s for s in report.plan.specs})
+        pairs = list(zip(recipe.labels, given, strict=True))
+        said = {k: {m[k]: f"{m[k]} in '{label}'" for label, m in pairs if k in m} for k in OF_MODEL}
+        other = [f"{k} is {', '.join(found.values())}" for k, found in said.items() if len(found) > 1]
+        text = f"header metadata differ, and are not written: {'; '.join(other)}. Are these adapters of one model?"
+        notes = (*report.plan.notes, *([Note("warning", text)] if other else []))
+        report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, notes=notes))
     with whole_file(out, may_replace=lambda: overwrite and _is_ours(out)) as building:
         _copy(weights, building, {**metadata, KEY: json.dumps(made)})
     shutil.rmtree(folder)

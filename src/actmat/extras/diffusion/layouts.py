@@ -273,8 +273,8 @@ class _LayoutConversion:
             return adapter, self.problems
         weights = BlockFactors(adapter.weights, {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
         modules = {name: self._module(name, weights) for name in self._pieces}
-        note = f"converted from the layout of {adapter.layout} to {layout}, as an adapter of {self._of.name}"
-        notes = (*adapter.listing.notes, note)
+        change = "renamed" if adapter.layout == layout else f"converted from the layout of {adapter.layout} to {layout}"
+        notes = (*adapter.listing.notes, f"{change}, as an adapter of {self._of.name}")
         listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None, notes=notes)
         return ConvertedAdapter(adapter, weights, listing), []
 

@@ -25,7 +25,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
-from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, unreadable
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
 from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
@@ -67,7 +67,8 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
         named = ", others as ".join(f"{x} does" for x in layouts)
         problems.append(f"module names mix {named}. Likely cause: two files were joined")
     notes, warnings = [*metadata_notes(metadata)], distilled_warning(weights.location, metadata)
-    scales = _Scales(weights, groups, _configs(metadata, problems, notes))
+    configs = _configs(metadata, problems, notes)
+    scales = _Scales(weights, groups, configs)
     modules: dict[str, AdapterModule] = {}
     for module, group in groups.items():
         found = _pair(module, group, weights.specs, scales)
@@ -75,6 +76,9 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
             problems.append(found)
         else:
             modules[module] = found
+    for part, config in configs.items():
+        own = (m.path for m in modules.values() if m.part == part)
+        problems += [f"metadata '{METADATA_KEY}': {p}" for p in config.targets.problems(own)]
     problems += scales.problems
     ranks = [m.rank for m in modules.values()]
     if not scales.are_stored:
@@ -164,8 +168,9 @@ class _Scales:
             if config is None:
                 return 1.0
             try:
-                scale = config.scaling_of(group.first.path) * config.rank_of(group.first.path)
-                return scale / rank
+                if (said := config.rank_of(group.first.path)) != rank:
+                    return f"its factors have rank {rank}, '{METADATA_KEY}' says {said}: diffusers does not load them"
+                return config.scaling_of(group.first.path)
             except MatchError as error:
                 return str(error)
         if self._weights.specs[stored].numel != 1:
@@ -185,8 +190,8 @@ def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], sca
     a, b = specs[group.names["A"]].shape, specs[group.names["B"]].shape
     if len(a) < 2 or len(b) != len(a) or a[0] != b[1] or any(size != 1 for size in b[2:]) or not a[0]:
         return (
-            f"module '{module}': its factors are {_x(a)} and {_x(b)}; expected R x I and O x R, or kernels R x I x k "
-            "and O x R x 1"
+            f"module '{module}': its factors are {times(a)} and {times(b)}; expected R x I and O x R, or kernels R x I x "
+            "k and O x R x 1"
         )
     scale = scales.of(group, a[0])
     if isinstance(scale, str):
@@ -199,10 +204,6 @@ def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], sca
         module, kind, group.names["A"], group.names["B"], a[0], scale, (b[0], columns), kernel,
         alpha=group.names.get("alpha"), part=first.part, path=first.path,
     )  # fmt: skip
-
-
-def _x(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:

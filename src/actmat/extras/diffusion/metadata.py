@@ -116,6 +116,8 @@ _SHARED = ("ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_
            "ss_vae_name", "ss_clip_skip", "modelspec.architecture", "modelspec.prediction_type",
            "modelspec.resolution")  # fmt: skip
 """Metadata about the base, kept in a merge if all files agree."""
+OF_MODEL = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
+"""Those that tell which model an adapter is for."""
 _OUTDATED = ("sshs_", "modelspec.hash", "lora_adapter_metadata", "format")
 """Prefixes of keys that are invalid after tensors change: file hashes, scales folded into factors."""
 

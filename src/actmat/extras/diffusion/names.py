@@ -112,9 +112,8 @@ def parse_factor(name: str) -> FactorName | None:
     for prefix, part in KOHYA_PREFIXES.items():
         if module.startswith(prefix) and "." not in module:
             path = module[len(prefix) :]
-            is_t5 = prefix.startswith("lora_te") and path.startswith(
-                "encoder_block_"
-            )  # OneTrainer numbers it 2 in Flux
+            # OneTrainer numbers it 2 in Flux
+            is_t5 = prefix.startswith("lora_te") and path.startswith("encoder_block_")
             return FactorName(module, KOHYA_PREFIXES["lora_te3_"] if is_t5 else part, path, side, True)
     if (comfy := _COMFY.match(module)) is not None:
         return FactorName(module, comfy["part"], module[comfy.end() :], side, False, True)

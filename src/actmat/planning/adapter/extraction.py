@@ -14,18 +14,20 @@ Source: Eckart and Young (https://doi.org/10.1007/BF02288367); PEFT's `LoraConfi
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.errors import AlignmentError
 from actmat.experts.base import Expert
+from actmat.experts.lora.names import PREFIX
 from actmat.layout.in_memory import names_in_memory
 from actmat.layout.ties import is_output_head, is_token_table
 from actmat.layout.types import LayoutMap, Role
 from actmat.linalg.svd import svd_workspace
 from actmat.methods import get_method
+from actmat.planning.adapter.layouts import lora_config
+from actmat.planning.adapter.modules import ONE_FILE
 from actmat.planning.align import resolve_roles
 from actmat.planning.choose import Chooser
 from actmat.planning.cost import MATRIX_BYTES
@@ -35,13 +37,8 @@ from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
 
-ONE_FILE = 1 << 62
-"""Bytes: PEFT reads one file only, so an adapter is never sharded."""
-
 HEAD = "lm_head.weight"
 """Output head of transformers' language models."""
-
-STORED = "base_model.model.{}"
 
 
 def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
@@ -134,12 +131,9 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
             "(--rank 64)"
         )
     largest = max((r for e, r in zip(found, ranks, strict=True) if e.kind == "factored"), default=0)
-    return [
-        dataclasses.replace(e, rank=largest if recipe.extracted.ranks == "uniform" else r)
-        if e.kind == "factored"
-        else e
-        for e, r in zip(found, ranks, strict=True)
-    ]
+    chosen = [largest] * len(ranks) if recipe.extracted.ranks == "uniform" else ranks
+    pairs = zip(found, chosen, strict=True)
+    return [dataclasses.replace(e, rank=r) if e.kind == "factored" else e for e, r in pairs]
 
 
 def _exact_rank(item: Item) -> int:
@@ -159,18 +153,15 @@ def _checked(item: Item, found: Extraction, factored: set[str], recipe: Recipe) 
     if found.kind != "saved":
         return found
     if recipe.extracted.others == "leave":
-        return _left_out(found, "left out as requested: no LoRA holds it")
+        return Extraction("left out", found.module, "left out as requested: no LoRA holds it")
     if found.module in factored:
         if found.bias:
             return found
-        return _left_out(found, "of a layer that it factors, PEFT saves the bias only")
+        return Extraction("left out", found.module, "of a layer that it factors, PEFT saves the bias only")
     if any(m.startswith(found.module + ".") for m in factored):
-        return _left_out(found, "its module holds layers that are factored, and PEFT saves whole modules")
+        words = "its module holds layers that are factored, and PEFT saves whole modules"
+        return Extraction("left out", found.module, words)
     return dataclasses.replace(found, bias=False)
-
-
-def _left_out(found: Extraction, reason: str) -> Extraction:
-    return Extraction("left out", found.module, reason)
 
 
 def _aliases(base: Checkpoint, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:
@@ -204,7 +195,7 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
     elif found.kind == "saved":
         own = [item.name, *aliases]
         stored = [f"{found.module}.base_layer.bias"] if found.bias else [names.get(n, n) for n in own]
-        outputs = tuple(TensorSpec(STORED.format(n), item.shape, dtype, "") for n in dict.fromkeys(stored))
+        outputs = tuple(TensorSpec(PREFIX + n, item.shape, dtype, "") for n in dict.fromkeys(stored))
     cost = dataclasses.replace(
         item.cost,
         write_bytes=sum(s.nbytes for s in outputs),
@@ -225,7 +216,7 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
 def _factor_specs(item: Item, found: Extraction, dtype: str) -> tuple[TensorSpec, ...]:
     """Specs of A and B."""
     rows, columns = reversed(item.shape) if found.transposed else item.shape
-    a, b = (STORED.format(f"{found.module}.lora_{side}.weight") for side in "AB")
+    a, b = (f"{PREFIX}{found.module}.lora_{side}.weight" for side in "AB")
     return TensorSpec(a, (found.rank, columns), dtype, ""), TensorSpec(b, (rows, found.rank), dtype, "")
 
 
@@ -248,28 +239,14 @@ def _config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     """`adapter_config.json`: the most frequent rank, and the others by name; scaling 1 everywhere."""
     written = [i.extraction for i in items if i.extraction is not None and i.outputs]
     ranks = {e.module: e.rank for e in written if e.kind == "factored"}
-    counts = list(ranks.values())
-    common = max(set(counts), key=lambda n: (counts.count(n), n)) if counts else 1
-    odd = {re.escape(m): n for m, n in ranks.items() if n != common}
     saved = {e.module for e in written if e.kind == "saved" and not e.bias}
     ties = any(i.extraction is not None and i.extraction.kind == "saved" and len(i.outputs) > 1 for i in items)
-    return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": recipe.base,
-        "inference_mode": True,
-        "r": common,
-        "lora_alpha": common,
-        "use_rslora": False,
-        "use_dora": False,
-        "lora_dropout": 0.0,
-        "lora_bias": False,
-        "bias": "all" if any(e.bias for e in written) else "none",
-        "fan_in_fan_out": any(e.transposed for e in written),
-        "init_lora_weights": True,
-        "target_modules": sorted(ranks),
-        "modules_to_save": sorted(saved) or None,
-        "rank_pattern": odd,
-        "alpha_pattern": dict(odd),
+    return lora_config(
+        list(ranks.items()),
+        base_model_name_or_path=recipe.base,
+        bias="all" if any(e.bias for e in written) else "none",
+        fan_in_fan_out=any(e.transposed for e in written),
+        target_modules=sorted(ranks),
+        modules_to_save=sorted(saved) or None,
         **({"ensure_weight_tying": True} if ties else {}),
-    }
+    )

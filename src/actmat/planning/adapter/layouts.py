@@ -124,38 +124,61 @@ def output_config(
     Modules are listed with their full names, because endings would also match modules that no expert adapted. Where
     ranks differ (`ranks: pattern`), `rank_pattern` and `alpha_pattern` name each.
     """
-    ranks = [m.pair.rank for m in modules]
-    r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
-    odd = {re.escape(_pattern_name(m, adapters)): m.pair.rank for m in modules if m.pair.rank != r}
     first = adapters[0].config.fields
     bias_kinds = {a.config.bias for a in adapters}
     by_bias = bool(bias_kinds - {"none"})  # then biases are known to `bias`, not to `modules_to_save`
     saved = [e.name.rpartition(".")[0] for e in extras if not (by_bias and e.name.endswith(".bias"))]
-    parameters = sorted({p for a in adapters for p in a.config.target_parameters})
     bases = [a.config.base_model for a in adapters if a.config.base_model]
-    return {
+    found = lora_config(
+        [(_pattern_name(m, adapters), m.pair.rank) for m in modules],
+        task_type=first.get("task_type"),
+        base_model_name_or_path=bases[0] if bases else (recipe.base or None),
+        lora_bias=any(len(m.outputs) > 2 for m in modules),
+        bias=next(iter(sorted(bias_kinds - {"none"})), "none"),
+        fan_in_fan_out=any(a.config.fan_in_fan_out for a in adapters),
+        target_modules=[m.name for m in modules if m.pair.kind != "parameter"],
+        modules_to_save=sorted(set(saved)) or None,
+        auto_mapping=first.get("auto_mapping"),
+        revision=first.get("revision"),
+        target_parameters=sorted({p for a in adapters for p in a.config.target_parameters}) or None,
+    )
+    return {**found, **_version(adapters)}
+
+
+def lora_config(ranks: Sequence[tuple[str, int]], **fields: Any) -> dict[str, Any]:
+    """Config of plain LoRA of scaling 1: the most frequent rank, and the others by name.
+
+    Args:
+        ranks: of each module.
+        fields: of this adapter.
+    """
+    counts = [n for _, n in ranks]
+    common = max(set(counts), key=lambda n: (counts.count(n), n)) if counts else 1
+    odd = {re.escape(m): n for m, n in ranks if n != common}
+    found = {
         "peft_type": "LORA",
-        "task_type": first.get("task_type"),
-        "auto_mapping": first.get("auto_mapping"),
-        "base_model_name_or_path": bases[0] if bases else (recipe.base or None),
-        "revision": first.get("revision"),
+        "task_type": None,
+        "auto_mapping": ...,
+        "base_model_name_or_path": None,
+        "revision": ...,
         "inference_mode": True,
-        "r": r,
-        "lora_alpha": r,
+        "r": common,
+        "lora_alpha": common,
         "use_rslora": False,
         "use_dora": False,
         "lora_dropout": 0.0,
-        "lora_bias": any(len(m.outputs) > 2 for m in modules),
-        "bias": next(iter(sorted(bias_kinds - {"none"})), "none"),
-        "fan_in_fan_out": any(a.config.fan_in_fan_out for a in adapters),
+        "lora_bias": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": [m.name for m in modules if m.pair.kind != "parameter"],
-        "target_parameters": parameters or None,
-        "modules_to_save": sorted(set(saved)) or None,
+        "target_modules": [],
+        "target_parameters": ...,
+        "modules_to_save": None,
         "rank_pattern": odd,
         "alpha_pattern": dict(odd),
-        **_version(adapters),
+        **fields,
     }
+    return {key: value for key, value in found.items() if value is not ...}
 
 
 def _pattern_name(module: Item, adapters: Sequence[Adapter]) -> str:
