@@ -100,6 +100,34 @@ def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, t
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"r": 4, "lora_alpha": 6}, "its factors have rank 3, 'lora_adapter_metadata' says 4: diffusers does not load"),
+        ({"r": 3, "lora_alpha": 6, "target_modules": ["to_other"]}, "target_modules leaves out"),
+        ({"r": 3, "lora_alpha": 6, "exclude_modules": ".*"}, "exclude_modules leaves out"),
+    ],
+)
+def test_a_config_in_metadata_that_does_not_fit_is_refused(
+    fields: dict[str, object], words: str, place: Path, tmp_path: Path
+) -> None:
+    factors = random_factors(tiny_unet(), UNET, 1)
+    folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
+    with pytest.raises(MergeError, match=words):
+        actmat.plan(place / "unet", [folder], method="average", scope="all")
+
+
+@pytest.mark.parametrize("key", ["modelspec.prediction_type", "ss_base_model_version"])
+def test_files_for_other_models_are_warned_of(key: str, place: Path, tmp_path: Path) -> None:
+    """What only the metadata of two files tell: the merged file cannot say both."""
+    for name, said in (("a", "one"), ("b", "two")):
+        save_file(kohya(tmp_path), tmp_path / f"{name}.safetensors", {key: said})
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    report = actmat.merge(None, files, out=tmp_path / "out.safetensors", method="average", durable=False)
+    text = f"header metadata differ, and are not written: {key} (one and two)"
+    assert any(text in n.text and n.severity == "warning" for n in report.plan.notes)
+
+
+@pytest.mark.parametrize(
     ("role", "words"),
     [
         ("oft_blocks", "of the algorithm 'diag-oft or boft'"),

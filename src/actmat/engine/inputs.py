@@ -28,12 +28,6 @@ class Inputs:
     statistics: ExpertStatistics
 
     @property
-    def named(self) -> dict[str, Checkpoint | Expert]:
-        """Experts by their labels, and the base."""
-        base: dict[str, Checkpoint | Expert] = {} if self.base is None else {"base": self.base}
-        return base | dict(zip(self.labels, self.experts, strict=True))
-
-    @property
     def buffer_bytes(self) -> int:
         """Memory that one worker takes to read the inputs ahead: those in remote storage."""
         held = sum(expert.buffer_bytes for expert in self.experts)

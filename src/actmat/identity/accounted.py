@@ -50,17 +50,6 @@ def _modules(files: SideFiles, folder: Path | None) -> dict[str, str]:
     return {p: hash_file(Path(folder or ".") / p) for p in there}
 
 
-def beside_adapter(names: Collection[str]) -> list[str]:
-    """Files with weights in an adapter's folder that are not its own, such as a value head or a projector.
-
-    >>> beside_adapter(["adapter_config.json", "adapter_model.bin", "optimizer.pt", "non_lora_trainables.bin"])
-    ['non_lora_trainables.bin']
-    """
-    if ADAPTER_CONFIG not in names:
-        return []
-    return sorted(n for n in names if is_weights(n) and may_be_weights(n) and not n.endswith(INDEX_SUFFIX))
-
-
 def adapter_warnings(
     label: str, names: Collection[str], fields: Mapping[str, Any], stored: Iterable[str], base: Iterable[str]
 ) -> list[str]:
@@ -68,13 +57,14 @@ def adapter_warnings(
 
     Args:
         label: of the expert.
-        names: of files in its folder; empty if it is a single file.
+        names: of files in its folder: a value head, a projector.
         fields: of its config.
         stored: names of its tensors.
         base: names of the base's tensors.
     """
     found = []
-    if others := beside_adapter(names):
+    weights = (n for n in names if is_weights(n) and may_be_weights(n) and not n.endswith(INDEX_SUFFIX))
+    if others := sorted(weights) if ADAPTER_CONFIG in names else []:
         found.append(
             f"expert '{label}' has weights beside its adapter that are not merged: {first_names(others)}. Load them "
             "after the merge with the code that trained them"

@@ -14,8 +14,6 @@ from actmat.identity.meaning import ABSENT, NESTED, ROPE_KEYS, ConfigEntry, mean
 FIX = "--set config_from=base, or =NAME for those of an expert"
 SHOWN = 8
 """Most entries that one sentence names."""
-LOADERS = ("model_type", "architectures")
-"""Entries by which loaders find the class of a model."""
 KINDS = {
     "length": "lengths and sizes for which the inputs are meant differ",
     "token": "ids of special tokens differ",
@@ -115,7 +113,8 @@ def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]
     """The base's config with the entries that loaders need, where it lacks them and the experts agree; and notes."""
     if "_class_name" in base or base.get("model_type"):
         return dict(base), []
-    given = {key: [c[key] for c in experts.values() if c.get(key)] for key in LOADERS if not base.get(key)}
+    keys = [k for k in ("model_type", "architectures") if not base.get(k)]
+    given = {k: [c[k] for c in experts.values() if c.get(k)] for k in keys}
     added = {key: values[0] for key, values in given.items() if values and all(v == values[0] for v in values)}
     words = " and no ".join(f"{k} {v!r}".replace("'", "") for k, v in added.items())
     note = f"no {words}: written as in the experts" if added else "no model_type, without which no Auto class loads it"

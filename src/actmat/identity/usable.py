@@ -47,10 +47,8 @@ def missing_notes(
     notes = [f"the output has no {first_names(lost)}, which auto_map of its config names: {copy}"] if lost else []
     for kind in (k for k in needs if not has_files(k, written)):
         holders = [label for label, names in others.items() if has_files(kind, names)]
-        fix = (
-            f"'--set files_from={holders[0]}' takes that of expert '{holders[0]}'"
-            if holders
-            else f"{copy} (save_pretrained)"
-        )
+        fix = f"{copy} (save_pretrained)"
+        if holders:
+            fix = f"'--set files_from={holders[0]}' takes that of expert '{holders[0]}'"
         notes.append(f"the output has no {kind}, as the base ({source}) gives none: {fix}")
     return notes

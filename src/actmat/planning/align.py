@@ -9,7 +9,7 @@ from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.untied import UntiedCheckpoint
-from actmat.errors import MergeError
+from actmat.errors import MergeError, first_of
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
@@ -203,8 +203,7 @@ def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
 
 
 def _ignored(label: str, extra: Sequence[str]) -> str:
-    shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
-    return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {shown}"
+    return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {first_of(extra)}"
 
 
 @dataclass(frozen=True, slots=True)

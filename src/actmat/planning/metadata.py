@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import shown
+from actmat.errors import first_of
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 
@@ -49,8 +50,7 @@ def merged_metadata(
         elif not key.startswith(_OF_ONE_FILE):
             dropped.append(key)
     if dropped:
-        names = ", ".join(dropped[:3]) + (", ..." if len(dropped) > 3 else "")
-        notes.append(f"header metadata that the inputs do not have alike are not written: {names}")
+        notes.append(f"header metadata that the inputs do not have alike are not written: {first_of(dropped)}")
     return kept, notes
 
 

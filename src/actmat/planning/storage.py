@@ -12,7 +12,6 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import DeltaSource, Expert
@@ -95,7 +94,6 @@ def unread_warnings(recipe: Recipe, base: Checkpoint | None, experts: Sequence[E
     for label, expert in named:
         if isinstance(expert, StoredAdapter):
             names = {n for f in expert.sources() for n in f.whole().names}
-            names = names if ADAPTER_CONFIG in names else set()
             stored, known = expert.stored, () if base is None else base.specs
             found += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return found

@@ -218,8 +218,9 @@ def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     """
     if inputs.base is None or inputs.base.directory is None or isinstance(recipes[0].output, ExtractedOutput):
         return
+    named = dict(zip(inputs.labels, inputs.experts, strict=True))
     for wanted in {name for r in recipes for name in (r.model.files_of, r.model.config_from)}:
-        check_sidecars(_local_files(inputs.base), _local_files(inputs.named[wanted or "base"]))
+        check_sidecars(_local_files(inputs.base), _local_files(named.get(wanted or "", inputs.base)))
 
 
 def _local_files(one: Checkpoint | Expert) -> SideFolder | None:

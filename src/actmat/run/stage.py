@@ -194,8 +194,10 @@ class StagedOutput:
         """Side files of the base, and of the inputs whose tokenizer and whose config are written."""
         if inputs.base is None:
             return []
+        named: list[tuple[str, Checkpoint | Expert]] = [("base", inputs.base)]
+        named += zip(inputs.labels, inputs.experts, strict=True)
         chosen = ("base", self.plan.recipe.model.files_of, self.plan.recipe.model.config_from or "base")
-        found = {label: (one.fetch_sidecars(), one) for label, one in inputs.named.items() if label in chosen}
+        found = {label: (one.fetch_sidecars(), one) for label, one in named if label in chosen}
         folders = {n: SideFolder(folder, one.side_files()) if folder else None for n, (folder, one) in found.items()}
         return [folders[label] for label in chosen]
 

@@ -17,7 +17,7 @@ from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUF
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.source import Format, Source
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_of
 
 __all__ = ["all_formats", "find_format", "format_named"]
 
@@ -125,13 +125,11 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
     steps = [n for n in names if STEP.fullmatch(n)]
     if steps:
         return CheckpointError(
-            f"{location}: expected weights, found a training run with the folders {', '.join(steps[:6])}"
-            f"{', ...' if len(steps) > 6 else ''}. Fix: give one of them, or average them (actmat merge --average "
-            f"{location.rstrip('/')}/{steps[-1]} ...)."
+            f"{location}: expected weights, found a training run with the folders {first_of(steps, 6)}. Fix: give one "
+            f"of them, or average them (actmat merge --average {location.rstrip('/')}/{steps[-1]} ...)."
         )
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
     return CheckpointError(
-        f"{location}: expected weights ({patterns}), found "
-        f"{', '.join(names[:6]) or 'an empty folder'}{', ...' if len(names) > 6 else ''}. Likely cause: the wrong "
-        "folder, or a download of the config alone. Fix: give the folder that holds the weights."
+        f"{location}: expected weights ({patterns}), found {first_of(names, 6) or 'an empty folder'}. Likely cause: "
+        "the wrong folder, or a download of the config alone. Fix: give the folder that holds the weights."
     )

@@ -11,12 +11,10 @@ Shapes: `O` rows of a tensor, `I` inputs, `R` rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec
 from actmat.layout.fused import QKV
 from actmat.layout.types import Block, TensorLayout
 from actmat.linalg.lowrank import LowRank
@@ -81,11 +79,6 @@ def rows_of(layer: str, layout: TensorLayout) -> tuple[Block, ...]:
 def count_rows(blocks: Sequence[Block]) -> int:
     """Number of rows of these blocks."""
     return sum((b.stop - b.start) * b.groups for b in blocks)
-
-
-def one_after_the_other(specs: Sequence[TensorSpec]) -> list[tuple[int, int]]:
-    """First row, and the one after the last, of each of these weights in the tensor that packs them."""
-    return list(pairwise(accumulate((s.shape[0] for s in specs), initial=0)))
 
 
 def put_rows(out_OX: Tensor, values_NX: Tensor, blocks: Sequence[Block]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, one_after_the_other, rows_of
+from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, rows_of
 from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
@@ -302,7 +303,7 @@ class _Fitting:
             has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
             self.problems.append(_misfit(module, f"the sum of {has}"))
             return
-        rows = zip(tensors, one_after_the_other(specs), strict=True)
+        rows = zip(tensors, pairwise(accumulate((s.shape[0] for s in specs), initial=0)), strict=True)
         self._put_with_biases(module, {t: Piece(module, start=a, stop=b) for t, (a, b) in rows})
 
     def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, Piece]) -> None:

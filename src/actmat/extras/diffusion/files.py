@@ -135,9 +135,8 @@ def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]],
     metadata = {"format": "pt", **report.plan.metadata}
     if given:
         metadata = kept_metadata(given, {s.name: s for s in report.plan.specs})
-        pairs = list(zip(recipe.labels, given, strict=True))
-        said = {k: {m[k]: f"{m[k]} in '{label}'" for label, m in pairs if k in m} for k in OF_MODEL}
-        other = [f"{k} is {', '.join(found.values())}" for k, found in said.items() if len(found) > 1]
+        said = {k: sorted({m[k] for m in given if k in m}) for k in OF_MODEL}
+        other = [f"{k} ({' and '.join(found)})" for k, found in said.items() if len(found) > 1]
         text = f"header metadata differ, and are not written: {'; '.join(other)}. Are these adapters of one model?"
         notes = (*report.plan.notes, *([Note("warning", text)] if other else []))
         report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, notes=notes))

@@ -190,8 +190,8 @@ def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], sca
     a, b = specs[group.names["A"]].shape, specs[group.names["B"]].shape
     if len(a) < 2 or len(b) != len(a) or a[0] != b[1] or any(size != 1 for size in b[2:]) or not a[0]:
         return (
-            f"module '{module}': its factors are {times(a)} and {times(b)}; expected R x I and O x R, or kernels R x I x "
-            "k and O x R x 1"
+            f"module '{module}': its factors are {times(a)} and {times(b)}; expected R x I and O x R, or kernels R x I "
+            "x k and O x R x 1"
         )
     scale = scales.of(group, a[0])
     if isinstance(scale, str):

@@ -17,7 +17,7 @@ from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.header import GgufEntry, GgufHeader, SkippedList, joined, parts_of, read_gguf_header, read_texts
+from actmat.extras.gguf.header import GgufEntry, GgufHeader, SkippedList, joined, parts_of, read_gguf_header
 from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
 
 if TYPE_CHECKING:
@@ -99,11 +99,10 @@ class GgufFile(StoredCheckpoint):
     def stored_tokens(self) -> Sequence[str]:
         """The tokens in the metadata; empty for padding, and for WordPiece, which is written otherwise."""
         metadata: Mapping[str, Any] = self.header.metadata
-        listed, label = metadata.get("tokenizer.ggml.tokens"), self.labels[0]
+        listed = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(listed, SkippedList) or metadata.get("tokenizer.ggml.model") not in ("gpt2", "llama"):
             return ()
-        found = read_texts(partial(self._reader.read, label), self._reader.size(label), listed)
-        return ["" if token == f"[PAD{row}]" else token for row, token in enumerate(found)]
+        return ["" if token == f"[PAD{row}]" else token for row, token in enumerate(listed.texts)]
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Fill with stored bytes."""

@@ -3,7 +3,7 @@
     "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensors (name, axes, type, offset) | padding | data
 
 Versions 2 and 3, little-endian. Every length is checked against the file and a cap before anything is read; long lists
-(vocabularies) are counted and skipped. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
+of numbers are counted and skipped. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
 
 A model split into files `NAME-00001-of-00003.gguf`: the first has the metadata, each has its own tensors.
 """
@@ -34,10 +34,10 @@ LIKELY = "Likely cause: an interrupted download, or another format. Fix: fetch i
 
 @dataclass(frozen=True, slots=True)
 class SkippedList:
-    """Length of a list whose items were skipped, and the position of the first."""
+    """Length of a long list, and its items if they are texts; numbers are skipped."""
 
     count: int
-    start: int = 0
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,6 @@ def read_gguf_header(read_at: Callable[[int, int], bytes], size: int, *, file: s
         raise CheckpointError(f"{file}: the header declares {error}. {LIKELY}") from None
 
 
-def read_texts(read_at: Callable[[int, int], bytes], size: int, listed: SkippedList) -> list[str]:
-    """The items of a list of texts that was skipped."""
-    cursor = _Cursor(read_at, size)
-    cursor.position = listed.start
-    return [cursor.text() for _ in range(listed.count)]
-
-
 def _header(cursor: _Cursor) -> GgufHeader:
     magic = cursor.take(4)
     if magic != MAGIC:
@@ -177,10 +170,7 @@ def _value(cursor: _Cursor, kind: int) -> Any:
         return [cursor.number(NUMBERS[inner]) for _ in range(count)]
     if inner != STRING:
         raise _Damaged(f"a list of the type {inner}")
-    start = cursor.position
-    for _ in range(count):
-        cursor.skip(cursor.length(MOST_TEXT, "a text of"))
-    return SkippedList(count, start)
+    return SkippedList(count, tuple(cursor.text() for _ in range(count)))
 
 
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

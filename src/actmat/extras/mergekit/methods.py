@@ -90,14 +90,15 @@ def _ties(of: Arrangement) -> MethodMapping:
     return MethodMapping("ties", options, of.weights(), _density(of), of.parameters.shared("lambda", 1.0))
 
 
+def _elected(of: Arrangement, elects: bool, default: bool) -> tuple[dict[str, Any], bool]:
+    """Options of an election of signs; without one, whether weights are normalized."""
+    return ({"reduce": _reduce(of, default)}, False) if elects else ({}, of.parameters.flag("normalize", False))
+
+
 def _dare(rule: str) -> Callable[[Arrangement], MethodMapping]:
     def convert(of: Arrangement) -> MethodMapping:
-        options: dict[str, Any] = {"rule": rule, "rescale": _rescale(of)}
-        normalize = False
-        if rule == "ties":
-            options["reduce"] = _reduce(of, False)
-        else:
-            normalize = of.parameters.flag("normalize", False)
+        more, normalize = _elected(of, rule == "ties", False)
+        options = {"rule": rule, "rescale": _rescale(of), **more}
         scale = of.parameters.shared("lambda", 1.0)
         return MethodMapping("dare", options, of.weights(), _density(of), scale, normalize)
 
@@ -106,12 +107,8 @@ def _dare(rule: str) -> Callable[[Arrangement], MethodMapping]:
 
 def _della(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
     def convert(of: Arrangement) -> MethodMapping:
-        options: dict[str, Any] = {"rescale": _rescale(of), "sign_election": elects}
-        normalize = False
-        if elects:
-            options["reduce"] = _reduce(of, True)
-        else:
-            normalize = of.parameters.flag("normalize", False)
+        more, normalize = _elected(of, elects, True)
+        options = {"rescale": _rescale(of), "sign_election": elects, **more}
         own = _density(of) | {"epsilon": of.own("epsilon", 0.15, 0.15)}
         return MethodMapping("della", options, of.weights(), own, of.parameters.shared("lambda", 1.0), normalize)
 
@@ -120,13 +117,8 @@ def _della(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
 
 def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
     def convert(of: Arrangement) -> MethodMapping:
-        options: dict[str, Any] = {"scaling": of.parameters.shared("lambda", 1.0), "sign_election": elects}
-        normalize = False
-        if elects:
-            options["reduce"] = _reduce(of, False)
-        else:
-            normalize = of.parameters.flag("normalize", False)
-        options |= _rescale_if_on(of)
+        more, normalize = _elected(of, elects, False)
+        options = {"scaling": of.parameters.shared("lambda", 1.0), "sign_election": elects} | more | _rescale_if_on(of)
         own = _density(of) | {"gamma": of.own("gamma", 0.01, 0.0)}
         return MethodMapping("breadcrumbs", options, of.weights(), own, normalize=normalize)
 
