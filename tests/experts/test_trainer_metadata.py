@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.lora_files import UNET, random_factors, save_diffusers, save_kohya, tiny_unet, weights_of
+from tests.helpers.lora_files import (
+    UNET,
+    fused_by_diffusers,
+    random_factors,
+    save_diffusers,
+    save_kohya,
+    tiny_unet,
+    weights_of,
+)
 
 import actmat
 from actmat.errors import MergeError
@@ -92,7 +100,7 @@ def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
 
 
 def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, tmp_path: Path) -> None:
-    fields = {"r": 3, "lora_alpha": 6, "curl": 0.5}
+    fields = {"r": 3, "lora_alpha": 6, "rank_pattern": dict.fromkeys(UNET[::2], 2), "curl": 0.5}
     factors = random_factors(tiny_unet(), UNET, 1)
     folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
     notes = [*map(str, actmat.plan(place / "unet", [folder], method="average", scope="all").notes)]
@@ -102,9 +110,15 @@ def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, t
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"r": 4, "lora_alpha": 6}, "its factors have rank 3, 'lora_adapter_metadata' says 4: diffusers does not load"),
-        ({"r": 3, "lora_alpha": 6, "target_modules": ["to_other"]}, "target_modules leaves out"),
-        ({"r": 3, "lora_alpha": 6, "exclude_modules": ".*"}, "exclude_modules leaves out"),
+        (
+            {"r": 4, "target_modules": list(UNET)},
+            "rank 2, 'lora_adapter_metadata' says 4: diffusers does not load",
+        ),
+        (
+            {"r": 3, "rank_pattern": dict.fromkeys(UNET[::2], 2), "target_modules": ["other"]},
+            "target_modules leaves out",
+        ),
+        ({"r": 3, "rank_pattern": dict.fromkeys(UNET[::2], 2), "exclude_modules": ".*"}, "exclude_modules leaves out"),
     ],
 )
 def test_a_config_in_metadata_that_does_not_fit_is_refused(
@@ -112,6 +126,9 @@ def test_a_config_in_metadata_that_does_not_fit_is_refused(
 ) -> None:
     factors = random_factors(tiny_unet(), UNET, 1)
     folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
+    if "rank_pattern" not in fields:
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            fused_by_diffusers(folder, tiny_unet())
     with pytest.raises(MergeError, match=words):
         actmat.plan(place / "unet", [folder], method="average", scope="all")
 
