@@ -65,19 +65,14 @@ class DataOptions:
 DataSource = str | Path | DataOptions
 
 
-def check_data(options: DataOptions) -> None:
-    """Raise for unusable data, before a model is loaded."""
-    read_rows(options, 1)
-
-
-def read_rows(options: DataOptions, most: int | None = None) -> list[Row]:
+def read_rows(options: DataOptions) -> list[Row]:
     """The first rows of a data set; the last message of a chat is its answer if the assistant wrote it.
 
     Raises:
         StatisticsError: it cannot be read, or has no rows.
     """
     try:
-        found = list(itertools.islice(_rows(options), most or options.max_samples))
+        found = list(itertools.islice(_rows(options), options.max_samples))
     except StatisticsError:
         raise
     except StopIteration:  # raised by `datasets` for an empty file

@@ -9,7 +9,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class Loaded:
     checkpoint: str  # location of the checkpoint
     adapter: str | None  # location of the adapter on it, or None
     files: str  # location of tokenizer and image processor: the checkpoint's or the adapter's
+    read: dict[str, Any] = field(default_factory=dict, compare=False)  # tokenizer and processor that were loaded
 
 
 def extra(name: str, *, user: str = "Running a model from its files", group: str = "statistics") -> Any:
@@ -67,7 +68,9 @@ def from_files(kind: Literal["AutoTokenizer", "AutoImageProcessor"], loaded: Loa
         StatisticsError: its files are missing or damaged.
     """
     try:
-        return getattr(extra("transformers"), kind).from_pretrained(loaded.files, **options)
+        if kind not in loaded.read:
+            loaded.read[kind] = getattr(extra("transformers"), kind).from_pretrained(loaded.files, **options)
+        return loaded.read[kind]
     except (OSError, ValueError, ImportError) as error:
         what = "tokenizer" if kind == "AutoTokenizer" else "image processor"
         raise StatisticsError(
@@ -139,7 +142,8 @@ def switched(loaded: Loaded, location: str) -> Loaded:
         model.load_adapter(path, adapter_name="first" if before == "other" else "other", **revision)
         model.set_adapter("first" if before == "other" else "other")
         model.delete_adapter(before)
-    return Loaded(model.eval(), loaded.checkpoint, location, _files(location, loaded.checkpoint))
+    files = _files(location, loaded.checkpoint)
+    return Loaded(model.eval(), loaded.checkpoint, location, files, loaded.read if files == loaded.files else {})
 
 
 @contextlib.contextmanager
