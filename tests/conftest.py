@@ -19,7 +19,7 @@ gc.disable()  # until all tests are collected
 def pytest_collection_finish() -> None:
     """Keep libraries and tests, millions of objects that stay, out of garbage collections, and have few of these."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # 11 % of the time of a run with 700, 10, 10, and no freeze
+    gc.set_threshold(20_000, 20, 20)  # both save 12 % of the processor time of merges, 2026-11-27
     gc.enable()
 
 

@@ -38,6 +38,7 @@ from actmat.progress import NoProgress
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only; read on import
 ray = pytest.importorskip("ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
+NO_MONITORS = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 NODES = 3
 MEMORY = 1 << 30
 AVERAGE = {"method": "average", "scope": "all"}
@@ -47,7 +48,7 @@ AVERAGE = {"method": "average", "scope": "all"}
 def running() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    started = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    started = Cluster(initialize_head=True, head_node_args={**NODE, **NO_MONITORS})
     try:
         for _ in range(NODES - 1):
             started.add_node(**NODE, wait=False)

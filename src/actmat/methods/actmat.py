@@ -28,19 +28,12 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
 
         D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+,   K_t = D_t^T D_t
 
-    The layer-wise interference of a merged delta `D` on expert `t` is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second
-    moment of the layer's inputs. Fine-tuning writes that moment into the delta, so `D_t^T D_t` takes its place, and no
-    data is needed. `D*` is the minimizer of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off; the
-    defaults are the paper's rule. Multiplying all `K_t` by one number changes nothing. If the row spaces of the
-    experts are linearly independent, every expert is reproduced, `D* D_t^T = D_t D_t^T`, whatever the weights; if they
-    are orthogonal, `D*` is the plain sum.
-
-    Weights are non-negative, one per expert; they multiply `K_t`. The base is used by `form="weight"` only.
+    The interference of `D` on expert `t` is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second moment of the layer's
+    inputs. Fine-tuning writes it into the delta, so `K_t` takes its place, and no data is needed. `D*` is the minimizer
+    of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off; the defaults are the paper's.
 
     Args:
-        rtol: directions whose eigenvalue of `S = sum_t w_t K_t` is at most `rtol` times the largest are dropped.
-            Default `I * eps(float32)`, in float64 too: the cut-off is part of the method. Values below the rounding of
-            the compute dtype (`I * eps`) are raised to it.
+        rtol: eigenvalues of `S = sum_t w_t K_t` up to `rtol` times the largest are cut; default `I * eps(float32)`.
         solver: "auto" takes the cheapest exact form; "eigh" decomposes `S`; "stacked" takes the SVD of the stacked
             deltas, which does not square the condition number; "dual" decomposes the matrix of their row products.
         filter: "hard" cut-off; "tikhonov" `l / (l + ridge m)`; "exponential" `1 - exp(-l time / m)`; "adaptive" keeps
@@ -52,7 +45,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
         center: subtract the mean row from `D_t` in the estimate.
         power: `K_t = (D_t^T D_t)^power`.
         form: "delta" keeps the base in the directions that the filter drops. "weight", for study, is the paper's boxed
-            formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`, which sets the weights there to zero, base included.
+            formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`, which needs the base and sets the weights there to zero.
 
     Raises:
         RecipeError: `form="weight"` with a fill, or with a filter that does not cut.
@@ -60,12 +53,10 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
         ValueError: a negative weight.
 
     Source:
-        M. G. Abdel Hameed, D. Tam, P. J. Tikeng Notsawo, C. Raffel, G. Rabusseau, "Model Merging via Data-Free
-        Covariance Estimation", 2026, arXiv:2604.01329.
+        M. G. Abdel Hameed et al., "Model Merging via Data-Free Covariance Estimation", 2026, arXiv:2604.01329.
 
-    >>> import torch
-    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
-    >>> ACTMAT.merge(deltas).value.tolist()
+    >>> from torch import tensor
+    >>> ACTMAT.merge([tensor([[1.0, 0.0]]), tensor([[0.0, 2.0]])]).value.tolist()
     [[1.0, 2.0]]
     """
     if form == "weight" and not (null == "zero" and filter in ("hard", "adaptive")):

@@ -55,7 +55,7 @@ def merge(
         D* = sum_{t in A} y_t / sum_{t in A} w_t,   A = {t: sign(y_t) = s}
 
     Small changes count as noise, and opposite changes do not cancel. Public implementations differ in three details,
-    which `variant` fixes together (`d` density, `N` entries):
+    which `variant` fixes together (`d` density, `N` entries), and in `trim`:
 
     | variant  | entries kept             | equal to the threshold | votes cancel exactly          |
     |----------|--------------------------|------------------------|-------------------------------|
@@ -63,15 +63,12 @@ def merge(
     | mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
     | actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
 
-    They also disagree on the scope of trimming: the original ranks the entries of the whole model together
-    (`trim="global"`, so that layers that moved little lose nearly everything), most tools rank within each tensor
-    (`trim="tensor"`, the default here: the result of a tensor does not depend on others, and the model is read once).
-
     Args:
         weights: one per expert, applied after trimming and before the vote; 1 unless given.
         density: fraction of the entries of largest magnitude to keep; one for all experts, or a list.
-        trim: rank the entries within each tensor, or over the whole model (as the original does, at the price of
-            two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
+        trim: "tensor" ranks the entries of each tensor, as most tools do; "global" those of the whole model, as the
+            original does: layers that moved little lose nearly everything, and all entries equal to a threshold stay.
+            It reads the inputs two or three times more.
         reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
         rescale: `l1` gives each trimmed delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
         variant: implementation whose counting rule and tie-breaks apply, see the table of variants.
@@ -90,29 +87,27 @@ def merge(
                 "no survey of the model. Merge checkpoints, or use trim='tensor' for single tensors."
             )
         masks = [Trim.at(cut, shape_and_dtype(deltas)[1]) for cut in survey.cuts]
-        kept = sum(survey.kept) / len(deltas)
+        kept, majority = sum(survey.kept) / len(deltas), survey.majority
     else:
-        shape, _ = shape_and_dtype(deltas)
-        exact = variant != "original"
-        ranks = [kept_entries(d, math.prod(shape), variant=variant) for d in densities]
-        trims = [trim for (trim,) in top_trims_each(deltas, [[k] for k in ranks], exact=exact)]
-        masks = [mask for mask, _ in trims]
-        kept = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
-    share = [1.0] * len(deltas) if weights is None else list(weights)
-    scales = share
+        (masks, kept), majority = _trims_of_tensor(deltas, densities, variant), None
+    share = scales = [1.0] * len(deltas) if weights is None else list(weights)
     if rescale == "l1":
         factors = l1_factors([delta.reshape(-1) for delta in deltas], masks)
         scales = [w * f for w, f in zip(share, factors, strict=True)]
-    value = elect(
-        deltas,
-        masks,
-        scales=scales,
-        counts=share,
-        reduce=reduce,
-        zero_sign=ZERO_SIGN[variant],
-        majority=survey.majority if survey is not None and trim == "global" else None,
-    )
+    zero_sign = ZERO_SIGN[variant]
+    value = elect(deltas, masks, scales=scales, counts=share, reduce=reduce, zero_sign=zero_sign, majority=majority)
     return Merged(value, {"kept_fraction": kept})
+
+
+def _trims_of_tensor(
+    deltas: Sequence[Tensor], densities: Sequence[float], variant: Variant
+) -> tuple[list[Trim], float]:
+    """The entries of one tensor that each expert keeps, and their mean fraction."""
+    total, exact = math.prod(shape_and_dtype(deltas)[0]), variant != "original"
+    ranks = [[kept_entries(d, total, variant=variant)] for d in densities]
+    trims = [trim for (trim,) in top_trims_each(deltas, ranks, exact=exact)]
+    kept = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
+    return [mask for mask, _ in trims], kept
 
 
 def kept_entries(density: float, total: int, *, variant: Variant) -> int:
