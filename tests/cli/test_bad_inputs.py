@@ -177,7 +177,7 @@ def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Famil
         (("--method", "actmatt"), ("There is no method 'actmatt'", "Did you mean 'actmat'?")),
         (("--method", "ties", "--option", "densty=0.3"), ("no option 'densty'", "Did you mean 'density'?")),
         (("--method", "actmat", "--option", "rtol=-1"), ("'rtol' must lie in",)),
-        (("--option", "density=0.3"), ("none is named", "options: density")),
+        (("--option", "density=0.3"), ("none is named", "found density")),
         (("--option", "rtol"), ("name=value",)),
         (("--option", "rtol={"), ("cannot be read",)),
         (("--option", "rtol=1e-6", "--option", "rtol=1e-5"), ("given twice",)),

@@ -12,7 +12,9 @@ from tests.helpers.merging import actmat as run
 import actmat
 from actmat.errors import MergeError, by_cause
 from actmat.extras.mergekit import convert
+from actmat.methods import get_method
 from actmat.recipe import make_recipe
+from actmat.run.automatic import check_options
 
 FLAGS = [
     (["--to", "modl"], "found 'modl', expected model, adapter, extracted, peft, kohya"),
@@ -52,6 +54,36 @@ def test_an_unknown_method_of_mergekit_hides_no_other_problem() -> None:
     with pytest.raises(MergeError) as error:
         convert({"merge_method": "florble", "base_model": "a", "models": models})
     assert len(error.value.problems) == 2
+
+
+@pytest.mark.parametrize("name", ["weight sum", "add_difference", "trainDifference", "cosineA", "smooth add"])
+def test_merges_of_image_tools_are_pointed_at(name: str) -> None:
+    with pytest.raises(MergeError, match="weight sum is linear with -w, add difference task_arithmetic"):
+        get_method(name)
+
+
+def test_options_of_another_method_are_one_problem() -> None:
+    with pytest.raises(MergeError) as error:
+        check_options(
+            make_recipe(
+                {
+                    "base": "b",
+                    "experts": [{"path": "e", "options": {"density": 0.5}}],
+                    "options": {"reduce": "sum"},
+                    "rules": [{"match": ["*"], "options": {"k": 1}}],
+                }
+            )
+        )
+    assert len(error.value.problems) == 1
+    assert "found reduce; density of expert 'e'; k of rules.0. Fix: name the method" in str(error.value)
+
+
+def test_old_models_of_sentence_transformers_are_explained(tmp_path: Path) -> None:
+    """Their encoder was in a folder of its own, which holds the weights."""
+    (tmp_path / "0_Transformer").mkdir()
+    (tmp_path / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
+    said = " ".join(run(["merge", "-b", str(tmp_path), "-e", str(tmp_path), "--out", str(tmp_path / "o")]).err.split())
+    assert f"with its encoder in '0_Transformer'. Fix: merge these folders ({tmp_path}/0_Transformer)" in said
 
 
 def test_one_cause_is_one_line() -> None:

@@ -112,7 +112,7 @@ def test_weights_of_adapters_are_obeyed(models: Path) -> None:
 def test_options_want_a_method(models: Path) -> None:
     with pytest.raises(RecipeError, match="none is named") as error:
         actmat.plan(models / "base", pair(models, "experts"), options={"density": 0.3})
-    assert "options: density" in error.value.problems
+    assert "found density. Fix" in str(error.value)
 
 
 def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path) -> None:

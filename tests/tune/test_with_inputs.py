@@ -245,7 +245,10 @@ def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters:
 
 def test_prompts_and_places() -> None:
     assert is_prompt("Question: a / b?\nAnswer:")
-    assert not any(map(is_prompt, ["org/name", "my data.jsonl", "./a b", "word"]))
+    assert is_prompt("word")
+    assert not any(map(is_prompt, ["org/name", "org/name@main", "my data.jsonl", "./a b", "data.npz", " "]))
+    said = InputSettings().source("hello", measured=True)
+    assert (said.location, said.texts) == ("the prompt given", ("hello",))
 
 
 def test_an_unknown_expert_is_an_error_in_python(family: Path, tmp_path: Path) -> None:

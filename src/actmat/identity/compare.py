@@ -93,7 +93,11 @@ def agree(
     owner = f"as in {words_of(take or 'base')}"
     if decided := [d for d in differences if d.kind == "function"]:
         if take is None:
-            problems.append(_problem(decided))
+            problems.append(
+                f"config.json: entries that change what the model computes differ: {_listed(decided)}. The output has "
+                "one config for all weights. Likely cause: training changed the config, or this is not the expert's "
+                f"base. Fix: give the right base, or say whose entries to write: {FIX}"
+            )
         else:
             notes.append(f"config.json: {_listed(decided)}; written {owner} (config_from)")
     for kind, reason in KINDS.items():
@@ -157,14 +161,6 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
                 yield _Difference(key, label, a, b)
         elif not same(a.value, b.value):
             yield _Difference(key, label, a, b)
-
-
-def _problem(found: Sequence[_Difference]) -> str:
-    return (
-        f"config.json: entries that change what the model computes differ: {_listed(found)}. The output has one config "
-        "for all weights. Likely cause: training changed the config, or this is not the expert's base. Fix: give the "
-        f"right base, or say whose entries to write: {FIX}"
-    )
 
 
 def _listed(found: Sequence[_Difference]) -> str:

@@ -124,10 +124,8 @@ def _told(recipe: Recipe, given: Given) -> Recipe:
     """The recipe of `actmat` on adapters, with its measurements among the notes."""
     form, size = _by_size(given)
     found, better = ON_ADAPTERS[form], TABLE[form, "any"]
-    note = (
-        f"actmat on adapters{size}: {found}; auto would choose {better.name}: {better.gain:+.1f}"
-        f"{_beyond(given, _kind(given.config))}"
-    )
+    beyond = _beyond(given, _kind(given.config))
+    note = f"actmat on adapters{size}: {found}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
@@ -208,16 +206,13 @@ def check_options(recipe: Recipe) -> None:
     Raises:
         RecipeError: there are options; lists them.
     """
-    if recipe.method == AUTO and (problems := _options_without_method(recipe)):
-        raise RecipeError(
-            "Options belong to a method, but none is named: name the one that they are meant for (--method NAME, or "
-            "'method' in the recipe).",
-            problems,
-        )
-
-
-def _options_without_method(recipe: Recipe) -> list[str]:
-    found = [f"options: {', '.join(recipe.options)}"] if recipe.options else []
-    found += [f"options of expert '{e.label}': {', '.join(e.options)}" for e in recipe.experts if e.options]
+    if recipe.method != AUTO:
+        return
+    found = [", ".join(recipe.options)] if recipe.options else []
+    found += [f"{', '.join(e.options)} of expert '{e.label}'" for e in recipe.experts if e.options]
     rules = [(i, r) for i, r in enumerate(recipe.rules) if r.options and r.method is None]
-    return found + [f"rules.{i}: {', '.join(r.options)}" for i, r in rules]
+    if found := found + [f"{', '.join(r.options)} of rules.{i}" for i, r in rules]:
+        raise RecipeError(
+            f"Options belong to a method, but none is named (auto): found {'; '.join(found)}. Fix: name the method that "
+            "they are meant for (--method NAME, 'method' in a recipe; leave -m out for mergekit's), or drop them"
+        )

@@ -16,6 +16,7 @@ from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Format, Source
 from actmat.errors import CheckpointError, first_of
 
@@ -129,7 +130,11 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
             f"of them, or average them (actmat merge --average {location.rstrip('/')}/{steps[-1]} ...)."
         )
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
-    return CheckpointError(
-        f"{location}: expected weights ({patterns}), found {first_of(names, 6) or 'an empty folder'}. Likely cause: "
-        "the wrong folder, or a download of the config alone. Fix: give the folder that holds the weights."
-    )
+    likely = "the wrong folder, or a download of the config alone. Fix: give the folder that holds the weights."
+    if MODULES in names and (inner := next((n for n in names if n.startswith("0_")), "")):
+        likely = (
+            f"a sentence-transformers model with its encoder in '{inner}'. Fix: merge these folders ({location}"
+            f"/{inner}), and put the result there in a copy of the base, whose other modules (pooling, dense) stay."
+        )
+    found = first_of(names, 6) or "an empty folder"
+    return CheckpointError(f"{location}: expected weights ({patterns}), found {found}. Likely cause: {likely}")

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,13 +87,14 @@ class InputSettings:
 
 
 def is_prompt(text: str) -> bool:
-    """True for a text itself, False for the place of a data set.
+    """True for a text itself, False for the place of a data set: a path, the name of a file, or `org/name`.
 
-    >>> is_prompt("Question: What is 2 + 2?"), is_prompt("math.jsonl"), is_prompt("my data/math.jsonl")
-    (True, False, False)
+    >>> is_prompt("What is 2 + 2?"), is_prompt("hello"), is_prompt("math.jsonl"), is_prompt("my data/math.jsonl")
+    (True, True, False, False)
     """
     is_file = Path(text).suffix in (*READERS, ".npz") or text.startswith(("/", "./", "../", "~"))
-    return any(c.isspace() for c in text) and not is_file and not os.path.exists(text)
+    is_place = is_file or os.path.exists(text) or re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) is not None
+    return bool(text.strip()) and not is_place
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,8 @@ class InputMeasuring:
             self.measured.append(few)
         asked = source.part(held=True) if holds else source
         what = "of --check" if check is not None else "held back" if holds else "the same" if measures else "given"
-        asking.notes.append(f"inputs of '{label}': {few} measured; answers compared on {len(asked.rows)} ({what})")
+        kind = "prompt" if source.options.texts else "inputs"
+        asking.notes.append(f"{kind} of '{label}': {few} measured; answers compared on {len(asked.rows)} ({what})")
         try:
             asking.ask(label, loaded, asked, measured=measures and not holds and check is None)
         except StatisticsError as error:

@@ -24,10 +24,8 @@ from actmat.recipe import Recipe
 def _tensor_name(name: str, found: Sequence[AdapterModule | None]) -> str:
     """Name of the tensor that a module's delta belongs to, as the model has it."""
     plain = name.replace(".base_layer", "")
-    for module in found:
-        if module is not None and module.kind == "parameter":
-            return f"{plain}.{_parameter_name(module)}"
-    return f"{plain}.weight"
+    module = next((m for m in found if m is not None and m.kind == "parameter"), None)
+    return f"{plain}.weight" if module is None else f"{plain}.{_parameter_name(module)}"
 
 
 def _parameter_name(module: AdapterModule) -> str:
@@ -109,11 +107,10 @@ def module_outputs(
 def _factor_names(name: str, module: AdapterModule, layout: AdapterLayout) -> tuple[str, str]:
     if layout in ("kohya", "comfy"):
         return f"{name}.lora_down.weight", f"{name}.lora_up.weight"
-    if layout == "diffusers":
-        return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-    if module.kind == "embedding":
-        return f"{PREFIX}{name}.lora_embedding_A", f"{PREFIX}{name}.lora_embedding_B"
-    return f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight"
+    start, end = f"{PREFIX if layout == 'peft' else ''}{name}.lora_", ".weight"
+    if module.kind == "embedding" and layout == "peft":
+        start, end = f"{start}embedding_", ""
+    return f"{start}A{end}", f"{start}B{end}"
 
 
 def output_config(
