@@ -213,6 +213,6 @@ def check_options(recipe: Recipe) -> None:
     rules = [(i, r) for i, r in enumerate(recipe.rules) if r.options and r.method is None]
     if found := found + [f"{', '.join(r.options)} of rules.{i}" for i, r in rules]:
         raise RecipeError(
-            f"Options belong to a method, but none is named (auto): found {'; '.join(found)}. Fix: name the method that "
-            "they are meant for (--method NAME, 'method' in a recipe; leave -m out for mergekit's), or drop them"
+            f"Options belong to a method, but none is named (auto): found {'; '.join(found)}. Fix: name the method "
+            "that they are meant for (--method NAME, 'method' in a recipe; leave -m out for mergekit's), or drop them"
         )
