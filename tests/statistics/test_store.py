@@ -165,8 +165,13 @@ def test_a_place_in_use_is_left_alone(tmp_path: Path) -> None:
 
 def test_nothing_is_left_when_writing_fails(tmp_path: Path) -> None:
     result = collect(model(), [data(1)])
-    broken = type(result)(result.header, {}, result.specs)
-    with pytest.raises(KeyError):
+
+    class Failing(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            raise RuntimeError(name)
+
+    broken = type(result)(result.header, Failing(result.tensors))
+    with pytest.raises(RuntimeError):
         broken.save(tmp_path / "s")
     assert list(tmp_path.iterdir()) == []
 

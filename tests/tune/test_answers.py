@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers
-from actmat.extras.tune.inputs import InputBatch
+from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, own_right
+from actmat.extras.tune.inputs import InputBatch, labeled_by_answers
 
 
 class Table(nn.Module):
@@ -113,3 +113,24 @@ def test_a_label_that_a_model_has_no_class_for_is_never_right() -> None:
     assert found.right[0] == int(log_q[0].argmax() == 4)
     assert found.surprise[0] == pytest.approx(1e4 - float(log_q[0, 4]))
     assert found.surprise[1] == pytest.approx(-float(log_q[3, 1]))
+
+
+def test_right_answers_that_an_own_answer_begins_with_need_no_pass_of_their_own() -> None:
+    """Right: begun with, begun with but longer, another, one without tokens; the answers of both parts agree."""
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    none = -100
+    own = InputBatch(
+        {"ids": ids}, torch.tensor([[False, True, True, False]] * 4), torch.tensor([[none, 3, 4, none]] * 4)
+    )
+    known = torch.tensor(
+        [[none, 3, none, none, none], [none, 3, 4, 1, none], [none, 2, none, none, none], [none] * 5],
+    )
+    right = InputBatch({"ids": torch.nn.functional.pad(ids, (0, 1))}, known != none, known)
+    labeled, others = labeled_by_answers(own, right)
+    assert labeled.labels is not None and others.labels is not None
+    assert labeled.labels.tolist() == [[none, 3, none, none], *[[none] * 4] * 3]
+    assert torch.equal(others.labels, known[1:3])
+    table = Table(torch.nn.functional.one_hot(torch.tensor([0, 2, 3, 4, 1]), 5).float())
+    parts = [labeled, others]
+    assert own_right(parts, [keep_answers(table, [b])[0] for b in parts]) == pytest.approx(2 / 3)
+    assert own_right([replace(own, labels=None)], keep_answers(table, [own])) is None

@@ -29,11 +29,11 @@ class Collected:
 
     header: StatisticsHeader
     tensors: Mapping[str, Tensor]  # sums and counts by name
-    specs: list[TensorSpec]  # of the tensors
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
         """Write the folder `out`; it appears whole or not at all."""
-        write_statistics(Path(out), self.header, self.specs, self.tensors.__getitem__, overwrite=overwrite)
+        specs = [TensorSpec(n, t.shape, str(t.dtype).removeprefix("torch."), "") for n, t in self.tensors.items()]
+        write_statistics(Path(out), self.header, specs, self.tensors.__getitem__, overwrite=overwrite)
         return Path(out)
 
 
@@ -181,7 +181,7 @@ def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
         tokens=seen.tokens,
         details={**(run.settings.details or {}), **({"inputs": "images"} if seen.of_images else {})},
     )
-    out = StoredTensors(run.settings.dtype)
+    out = StoredTensors()
     fields = {name: value for measure in measures for name, value in measure.store(out).items()}
     header = StatisticsHeader(
         model=run.binding.info,
@@ -194,4 +194,4 @@ def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     )
     if not header.kinds:
         raise StatisticsError("Nothing was measured: no layer of the model read an input.", header.absent.values())
-    return Collected(header, out.values, out.specs)
+    return Collected(header, out)

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch, call_model, named_tensors
 from actmat.extras.collect.binding import Binding
@@ -79,20 +78,13 @@ class Run:
     settings: Settings
 
 
-class StoredTensors:
-    """Tensors to store, and their specs; floating-point ones in `dtype`."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.specs: list[TensorSpec] = []
-        self.values: dict[str, Tensor] = {}
+class StoredTensors(dict[str, Tensor]):
+    """Tensors to store by name."""
 
     def add(self, name: str, value: Tensor) -> str:
         """Add a tensor; return the hash of its bytes."""
-        value = value.to(FLOATS[self.dtype] if value.is_floating_point() else torch.int64).contiguous()
-        self.specs.append(TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."), ""))
-        self.values[name] = value
-        return content_hash(value)
+        self[name] = value.contiguous()
+        return content_hash(self[name])
 
 
 class GramMeasure:
@@ -104,6 +96,7 @@ class GramMeasure:
     def __init__(self, run: Run) -> None:
         settings = run.settings
         self._model, self._binding, self._mask = run.model, run.binding, settings.mask
+        self._dtype = FLOATS[settings.dtype]
         weights = {n: w for n, w in run.binding.weights().items() if settings.only is None or n in settings.only}
         own = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
         device = torch.device(settings.sums_on) if settings.sums_on else own
@@ -150,7 +143,7 @@ class GramMeasure:
                 bad.append(f"the inputs of '{first.parameter}' hold NaN or Inf")
                 continue
             key = _key_of(first, its_readers, grams)
-            digest = out.add(f"gram.{key}", total.stored(FLOATS[out.dtype]))
+            digest = out.add(f"gram.{key}", total.stored(self._dtype))
             total.clear()  # the sums are twice as large as what is stored
             stack = first.parameter if first.parameter in stacks else None
             size = {"width": total.width, "groups": total.groups, "rows": total.rows}
@@ -247,7 +240,7 @@ class FisherMeasure:
         """Store the sums by stored tensor; return their fields of the header."""
         sums = [stored for name, total in self._sums.items() for stored in self._run.binding.stored(name, total)]
         return {
-            "fisher": {n: out.add(f"fisher.{n}", v) for n, v in sums},
+            "fisher": {n: out.add(f"fisher.{n}", v.to(FLOATS[self._run.settings.dtype])) for n, v in sums},
             "fisher_samples": self._samples,
             "fisher_labels": self._run.settings.fisher_labels,
         }

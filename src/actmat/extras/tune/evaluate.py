@@ -90,7 +90,9 @@ def default_predict(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return found
 
 
-def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predict, top: int = TOP) -> list[Answers]:
+def keep_answers(
+    model: nn.Module, batches: Sequence[InputBatch], predict: Predict = default_predict, top: int = TOP
+) -> list[Answers]:
     """Predictions of an expert for its own inputs.
 
     Raises:
@@ -103,19 +105,17 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
             log_p_PC = logits_PC.float().log_softmax(-1)
             if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
                 raise StatisticsError("A prediction of the expert is NaN: check its weights, or use another --dtype.")
-            classes = None
-            rest = torch.full_like(log_p_PC[:, 0], -torch.inf)
+            classes: Tensor | None = None
+            some_PK, rest = log_p_PC, torch.full_like(log_p_PC[:, 0], -torch.inf)
             if log_p_PC.shape[-1] > 2 * top:
                 some_PK, classes = log_p_PC.topk(top, dim=-1)
                 rest = _log_rest(some_PK)
-            else:
-                some_PK = log_p_PC
             kept.append(Answers(some_PK.clone(), classes, rest, log_p_PC.argmax(-1)))
     return kept
 
 
 def compare_answers(
-    model: nn.Module, batches: Sequence[InputBatch], answers: Sequence[Answers], predict: Predict
+    model: nn.Module, batches: Sequence[InputBatch], answers: Sequence[Answers], predict: Predict = default_predict
 ) -> AnswerComparison:
     """Compare a candidate with an expert, on the expert's inputs.
 
@@ -138,6 +138,18 @@ def compare_answers(
     whole = ("differing", "right", "labeled", "predictions")
     values: dict[str, Any] = {k: tuple(map(int, v) if k in whole else v) for k, v in rows.items()}
     return AnswerComparison(**values)
+
+
+def own_right(batches: Sequence[InputBatch], answers: Sequence[Answers]) -> float | None:
+    """Share of the samples with labels of which all labeled predictions are right; None without labels."""
+    found: list[bool] = []
+    for batch, own in zip(batches, answers, strict=True):
+        if batch.labels is not None:
+            counted = torch.ones_like(batch.labels, dtype=torch.bool) if batch.counted is None else batch.counted
+            has = (counted & (batch.labels != -100)).view(batch.samples, -1)
+            right = batch.labels == batch.labels.masked_scatter(counted, own.best_P)
+            found += (right.view(batch.samples, -1) | ~has).all(1)[has.any(1)].tolist()
+    return sum(found) / len(found) if found else None
 
 
 def _values(log_q_PC: Tensor, expert: Answers, batch: InputBatch) -> dict[str, Tensor]:

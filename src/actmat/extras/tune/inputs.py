@@ -158,8 +158,8 @@ def check_enough(label: str, samples: int, where: str) -> None:
         )
 
 
-def of_similar_lengths(batches: Sequence[InputBatch]) -> list[InputBatch]:
-    """The same samples in batches of similar lengths, with less padding."""
+def of_similar_lengths(batches: Sequence[InputBatch], model: Any) -> list[InputBatch]:
+    """The same samples in batches of similar lengths, with less padding, and few logits if the model allows it."""
     out = []
     for batch in batches:
         groups: list[list[int]] = []
@@ -169,7 +169,23 @@ def of_similar_lengths(batches: Sequence[InputBatch]) -> list[InputBatch]:
             else:
                 groups.append([n])
         out += [batch.rows(group).without_padding() for group in groups]
-    return out
+    return [b.with_few_logits() for b in out] if takes_columns(model) else out
+
+
+def labeled_by_answers(own: InputBatch, right: InputBatch) -> tuple[InputBatch, InputBatch]:
+    """Own answers to texts, whose labels are the right ones where they begin with them; and the other right answers.
+
+    A model that is led through an own answer is led through the right one that it begins with.
+    """
+    assert own.labels is not None, "the tokens of its answer"
+    labels, others = torch.full_like(own.labels, -100), []
+    for n, known in enumerate(() if right.labels is None else right.labels):
+        there = (known != -100).nonzero()[:, 0]
+        if torch.equal(own.labels[n, there[there < own.labels.shape[1]]], known[there]):
+            labels[n, there] = known[there]
+        else:
+            others.append(n)
+    return replace(own, labels=labels), right.rows(others)
 
 
 def takes_columns(model: Any) -> bool:

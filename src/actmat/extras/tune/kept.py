@@ -36,8 +36,8 @@ from actmat.extras.collect.data import (
 )
 from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.models.loading import Loaded
-from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, default_predict, keep_answers
-from actmat.extras.tune.inputs import InputBatch, completed, is_causal, of_similar_lengths, takes_columns
+from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
+from actmat.extras.tune.inputs import InputBatch, completed, is_causal, labeled_by_answers, of_similar_lengths
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress, usual_tune_progress
 from actmat.recipe import ExpertRef, Recipe
@@ -160,8 +160,9 @@ class Question:
         source: location of the data set.
         inputs: number of samples.
         measured: statistics were measured on them as well.
-        batches, answers: texts are followed by the expert's own answers.
-        graded, graded_answers, right: batches with right answers where these are known, and the expert's accuracy.
+        batches, answers: texts are followed by the expert's own answers; right ones that these begin with are labels.
+        graded, graded_answers: other right answers where these are known.
+        right: the expert's accuracy.
     """
 
     source: str
@@ -175,17 +176,10 @@ class Question:
 
     def compare(self, model: nn.Module) -> tuple[AnswerComparison, float | None]:
         """Comparison of a model's answers with the expert's, and its accuracy where labels are known."""
-        found = compare_answers(model, self.batches, self.answers, default_predict)
-        return found, found_right(found if self.graded is self.batches else self._graded(model))
-
-    def _graded(self, model: nn.Module) -> AnswerComparison:
-        return compare_answers(model, self.graded, self.graded_answers, default_predict)
-
-
-def found_right(found: AnswerComparison) -> float | None:
-    """Share of samples of which every labeled prediction is right; None without labels."""
-    labeled = [right == n for right, n in zip(found.right, found.labeled, strict=True) if n]
-    return sum(labeled) / len(labeled) if labeled else None
+        found = compare_answers(model, self.batches, self.answers)
+        both = found + compare_answers(model, self.graded, self.graded_answers)
+        labeled = [right == n for right, n in zip(both.right, both.labeled, strict=True) if n]
+        return found, sum(labeled) / len(labeled) if labeled else None
 
 
 class Asking:
@@ -225,21 +219,18 @@ class Asking:
 
     def ask(self, label: str, loaded: Loaded, data: DataRows, *, measured: bool = False) -> None:
         """Keep an expert's answers to inputs, and to those with right answers."""
-        given = self.batches(loaded, data)
+        given, graded = self.batches(loaded, data), list[InputBatch]()
         batches = self.completed(loaded, given, label)
-        answers = keep_answers(loaded.model, batches, default_predict)
-        graded: Sequence[InputBatch] = ()
-        kept: Sequence[Answers] = ()
         if (column := self._answer_column(loaded, data)) is not None:
-            graded = self.completed(loaded, self.batches(loaded, data, column))
-            kept = keep_answers(loaded.model, graded, default_predict)
-        elif not is_causal(loaded.model) and all(b.labels is not None for b in given):
-            graded, kept = batches, answers  # class labels, or targets
-        own = compare_answers(loaded.model, graded, kept, default_predict) if graded else AnswerComparison()
-        where = data.options.location
-        self.questions[label] = Question(
-            where, len(data.rows), measured, batches, answers, graded, kept, found_right(own)
-        )
+            known = self.completed(loaded, self.batches(loaded, data, column), label)
+            pairs = [labeled_by_answers(own, right) for own, right in zip(batches, known, strict=True)]
+            batches, graded = [own for own, _ in pairs], [other for _, other in pairs]
+        elif is_causal(loaded.model) or any(b.labels is None for b in given):  # no class labels, or targets
+            batches = [dataclasses.replace(b, labels=None) for b in batches]
+        parts = [of_similar_lengths(b, loaded.model) for b in (batches, graded)]
+        own, others = ((b, keep_answers(loaded.model, b)) for b in parts)
+        right = own_right([*own[0], *others[0]], [*own[1], *others[1]])
+        self.questions[label] = Question(data.options.location, len(data.rows), measured, *own, *others, right)
 
     def _answer_column(self, loaded: Loaded, data: DataRows) -> str | None:
         """Column of right continuations, for a causal model whose data has them."""
@@ -248,19 +239,16 @@ class Asking:
         row = data.rows[0]
         return data.options.target_column or next((c for c in ANSWERS if isinstance(row.get(c), str)), None)
 
-    def completed(self, loaded: Loaded, batches: Sequence[InputBatch], label: str = "") -> list[InputBatch]:
-        """Batches with the expert's own answers, or the given ones, of similar lengths."""
+    def completed(self, loaded: Loaded, batches: Sequence[InputBatch], label: str) -> list[InputBatch]:
+        """Batches with the expert's own answers, or the given ones."""
         whole = []
-        if label:
-            self.progress.doing(f"asking {label}", sum(b.samples for b in batches))
+        self.progress.doing(f"asking {label}", sum(b.samples for b in batches))
         for batch in batches:
             labels = {} if batch.labels is None else {"labels": batch.labels}
             done = completed(loaded, {**batch.arguments, **labels}, self.settings.new_tokens)
             whole.append(dataclasses.replace(done, shared=batch.shared))
-            if label:
-                self.progress.done(sum(b.samples for b in whole))
-        ready = of_similar_lengths(whole)
-        return [b.with_few_logits() for b in ready] if takes_columns(loaded.model) else ready
+            self.progress.done(sum(b.samples for b in whole))
+        return whole
 
     def compare(self, place: str | Path, name: str) -> dict[str, tuple[AnswerComparison, float | None]]:
         """Comparison of the model at a place with every expert that was asked."""
