@@ -127,7 +127,8 @@ def test_right_answers_that_an_own_answer_begins_with_need_no_pass_of_their_own(
     )
     right = InputBatch({"ids": torch.nn.functional.pad(ids, (0, 1))}, known != none, known)
     labeled, others = labeled_by_answers(own, right)
-    assert labeled.labels is not None and others.labels is not None
+    assert labeled.labels is not None
+    assert others.labels is not None
     assert labeled.labels.tolist() == [[none, 3, none, none], *[[none] * 4] * 3]
     assert torch.equal(others.labels, known[1:3])
     table = Table(torch.nn.functional.one_hot(torch.tensor([0, 2, 3, 4, 1]), 5).float())

@@ -79,7 +79,7 @@ def ask_experts(
             del loaded  # before the next one is loaded
         given = expert.model_dump() | ({"statistics": str(statistics)} if measuring else {})
         experts.append(ExpertRef.model_validate(given))
-    for note in asking.notes:
+    for note in dict.fromkeys(asking.notes):
         asking.progress.note(note)
     return AskedExperts(recipe.model_copy(update={"experts": tuple(experts)}), asked, mark_of(*marks))
 

@@ -193,7 +193,7 @@ class Asking:
 
     def __init__(self, loader: Loader, settings: InputSettings, progress: TuneProgress) -> None:
         self.loader, self.settings, self.progress = loader, settings, progress
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}
 
     def batches(
@@ -209,13 +209,14 @@ class Asking:
         rows = sorted(data.rows, key=lambda row: sum(len(str(v)) for v in row.values() if isinstance(v, str | list)))
         shared = class_prompts(loaded, options) if options.classes else {}
         given = make_batches(
-            loaded, options, rows=rows, labels=labels and options.label_column is not None, apart=True, note=self._note
+            loaded,
+            options,
+            rows=rows,
+            labels=labels and options.label_column is not None,
+            apart=True,
+            note=self.notes.append,
         )
         return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
     def ask(self, label: str, loaded: Loaded, data: DataRows, *, measured: bool = False) -> None:
         """Keep an expert's answers to inputs, and to those with right answers."""

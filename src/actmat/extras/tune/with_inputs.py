@@ -77,7 +77,7 @@ def merge_with_inputs(
     removed = not (settings.keep_statistics or folder.exists())
     try:
         experts = [measuring.expert(e, given_data.get(e.label), checked.get(e.label)) for e in recipes[0].experts]
-        notes = tuple(asking.notes)
+        notes = tuple(dict.fromkeys(asking.notes))
         if kinds and removed:
             notes += (
                 "statistics of these inputs are removed after the merge; --set keep_statistics=true keeps them, to "
