@@ -14,6 +14,7 @@ writes the outputs anew.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -32,6 +33,11 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
 WIDTH = 80
+PRELOADED = (
+    "transformers.models.llama.modeling_llama", "actmat.api.merging", "actmat.cli.main", "actmat.run.recipes",
+    "actmat.extras.pages.html", "rich.progress",
+)  # fmt: skip
+"""Modules that many pages need, imported once before the forks."""
 VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
 
@@ -163,6 +169,8 @@ def run_page(name: str, page: str, directory: Path) -> Run:
         "COLUMNS": str(WIDTH),
         "OMP_NUM_THREADS": "1",
     }
+    for module in PRELOADED:
+        importlib.import_module(module)
     outputs = tools / "outputs.json"
     done = in_fork(lambda: _child(name, steps(page), directory, environment, outputs))
     found = json.loads(outputs.read_text()) if outputs.exists() else {}

@@ -21,7 +21,7 @@ from actmat.checkpoints.writing.staging import JOURNAL_NAME
 KILLS = 20
 EVERY_TIME = 3
 """Kills of every test run; the others are slow ones."""
-LAYERS = 40
+LAYERS = 28
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_kills_in_a_row_make_progress(server: Server, family: Family, reference:
     out, tensors = place / "out", 0
     for _ in range(3):
         run = server.start(command(family, out))
-        tensors = wait_for_tensors(run, place, tensors + 20)
+        tensors = wait_for_tensors(run, place, tensors + 10)
         run.signal(signal.SIGKILL)
         assert run.wait()[0] == -signal.SIGKILL
     status, errors = server.start(loud(command(family, out))).wait()
