@@ -13,14 +13,18 @@ from tests.helpers.hub import HubStandIn, hub_stand_in
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine stalls at times
 settings.load_profile("no deadline")
-gc.disable()  # until all tests are collected
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Keep libraries and tests, millions of objects that stay, out of garbage collections, and have few of these."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # both save 12 % of the processor time of merges, 2026-11-27
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # both save 12 % of the processor time of merges, 2026-11-27
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -16,6 +17,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from actmat.cli import listing
 
 WIDTH, INNER, VOCAB = 8, 12, 20
 CONFIG = {
@@ -114,12 +117,18 @@ class Outcome:
     err: str
 
 
+_kept_command = functools.cache(listing._typer_command)
+"""Commands with their flags, built once per process: of a small merge, building them takes most of the time."""
+
+
 def actmat(argv: Sequence[str]) -> Outcome:
     """The command line through its entry point, in this process."""
     from actmat.cli.main import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
+    made = listing._typer_command if {"-h", "--help"} & {*argv} else _kept_command  # help shortens its command
     with (
+        mock.patch.object(listing, "_typer_command", made),
         mock.patch.object(sys, "argv", ["actmat", *argv]),
         mock.patch.dict("os.environ", {"COLUMNS": "80", "TERM": "dumb"}),
         contextlib.redirect_stdout(out),
