@@ -208,14 +208,8 @@ class Asking:
             options = dataclasses.replace(options, label_column=column)
         rows = sorted(data.rows, key=lambda row: sum(len(str(v)) for v in row.values() if isinstance(v, str | list)))
         shared = class_prompts(loaded, options) if options.classes else {}
-        given = make_batches(
-            loaded,
-            options,
-            rows=rows,
-            labels=labels and options.label_column is not None,
-            apart=True,
-            note=self.notes.append,
-        )
+        known = labels and options.label_column is not None
+        given = make_batches(loaded, options, rows=rows, labels=known, apart=True, note=self.notes.append)
         return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
 
     def ask(self, label: str, loaded: Loaded, data: DataRows, *, measured: bool = False) -> None:
