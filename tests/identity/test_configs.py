@@ -289,6 +289,24 @@ def test_the_recipe_says_whose_entries_are_written(take: str) -> None:
     assert found.configs == ({} if take == "base" else {"config.json": one | {"tie_word_embeddings": True}})
 
 
+@pytest.mark.parametrize(
+    ("base", "one", "words"),
+    [
+        ("base", "one", ""),
+        ("base", "one/model.safetensors", "no config.json of 'one/model.safetensors' is there to be compared"),
+        ("base/model.safetensors", "one", "no config.json of the base is there to be compared"),
+        ("base/model.safetensors", "one/model.safetensors", ""),
+    ],
+)
+def test_a_config_that_is_not_given_is_not_compared(base: str, one: str, words: str, tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "one")):
+        save_checkpoint(tmp_path / name, llama_tensors(seed=seed), CONFIG)
+    found = actmat(["plan", "-b", f"{tmp_path}/{base}", "-e", f"one={tmp_path}/{one}", "-m", "linear"])
+    assert found.code == 0, found
+    assert words.replace("one/model.safetensors", "one") in " ".join(found.out.split())
+    assert ("no config.json of" in found.out) == bool(words)
+
+
 def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
     """One expert at weight 1 is that expert again."""
     transformers = pytest.importorskip("transformers")

@@ -151,6 +151,8 @@ def test_chat_templates_that_differ_are_a_note(
          "tokenizer.json differs in normalizer ('one'): that of the base is written. Another one: --set files_from"),
         ("tokenizer.json", {"post_processor": {"type": "ByteLevel"}},
          {"post_processor": {"type": "Sequence"}, "truncation": {}}, [], "in post_processor ('one')"),
+        ("tokenizer.json", {"model": {"merges": ["a b"]}}, {"model": {"merges": [["a", "c"]]}}, [], "in merges"),
+        ("tokenizer.json", {"model": {"merges": ["a b"]}}, {"model": {"merges": [["a", "b"]]}}, [], ""),
         ("tokenizer.json", {"pre_tokenizer": None, "padding": None}, {"pre_tokenizer": None, "padding": {}}, [], ""),
         ("modules.json", [{"path": "", "type": "a.Transformer"}], [{"path": "", "type": "b.c.Transformer"}], [], ""),
         ("modules.json", [{"path": ""}], [{"path": ""}, {"path": "1_Normalize", "type": "models.Normalize"}], [],

@@ -13,7 +13,7 @@ Shapes: `E` experts, `O` out_features, `I` in_features.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
@@ -150,7 +150,8 @@ def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
     # one of the two stacks experts that the other stores one by one
     if _stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs):
         return _restacked(checkpoint, base)
-    if not _shares_names(base.specs, checkpoint.specs) and _is_diffusers(checkpoint) != _is_diffusers(base):
+    shares_names = 2 * sum(name in checkpoint.specs for name in base.specs) >= len(base.specs)
+    if not shares_names and _is_diffusers(checkpoint) != _is_diffusers(base):
         single = base if _is_diffusers(checkpoint) else checkpoint
         kind = single_file_of(single.specs)
         if kind is not None:
@@ -164,8 +165,3 @@ def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 
 def _is_diffusers(checkpoint: Checkpoint) -> bool:
     return checkpoint.config is not None and "_class_name" in checkpoint.config
-
-
-def _shares_names(names: Collection[str], others: Collection[str]) -> bool:
-    """True if at least half of the names are among the others: two checkpoints in one layout."""
-    return 2 * sum(name in others for name in names) >= len(names)

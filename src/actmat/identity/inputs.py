@@ -65,6 +65,10 @@ def compare_inputs(
     if not is_model:
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
     files = {label: of_one for label, one in every if (of_one := files_of(one)) is not None}
+    full = [(label, one) for label, one in experts if not one.needs_base and one.sources() and base.sources()]
+    if bare := [f"'{label}'" for label, one in full if (one.config is None) != (base.config is None)]:
+        which = "the base" if base.config is None else first_of(bare)
+        notes.append(f"no config.json of {which} is there to be compared. Fix: give the folder of the model")
     notes += _template_note(files, files_from, reader.config)
     notes += _setting_notes(files, files_from, config_from or "base", reader)
     return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs)

@@ -26,7 +26,7 @@ from actmat.identity.usable import TOKENIZERS
 
 TOKENIZER = "tokenizer.json"
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
-RULES = ("normalizer", "pre_tokenizer", "post_processor")
+RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
 """Entries of `tokenizer.json` by which a text becomes tokens."""
 MOST_ROWS = 2**31
 SHOWN = 4
@@ -71,6 +71,14 @@ def _vocabulary(listed: Any) -> dict[str, int]:
     return {}
 
 
+def _merges(data: Mapping[str, Any]) -> str:
+    """Hash of the merges of BPE, which are pairs or, in older files, two words."""
+    model = data.get("model")
+    listed = (model.get("merges") if isinstance(model, Mapping) else None) or ()
+    words = (" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in listed)
+    return hashlib.sha256("\n".join(words).encode("utf-8", "replace")).hexdigest()
+
+
 def tokenizer_file(files: ModelFiles) -> str | None:
     """The file with the tokens of a tokenizer: JSON, a list of words, or another form such as SentencePiece's."""
     patterns = [p for p in TOKENIZERS if not p.endswith(".json") and not p.startswith("vocab.")]
@@ -112,10 +120,11 @@ class TokenReader:
         decoder = config.get("added_tokens_decoder")
         seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
         if seen not in self._parsed:
-            data: Mapping[str, Any] = {}
+            data: dict[str, Any] = {}
             if first == TOKENIZER:
                 data = parse_object(text, str(path))
                 tokens = listed_tokens(data, path)[0]
+                data |= {"merges": _merges(data)}
             elif first.endswith(".txt"):
                 lines = text.decode("utf-8", "replace").split("\n")
                 tokens = {line.rstrip("\r"): i for i, line in enumerate(lines) if line}

@@ -124,7 +124,7 @@ def verify(
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(merged.stored, expected, "the output", progress)
         problems += _edits(manifest)
-        files = _recorded_files(manifest)
+        files = {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
         of_files = _file_problems(output, manifest, files)
         problems += of_files.values()
         versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})
@@ -194,11 +194,6 @@ def _read_from(manifest: Mapping[str, Any], t: int) -> list[tuple[str, str]]:
         return list(entry["hashes"].items())
     rows = (r for r in manifest["tensors"] if r.get("sources") is not None)
     return [(r["sources"][t], r["input_hashes"][entry["name"]]) for r in rows]
-
-
-def _recorded_files(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Size and hash of every recorded file of the output that holds no weights."""
-    return {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
 
 
 def _file_problems(

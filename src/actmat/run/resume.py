@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,8 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     made_on = str(manifest.get("device", plan.device))
     if made_on.partition(":")[0] != plan.device.partition(":")[0]:
         yield f"it was made on {made_on}"
-    if _placeless(manifest.get("statistics", [])) != _plain([dict(s) for s in plan.statistics]):
+    used = [{k: v for k, v in r.items() if k not in ("from_here", "removed")} for r in manifest.get("statistics", [])]
+    if used != _plain([dict(s) for s in plan.statistics]):
         yield "the statistics differ"
     found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
     if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
@@ -182,11 +183,6 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
         yield "it was made without --set sha256=true"
     if settings.diagnose and not (out / REPORT_NAME).is_file():
         yield "it was made without --diagnose"
-
-
-def _placeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a manifest without their place relative to the output, present or removed."""
-    return [{k: v for k, v in row.items() if k not in ("from_here", "removed")} for row in rows]
 
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:

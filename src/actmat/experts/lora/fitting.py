@@ -224,12 +224,11 @@ class _Fitting:
         self._add(module, name, transposed=transposed)
         if bias is None:
             return
-        located = self.found.get(bias)
-        if located is None:
+        if (located := self.found.get(bias)) is None:
             self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
-        for part in located.slices if located is not None else ():
-            piece = Piece(module, start=part.start, stop=part.stop, bias=True, rows=located.rows if located else ())
-            self._put(part.name, piece)
+            return
+        for part in located.slices:
+            self._put(part.name, Piece(module, start=part.start, stop=part.stop, bias=True, rows=located.rows))
 
     def _judge(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> Fits:
         """Judge whether a tensor of the base has the shape of the module, or of the tensor trained in full."""
