@@ -40,16 +40,17 @@ LONE: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 """Family, the adapter `one` that trains the tensor, the adapter `two` that does not, and the tensor."""
 
 
-@pytest.fixture(params=LONE)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, str]:
+@pytest.fixture(scope="module", params=LONE)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """Folder with `base`, `one`, `two` and `full` (`two` folded into the base), the family and the tensor."""
     family, one, two, name = LONE[request.param]
-    save_base(tmp_path / "base", family)
-    save_adapter(tmp_path / "one", family, 1, **one)
-    trained = save_adapter(tmp_path / "two", family, 2, **two)
+    folder = tmp_path_factory.mktemp("lone")
+    save_base(folder / "base", family)
+    save_adapter(folder / "one", family, 1, **one)
+    trained = save_adapter(folder / "two", family, 2, **two)
     assert torch.equal(trained[name], tiny(family).state_dict()[name])
-    save_base(tmp_path / "full", family, trained)
-    return tmp_path, family, name
+    save_base(folder / "full", family, trained)
+    return folder, family, name
 
 
 def delta(folder: Path, family: str, name: str, to: str, experts: list[Any], **fields: Any) -> Tensor:
