@@ -22,6 +22,9 @@ NUMBERS = (1, 8, 64)
 COLUMNS = ("prompts", "wall_s", "cpu_s", "peak_gib", "load", "expert", "accuracy", "expert_accuracy",
            "average_accuracy", "kept", "low", "high", "average_kept", "questions")  # fmt: skip
 
+LIMIT_S = 900
+"""Limit of one `verify --check`, of 64 questions per expert: 2 minutes on two quiet cores, more on busy ones."""
+
 
 def rows_of(base: str, data: Path, prompts: int, out: Path) -> list[dict[str, Any]]:
     """A row for each expert; time and memory are of the whole merge."""
@@ -33,10 +36,11 @@ def rows_of(base: str, data: Path, prompts: int, out: Path) -> list[dict[str, An
     run = measure(command, OMP_NUM_THREADS="2", **SOURCE)
     asked = [*actmat_command(), "verify", str(out), "--json"]
     asked += [x for name in tasks for x in ("--check", f"{name}={data / name}.test.jsonl")]
-    done = subprocess.run(asked, capture_output=True, check=True, text=True, env={**os.environ, **SOURCE})
+    print(f"{prompts} prompts: {run.wall_s:.1f} s; asking {', '.join(tasks)}", flush=True)
+    said = subprocess.check_output(asked, text=True, timeout=LIMIT_S, env={**os.environ, **SOURCE})
     whole = (prompts, run.wall_s, run.cpu_s, run.peak_anonymous_b / GIB, load)
     rows = []
-    for row in json.loads(done.stdout)["answers"]:
+    for row in json.loads(said)["answers"]:
         kept = (1 - row["disagreement"], row["low"], row["high"], row["average"], row["inputs"])
         rows.append(dict(zip(COLUMNS, (*whole, row["expert"], *row["accuracy"], *kept), strict=True)))
     return rows
