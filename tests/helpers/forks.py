@@ -17,10 +17,10 @@ def in_fork(work: Callable[[], object], name: str = "") -> subprocess.CompletedP
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for place in (1, 2):
                 os.dup2(stream.fileno(), place)
-            sys.stdin = open(os.devnull)  # noqa: SIM115 - closed with the process
-            sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
+            sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "w" if n else "r", closefd=False) for n in range(3))
             status = 1
             try:
                 work()
