@@ -206,7 +206,8 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
     lengths = [3, 8, 7, 2, 8, 8]
     mask = torch.tensor([[1] * n + [0] * (9 - n) for n in lengths])
     ids = torch.arange(54).view(6, 9)
-    found = of_similar_lengths([InputBatch({"input_ids": ids, "attention_mask": mask}, mask.bool(), ids.clone())])
+    whole = InputBatch({"input_ids": ids, "attention_mask": mask}, mask.bool(), ids.clone())
+    found = of_similar_lengths([whole], torch.nn.Linear(1, 1))
     assert [b.lengths for b in found] == [[8, 8, 8, 7], [3], [2]]
     for batch in found:
         assert batch.counted is not None
@@ -217,7 +218,7 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
     kept = sorted(int(row[0]) // 9 for b in found for row in b.arguments["input_ids"])
     assert kept == list(range(6))
     pixels = InputBatch({"pixel_values": torch.zeros(3, 2)}, None, None)
-    assert [b.samples for b in of_similar_lengths([pixels])] == [3]
+    assert [b.samples for b in of_similar_lengths([pixels], torch.nn.Linear(1, 1))] == [3]
 
 
 def test_a_second_search_does_not_load_the_experts_again(family: Path, tmp_path: Path) -> None:
