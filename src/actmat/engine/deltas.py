@@ -46,6 +46,9 @@ class LazySequence(Sequence[Tensor]):
             raise IndexError(t)
         return self._make(t)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self._make(t) for t in range(self._count))
+
 
 class Deltas(LazySequence):
     """Deltas of one region, read by one of the strategies of `plan.reading`.

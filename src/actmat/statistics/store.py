@@ -45,11 +45,10 @@ class Statistics(AbstractContextManager["Statistics"]):
             problems = [f"{location}: {p}" for p in _disagreements(self.header, self.specs)]
             if problems:
                 raise StatisticsError(f"{location}: the statistics are inconsistent.", problems)
-        except CheckpointError as error:
+        except (CheckpointError, StatisticsError) as error:
             self._reader.close()
-            raise StatisticsError(f"{location}: the statistics cannot be read.", error.problems) from None
-        except StatisticsError:
-            self._reader.close()
+            if isinstance(error, CheckpointError):
+                raise StatisticsError(f"{location}: the statistics cannot be read.", error.problems) from None
             raise
         self._hashes = self.header.tensor_hashes()
 

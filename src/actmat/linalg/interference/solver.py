@@ -211,7 +211,6 @@ def _state_of_rows(
 
     The prior's `D_t^T D_t` has the root `R(b_t) a_t`, from the QR decomposition of `b_t`.
     """
-    width = cores_PI[0].shape[-1]
     dense = [d.dense() for d in cores_PI]
     factors, left, squares = [], [], []
     for t, (delta_PI, share, squared_norms) in enumerate(checked_deltas(dense, weights)):
@@ -224,10 +223,10 @@ def _state_of_rows(
         left.append(delta_PI @ factors[-1].mT)
         squares.append(squared_norms[0])
     rows_NI = torch.cat(factors)
-    if len(rows_NI) >= width:
+    if len(rows_NI) >= rows_NI.shape[-1]:
         return None
     reduced = Reduced(torch.cat(left, dim=-1), gram_of_rows(rows_NI.mT), rows_NI, "dual", len(rows_NI), rows_NI.dtype)
-    return State([reduced], dense[0].shape, rows_NI, None, None, width, [0], [0.0], squared_norms=squares)
+    return State([reduced], dense[0].shape, rows_NI, None, None, rows_NI.shape[-1], [0], [0.0], squared_norms=squares)
 
 
 def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
