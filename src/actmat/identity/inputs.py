@@ -201,7 +201,7 @@ def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, read
     for name in (*SETTINGS, MODULES, POOLING, *sorted(code)):
         found: dict[str, Mapping[str, Any]] = {}
         for label, of_one in files.items():
-            with contextlib.suppress(OSError, CheckpointError, ValueError):
+            with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
                 if (MODULES if name == POOLING else name) in of_one.names:
                     found[label] = reader.content(of_one, name)
         of_base = name in (MODULES, POOLING, *code)

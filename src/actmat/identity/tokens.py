@@ -73,9 +73,9 @@ def _vocabulary(listed: Any) -> dict[str, int]:
 
 def _merges(data: Mapping[str, Any]) -> str:
     """Hash of the merges of BPE, which are pairs or, in older files, two words."""
-    model = data.get("model")
-    listed = (model.get("merges") if isinstance(model, Mapping) else None) or ()
-    words = (" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in listed)
+    listed = model.get("merges") if isinstance(model := data.get("model"), Mapping) else None
+    pairs = listed if isinstance(listed, list) else ()
+    words = (" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs)
     return hashlib.sha256("\n".join(words).encode("utf-8", "replace")).hexdigest()
 
 
