@@ -53,7 +53,8 @@ def measure_dense(
     else:
         factors, merged_rows = list(deltas), merged_OI * scale
     found = measure_rows(RowFactors(factors, lambda t, f: (merged_rows - factors[t]) @ f.mT, probed, width, height))
-    inner_TT = inner_products([_in_storage_order(d) for d in deltas])
+    # a delta or its transpose, whichever can be read without a copy
+    inner_TT = inner_products([d.mT if not d.is_contiguous() and d.mT.is_contiguous() else d for d in deltas])
     energy = None if kept is None or rule is None else [_energy(f, rule, kept) for f in factors]
     return {
         **_numbers(found, inner_TT, width, energy),
@@ -113,11 +114,6 @@ def measure_lowrank(
         "merged_norm": tidy(norm * abs(scale)),
         "probes": None,
     }
-
-
-def _in_storage_order(delta: Tensor) -> Tensor:
-    """The delta or its transpose, whichever can be read without a copy."""
-    return delta.mT if not delta.is_contiguous() and delta.mT.is_contiguous() else delta
 
 
 def _numbers(rows: RowMeasures, inner_TT: Tensor, width: int, energy: Sequence[float] | None) -> Numbers:

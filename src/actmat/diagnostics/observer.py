@@ -23,7 +23,6 @@ from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.calls import generator_for
 from actmat.engine.observer import ObservedMerge
-from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
@@ -173,7 +172,8 @@ class ItemObserver:
             if merged_OI.ndim != 2:
                 continue
             label = matrix_label(region, k)
-            rule = _reduced(seen.stages.get(k))
+            stage = seen.stages.get(k)  # of the interference family, in the units of the deltas
+            rule = stage.items[0] if isinstance(stage, State) and stage.exponents == [0] else None
             numbers = measure_dense(
                 [d[k] for d in deltas],
                 merged_OI,
@@ -200,11 +200,6 @@ class ItemObserver:
         """eps of the coarser of the base's and the expert's dtype, per expert."""
         mine = torch.finfo(torch_dtype(self._item.base_dtype)).eps
         return [max(mine, torch.finfo(torch_dtype(d)).eps) for d in self._item.expert_dtypes]
-
-
-def _reduced(stage: object) -> Reduced | None:
-    """The problem that the method solved for one matrix, if in the units of the deltas; interference family only."""
-    return stage.items[0] if isinstance(stage, State) and stage.exponents == [0] else None
 
 
 def _member(delta: LowRank, index: int) -> LowRank:

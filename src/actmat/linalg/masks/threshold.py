@@ -153,7 +153,8 @@ class StreamedCut:
         self._round, self._histogram = self._round + 1, None
         if self._round < len(_shifts(dtype)):
             return True
-        self.cut = Cut(_from_bits(self._bits, dtype), k, self._above, equal, self._total)
+        value = float(torch.tensor([self._bits], dtype=INTEGERS[dtype.itemsize]).view(dtype).item())
+        self.cut = Cut(value, k, self._above, equal, self._total)
         return False
 
 
@@ -259,10 +260,6 @@ def _locate(counts_B: Tensor, k: int) -> tuple[int, int]:
     index = int(torch.searchsorted(from_top_B, k))
     digit = counts_B.numel() - 1 - index
     return digit, int(from_top_B[index] - counts_B[digit])
-
-
-def _from_bits(bits: int, dtype: torch.dtype) -> float:
-    return float(torch.tensor([bits], dtype=INTEGERS[dtype.itemsize]).view(dtype).item())
 
 
 def outer_cut(k: int, total: int) -> Cut:

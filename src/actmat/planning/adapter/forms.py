@@ -27,7 +27,8 @@ _WRAPPERS = re.compile(r"(?:OptimizedModule|FSDP|FullySharded|(?:Distributed)?Da
 def in_one_form(labels: Sequence[str], adapters: Sequence[Adapter]) -> tuple[list[Adapter], list[str], list[str]]:
     """The adapters with names of one form; problems; notes."""
     problems = _problems_of_classes(labels, adapters)
-    split = [{n: _split(_module_of(n, a)) for n in (*a.modules, *a.extras)} for a in adapters]
+    known = [(a.modules, (*a.modules, *a.extras)) for a in adapters]
+    split = [{n: _split(n if n in own else n.rpartition(".")[0]) for n in names} for own, names in known]
     heads: dict[str, list[set[Prefix]]] = {}
     for k, names in enumerate(split if all(a.layout in ("peft", "diffusers") for a in adapters) else ()):
         for head, container in names.values():
@@ -51,10 +52,6 @@ def in_one_form(labels: Sequence[str], adapters: Sequence[Adapter]) -> tuple[lis
     ]
     rows = zip(adapters, split, renamed, strict=True)
     return [_renamed(a, names, own) if own else a for a, names, own in rows], problems, notes
-
-
-def _module_of(name: str, adapter: Adapter) -> str:
-    return name if name in adapter.modules else name.rpartition(".")[0]
 
 
 def _split(module: str) -> tuple[Prefix, str]:
