@@ -27,8 +27,8 @@ _WRAPPERS = re.compile(r"(?:OptimizedModule|FSDP|FullySharded|(?:Distributed)?Da
 def in_one_form(labels: Sequence[str], adapters: Sequence[Adapter]) -> tuple[list[Adapter], list[str], list[str]]:
     """The adapters with names of one form; problems; notes."""
     problems = _problems_of_classes(labels, adapters)
-    known = [(a.modules, (*a.modules, *a.extras)) for a in adapters]
-    split = [{n: _split(n if n in own else n.rpartition(".")[0]) for n in names} for own, names in known]
+    listed = [(a.modules, (*a.modules, *a.extras)) for a in adapters]
+    split = [{n: _split(n if n in having else n.rpartition(".")[0]) for n in names} for having, names in listed]
     heads: dict[str, list[set[Prefix]]] = {}
     for k, names in enumerate(split if all(a.layout in ("peft", "diffusers") for a in adapters) else ()):
         for head, container in names.values():
