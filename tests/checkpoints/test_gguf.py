@@ -16,7 +16,7 @@ from actmat import merge
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.gguf.file import QUANTIZED, converted_tokenizer
-from actmat.extras.gguf.header import read_gguf_header
+from actmat.extras.gguf.header import VOCABULARY, read_gguf_header
 
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, VOCAB = 4, 2, 64, 96, 2, 80
 METADATA: dict[str, Any] = {
@@ -352,6 +352,10 @@ HUGE = struct.pack("<Q", 1 << 62)
         (header(text("a") + struct.pack("<IIQ", 9, 9, 1)), "list of the type 9"),
         (header(text("a") + struct.pack("<IB", 0, 1), text("a") + struct.pack("<IB", 0, 1)), "twice"),
         (header(text("general.alignment") + struct.pack("<II", 4, 0)), "alignment"),
+        (
+            header(text(VOCABULARY) + struct.pack("<IIQ", 9, 8, 2_200_000) + bytes(8 * 2_200_000)),
+            "a text of 0, more than",
+        ),
         (header(text("w") + struct.pack("<I", 99), tensors=1, count=0), "99 axes"),
         (header(text("w") + struct.pack("<I", 1) + HUGE, tensors=1, count=0), "an axis"),
     ],
@@ -359,6 +363,13 @@ HUGE = struct.pack("<Q", 1 << 62)
 def test_hostile_headers_are_refused(content: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         read_gguf_header(lambda at, n: content[at : at + n], len(content), file="m.gguf")
+
+
+def test_only_tokens_are_kept_of_lists_of_texts() -> None:
+    words = struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
+    content = header(text("tokenizer.ggml.merges") + words, text(VOCABULARY) + words)
+    found = read_gguf_header(lambda at, n: content[at : at + n], len(content), file="m.gguf")
+    assert [(v.count, v.texts) for v in found.metadata.values()] == [(2, ()), (2, ("a", "b"))]
 
 
 def test_tensors_beyond_the_file_or_in_each_other_are_refused(tmp_path: Path) -> None:

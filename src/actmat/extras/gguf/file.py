@@ -17,7 +17,7 @@ from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.header import GgufEntry, GgufHeader, SkippedList, joined, parts_of, read_gguf_header
+from actmat.extras.gguf.header import VOCABULARY, GgufEntry, GgufHeader, SkippedList, joined, parts_of, read_gguf_header
 from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class GgufFile(StoredCheckpoint):
     def stored_tokens(self) -> Sequence[str]:
         """The tokens in the metadata; empty for padding, and for WordPiece, which is written otherwise."""
         metadata: Mapping[str, Any] = self.header.metadata
-        listed = metadata.get("tokenizer.ggml.tokens")
+        listed = metadata.get(VOCABULARY)
         if not isinstance(listed, SkippedList) or metadata.get("tokenizer.ggml.model") not in ("gpt2", "llama"):
             return ()
         return ["" if token == f"[PAD{row}]" else token for row, token in enumerate(listed.texts)]

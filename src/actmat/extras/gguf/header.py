@@ -3,7 +3,7 @@
     "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensors (name, axes, type, offset) | padding | data
 
 Versions 2 and 3, little-endian. Every length is checked against the file and a cap before anything is read; long lists
-of numbers are counted and skipped. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
+but that of the tokens are counted and skipped. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
 
 A model split into files `NAME-00001-of-00003.gguf`: the first has the metadata, each has its own tensors.
 """
@@ -20,7 +20,8 @@ from actmat.errors import CheckpointError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_TENSORS, MOST_ENTRIES = 1_000_000, 100_000
-MOST_TEXT = 1 << 24  # bytes; a chat template is one string
+MOST_TEXT = 1 << 24  # bytes; a chat template is one string, and all tokens of a vocabulary take less
+VOCABULARY = "tokenizer.ggml.tokens"
 MOST_LISTED = 4096  # items kept of a list
 MOST_ITEMS = 50_000_000
 MOST_AXES = 4
@@ -34,7 +35,7 @@ LIKELY = "Likely cause: an interrupted download, or another format. Fix: fetch i
 
 @dataclass(frozen=True, slots=True)
 class SkippedList:
-    """Length of a long list, and its items if they are texts; numbers are skipped."""
+    """Length of a list, and the tokens of a vocabulary; other items are skipped."""
 
     count: int
     texts: tuple[str, ...] = ()
@@ -90,9 +91,9 @@ class _Cursor:
         """Read the next number; `code` is a `struct` format."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def text(self) -> str:
+    def text(self, most: int = MOST_TEXT) -> str:
         """Read the next string."""
-        return self.take(self.length(MOST_TEXT, "a text of")).decode("utf-8", "replace")
+        return self.take(self.length(most, "a text of")).decode("utf-8", "replace")
 
     def length(self, most: int, what: str) -> int:
         """Read the next length; raise if above `most`."""
@@ -133,7 +134,7 @@ def _header(cursor: _Cursor) -> GgufHeader:
         key = cursor.text()
         if key in metadata:
             raise _Damaged(f"the entry {key[:120]!r} twice")
-        metadata[key] = _value(cursor, cursor.number("I"))
+        metadata[key] = _value(cursor, cursor.number("I"), keep=key == VOCABULARY)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= BLOCK:
         raise _Damaged(f"an alignment of {str(alignment)[:40]}")
@@ -154,8 +155,8 @@ def _tensor(cursor: _Cursor) -> GgufEntry:
     return GgufEntry(name, shape[::-1], cursor.number("I"), cursor.number("Q"))
 
 
-def _value(cursor: _Cursor, kind: int) -> Any:
-    """Read the next value of type `kind`."""
+def _value(cursor: _Cursor, kind: int, *, keep: bool) -> Any:
+    """Read the next value of type `kind`; a list of texts, of `MOST_TEXT` bytes at most, only if asked."""
     if kind in NUMBERS:
         return cursor.number(NUMBERS[kind])
     if kind == STRING:
@@ -170,7 +171,12 @@ def _value(cursor: _Cursor, kind: int) -> Any:
         return [cursor.number(NUMBERS[inner]) for _ in range(count)]
     if inner != STRING:
         raise _Damaged(f"a list of the type {inner}")
-    return SkippedList(count, tuple(cursor.text() for _ in range(count)))
+    if keep:
+        end = cursor.position + MOST_TEXT
+        return SkippedList(count, tuple(cursor.text(end - cursor.position) for _ in range(count)))
+    for _ in range(count):
+        cursor.skip(cursor.length(MOST_TEXT, "a text of"))
+    return SkippedList(count)
 
 
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.header import GgufHeader, SkippedList
+from actmat.extras.gguf.header import VOCABULARY, GgufHeader, SkippedList
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
@@ -143,7 +143,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     stated = {f"{architecture}.{k}": field for k, field in CONFIG_KEYS.items()} | TOKENS
     config |= {f: v for k, f in stated.items() if isinstance(v := header.metadata.get(k), int | float)}
     tokens: Mapping[str, Any] = header.metadata
-    if "vocab_size" not in config and isinstance(found := tokens.get("tokenizer.ggml.tokens"), SkippedList):
+    if "vocab_size" not in config and isinstance(found := tokens.get(VOCABULARY), SkippedList):
         config["vocab_size"] = found.count
     if architecture == "llama":
         config |= {field: True for field, layers in BIASES.items() if _has_biases(header, layers) is not False}

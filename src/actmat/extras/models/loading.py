@@ -20,7 +20,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import HUB_ID
-from actmat.errors import CheckpointError, StatisticsError, did_you_mean
+from actmat.errors import CheckpointError, StatisticsError, did_you_mean, first_of
 from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
@@ -285,11 +285,10 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
         return _load(location, model_class, dtype, **more, **{POOLING: False})
     if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise StatisticsError(
-            f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({shown}); they would "
-            "be random, and so would all results that depend on them. Fix: pass the class that it was saved from "
-            "(--model-class)."
+            f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({first_of(missing)}); "
+            "they would be random, and so would all results that depend on them. Fix: pass the class that it was saved "
+            "from (--model-class)."
         )
     return model
 

@@ -77,7 +77,8 @@ class RowTensor(CodedTensor):
 def _find(spec: TensorSpec, headers: Headers) -> CodedTensor | str | None:
     """Recognize a weight with a `quant_state` (4 bits) or an `SCB` (8 bits)."""
     stem = spec.name.removesuffix(".weight")
-    if spec.dtype == "uint8" and (state := _state_name(spec.name, headers)):
+    states = (f"{spec.name}{STATE}{code}" for code in ("nf4", "fp4"))
+    if spec.dtype == "uint8" and (state := next((n for n in states if n in headers.specs), "")):
         try:
             return _four_bit(spec, state, headers)
         except (CheckpointError, ValueError, TypeError, KeyError) as error:
@@ -95,10 +96,6 @@ def _eight_bit(spec: TensorSpec, stem: str, largest: TensorSpec, headers: Header
     parts = tuple(n for n in (spec.name, largest.name, f"{stem}.weight_format") if n in headers.specs)
     words = "int8 of bitsandbytes, one scale per row"
     return RowTensor(spec.name, spec.shape, headers.dtype, words, parts)
-
-
-def _state_name(name: str, headers: Headers) -> str:
-    return next((n for code in ("nf4", "fp4") if (n := f"{name}{STATE}{code}") in headers.specs), "")
 
 
 def _four_bit(spec: TensorSpec, state_name: str, headers: Headers) -> FourBitTensor | str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
-from actmat.errors import AlignmentError, CheckpointError, MergeError
+from actmat.errors import AlignmentError, CheckpointError, MergeError, first_of
 from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.pages.comparison import model
@@ -24,8 +24,6 @@ from actmat.report.manifest import expert_hashes, input_location, read_manifest
 from actmat.report.totals import Norms, recorded_totals
 
 Manifest = Mapping[str, Any]
-MOST = 3
-"""Maximum number of names listed in one problem."""
 
 
 def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[tuple[str, str]]:
@@ -84,7 +82,7 @@ def _reason(expert: Mapping[str, Any], first: Manifest, second: Manifest, name: 
     differing = _differing(mine, other)
     if not differing:
         return f"lies at {expert['location']}, that of {name} at {twin['location']}; no tensor was read by both"
-    return f"differs from that of {name} in {len(differing)} of {len(mine)} tensors ({_some(differing)})"
+    return f"differs from that of {name} in {len(differing)} of {len(mine)} tensors ({first_of(differing)})"
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any], first: Manifest, second: Manifest) -> bool:
@@ -107,7 +105,7 @@ def _base_problems(first: Manifest, second: Manifest, names: tuple[str, str]) ->
     if not differing:
         return []
     locations = f"{first['base']['location']} in {names[0]}, {second['base']['location']} in {names[1]}"
-    return [f"the base differs in {len(differing)} of {len(mine)} tensors ({_some(differing)}): {locations}"]
+    return [f"the base differs in {len(differing)} of {len(mine)} tensors ({first_of(differing)}): {locations}"]
 
 
 def _item_problems(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[str]:
@@ -116,15 +114,11 @@ def _item_problems(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
     def only(here: Collection[str], there: Collection[str], name: str) -> list[str]:
         found = [n for n in here if n not in there]
-        return [f"{len(found)} {word}(s) are only in {name} ({_some(found)})"] if found else []
+        return [f"{len(found)} {word}(s) are only in {name} ({first_of(found)})"] if found else []
 
     shapes = _differing(mine, other)
-    said = [f"{len(shapes)} {word}(s) have different shapes ({_some(shapes)})"] if shapes else []
+    said = [f"{len(shapes)} {word}(s) have different shapes ({first_of(shapes)})"] if shapes else []
     return [*only(mine, other, names[0]), *only(other, mine, names[1]), *said]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
 
 
 def items_of(manifest: Manifest) -> dict[str, Manifest]:
