@@ -58,8 +58,8 @@ def picture() -> str:
 
 
 def _short(title: str) -> str:
-    """The title without the form in which the base's weights were found; full fine-tuning in one word."""
-    return title.replace("-Instruct from Q4_1", "").replace("full fine-tuning", "full")
+    """The title without the form in which the base's weights were found and the rate; full fine-tuning in one word."""
+    return re.sub(r"-Instruct from Q4_1| at [0-9.]+|(?<=full) fine-tuning", "", title)
 
 
 def _accuracy(points: Points) -> float:
