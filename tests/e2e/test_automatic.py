@@ -16,8 +16,8 @@ from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.models.loading import load_model
 from actmat.recipe import Recipe
 from actmat.run import automatic
-from actmat.run.adapters import mean_size
-from actmat.run.automatic import GENTLE, ON_ADAPTERS, TABLE, AutoChoice, choice_for, named
+from actmat.run.adapters import size_and_overlap
+from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, TABLE, AutoChoice, choice_for, named
 from actmat.run.locate import located
 
 
@@ -54,9 +54,11 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path) -
         save_file({n: t * (1e-3 if "lora_B" in n else 1) for n, t in load_file(path).items()}, path)
     adapters = [tmp_path / "math", tmp_path / "code"]
     with located(recipe_for(models / "base", adapters)) as given:
-        size = mean_size(given)
-    assert size is not None
+        found = size_and_overlap(given)
+    assert found is not None
+    size, overlap = found
     assert 0 < size < GENTLE
+    assert overlap < SHARED
     plan = actmat.plan(models / "base", adapters)
     assert (plan.recipe.method, plan.recipe.space) == (TABLE["gentle", "any"].method, TABLE["gentle", "any"].space)
     assert "that change the weights by 0.0" in plan.recipe.notes[-1]
@@ -131,7 +133,22 @@ def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> No
     note = plan.recipe.notes[-1]
     assert note.startswith("actmat on adapters that change the weights by ")
     assert f"%: {ON_ADAPTERS['adapters']}; auto would choose dc_merge@pico" in note
+    assert "share the start" not in note
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
+
+
+@pytest.mark.parametrize("method", ["auto", "actmat"])
+def test_adapters_that_share_the_start_of_a_come_with_what_was_measured(
+    models: Path, tmp_path: Path, method: str
+) -> None:
+    files = []
+    for name in ("math", "code"):
+        shutil.copytree(models / "adapters" / name, tmp_path / name)
+        files.append(tmp_path / name / "adapter_model.safetensors")
+    start, tensors = map(load_file, files)
+    save_file({n: start[n] * 0.999 if "lora_A" in n else t for n, t in tensors.items()}, files[1])
+    notes = actmat.plan(models / "base", [tmp_path / "math", tmp_path / "code"], method=method).recipe.notes
+    assert [f"share the start of A (overlap 1.00; {SHARED_START})" in note for note in notes] == [True]
 
 
 def test_a_problem_of_the_expert_that_deltas_are_measured_from_is_told_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.common import read_lines
 from benchmarks.evidence.choice import (
     TOLERATED,
     candidates,
@@ -17,10 +18,10 @@ from benchmarks.evidence.choice import (
     on_adapters,
     threshold_of,
 )
-from benchmarks.evidence.group import FRESH, SUITES
+from benchmarks.evidence.group import FOLDER, FRESH, SUITES
 
 from actmat.methods import get_method
-from actmat.run.automatic import GENTLE, ON_ADAPTERS, TABLE
+from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, TABLE
 from actmat_experiments.harness.results import Score, append_scores
 
 
@@ -28,6 +29,17 @@ def test_the_table_is_that_of_the_scores() -> None:
     assert choices() == (GENTLE, TABLE)
     assert on_adapters() == ON_ADAPTERS
     assert len(TABLE) <= 8, "a rule that can be read"
+
+
+def test_the_note_of_a_shared_start_is_of_the_one_set_that_has_it() -> None:
+    overlaps: dict[str, float] = {}
+    for path in FOLDER.glob("*-gram.jsonl"):
+        overlaps |= {line["model"]: line["overlap"] for line in read_lines(path) if "overlap" in line}
+    assert [f"{overlap:.2f}" for overlap in sorted(overlaps.values())] == ["0.15", "0.15", "0.99"]
+    (shared,) = (one for one in expert_sets() if overlaps.get(one.group.model, 0) > SHARED)
+    assert shared.kind == "encoder"
+    gains = (f"{row} {shared.gains(row)[0]:+.1f}" for row in ("actmat", "dc_merge", "tsv"))
+    assert SHARED_START.endswith(f": {', '.join(gains)}")
 
 
 def test_the_default_works_without_data_and_of_adapters_without_a_base() -> None:

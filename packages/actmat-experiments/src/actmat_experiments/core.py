@@ -15,7 +15,7 @@ from actmat.layout.types import TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
-from actmat.run.adapters import Cores, measure_modules
+from actmat.run.adapters import size_and_overlap
 from actmat.run.locate import located
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
@@ -23,7 +23,6 @@ from actmat.statistics import Statistics, open_statistics
 __all__ = [
     "AdamState",
     "Checkpoint",
-    "Cores",
     "MergeMethod",
     "RunSettings",
     "Statistics",
@@ -37,11 +36,11 @@ __all__ = [
     "in_one_line",
     "located",
     "make_recipe",
-    "measure_modules",
     "one_thread",
     "open_statistics",
     "output_energy",
     "resolve_layout",
+    "size_and_overlap",
     "tensor_specs",
     "total",
 ]

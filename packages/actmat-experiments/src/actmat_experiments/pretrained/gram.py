@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actmat_experiments.analyses.angles import cosine
-from actmat_experiments.core import Cores, located, make_recipe, measure_modules, open_statistics
+from actmat_experiments.core import located, make_recipe, open_statistics, size_and_overlap
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.models import is_adapter, read_tensors
@@ -50,17 +48,11 @@ def store_gram(experiment: Experiment, path: Path) -> None:
 
 
 def overlap(experiment: Experiment) -> dict[str, float]:
-    """Median cosine of the principal angles between row spaces of two adapters; empty for full models."""
+    """Overlap of the adapters' `A`, see `size_and_overlap`; empty for full models."""
     experts = [{"path": str(made.path), "name": task} for task, made in experiment.experts().items()]
     with located(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
-        found = measure_modules(given, _cosines)
-    return {"overlap": round(median(found), 3)} if found else {}
-
-
-def _cosines(_: float, cores: Cores) -> list[float]:
-    """Cosines of one module; all 1 if the row spaces of its adapters are the same."""
-    pairs = combinations([rows_IR for _, _, rows_IR in cores], 2)
-    return [c for one_IR, other_IR in pairs for c in torch.linalg.svdvals(one_IR.mT @ other_IR).tolist()]
+        found = size_and_overlap(given)
+    return {"overlap": round(found[1], 3)} if found else {}
 
 
 def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
