@@ -366,8 +366,7 @@ def test_hostile_headers_are_refused(content: bytes, says: str) -> None:
 
 
 def test_only_tokens_are_kept_of_lists_of_texts() -> None:
-    words = struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
-    content = header(text("tokenizer.ggml.merges") + words, text(VOCABULARY) + words)
+    content = header(*(text(k) + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b") for k in ("x", VOCABULARY)))
     found = read_gguf_header(lambda at, n: content[at : at + n], len(content), file="m.gguf")
     assert [(v.count, v.texts) for v in found.metadata.values()] == [(2, ()), (2, ("a", "b"))]
 

@@ -21,12 +21,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from tests.helpers.hub_uploads import Uploads
+from tests.helpers.serving import serve
 
 REPO = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)"
 RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -86,16 +87,8 @@ def hub_stand_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubSt
 def served() -> Iterator[HubStandIn]:
     """Serve a stand-in, for processes of their own that are pointed at its endpoint."""
     hub = HubStandIn()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serve(_handler(hub)) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -103,6 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     hub: HubStandIn
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def handle(self) -> None:
         """Answer until the client is done, or killed."""

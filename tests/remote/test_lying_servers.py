@@ -6,9 +6,8 @@ import functools
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,6 +18,7 @@ import pytest
 import torch
 from huggingface_hub import close_session, constants
 from safetensors.torch import save
+from tests.helpers.serving import serve
 from torch import Tensor
 
 from actmat.checkpoints.resolve import open_checkpoint
@@ -108,13 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Liar]:
     liar = Liar()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": liar}))
-    server.daemon_threads = True
-    liar.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield liar
-    server.shutdown()
-    server.server_close()
+    with serve(type("Handler", (_Handler,), {"liar": liar})) as liar.url:
+        yield liar
 
 
 @pytest.fixture
