@@ -6,9 +6,10 @@ table that was resized on its own). Merging one of them for both would silently 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.engine.inputs import Inputs
 from actmat.errors import StatisticsError
@@ -17,10 +18,21 @@ from actmat.planning.model import Item
 from actmat.statistics.header import adapter_content
 from actmat.statistics.store import Statistics
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 22
 
 
-def content_hash(stored: Checkpoint | Expert, name: str) -> str:
+class StoredTensors(Protocol):
+    """Stored tensors whose bytes can be read."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Specs by name."""
+
+    def read_into(self, name: str, start: int, out: memoryview, /) -> None:
+        """Fill `out` with bytes of a tensor from `start` on."""
+
+
+def content_hash(stored: StoredTensors, name: str) -> str:
     """Content hash of one stored tensor, read in chunks."""
     nbytes = stored.specs[name].nbytes
     seen, buffer = ContentHash(), memoryview(bytearray(min(_CHUNK_BYTES, max(nbytes, 1))))

@@ -125,7 +125,7 @@ class Deltas(LazySequence):
         if self._shared is None and self._region.numel > CHUNK:
             self._shared = self._reader.passing_buffer(self._region)
         elif self._shared is None and self._reader.on_host:
-            self._shared = self._reader.chunk_buffer(self._region)
+            self._shared = self._reader.scratch.delta(0).take(self._region.numel, self.dtype)  # one for all experts
         into = self._shared
         if len(self._given) == len(self):  # the pass ends: the method frees it, before it decomposes anything
             self._shared = None

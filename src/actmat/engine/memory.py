@@ -25,9 +25,7 @@ class Buffer:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D CPU tensor of `numel` entries, contents arbitrary."""
         if self._view.numel() == numel and self._view.dtype == dtype:
-            return (
-                self._view
-            )  # every call of torch, were it only for a view, may hand the interpreter to another worker
+            return self._view  # every call of torch, even for a view, may hand the interpreter to another worker
         nbytes = numel * dtype.itemsize
         if self._bytes.numel() < nbytes:
             self._bytes = torch.empty(max(nbytes, 8), dtype=torch.uint8)
@@ -131,12 +129,9 @@ class MemoryBudget:
         try:
             yield
         finally:
-            self._release(nbytes)
-
-    def _release(self, nbytes: int) -> None:
-        with self._change:
-            self._used -= nbytes
-            self._change.notify_all()
+            with self._change:
+                self._used -= nbytes
+                self._change.notify_all()
 
 
 def available_memory() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -91,10 +90,6 @@ class TensorReader:
         """Bytes per entry of the base as stored."""
         return self._base_dtype.itemsize
 
-    def opened_room(self, nbytes: int) -> AbstractContextManager[None]:
-        """Memory of `nbytes` for tensors as large as a region, within what is planned."""
-        return self.scratch.room.opened(nbytes, elsewhere=max(0, self.planned_bytes - nbytes))
-
     def base_of(self, region: Region) -> Tensor | StreamedBase:
         """Entries of the base on a region as stored, held or streamed as the reading says."""
         streamed = self.reading is not None and not self.reading.base_held
@@ -162,10 +157,6 @@ class TensorReader:
     def passing_buffer(self, region: Region) -> Tensor:
         """Memory for one delta of the region, flat, which is free when the last delta has been dropped."""
         return torch.empty(region.numel, dtype=self.compute_dtype, device=self.device)
-
-    def chunk_buffer(self, region: Region) -> Tensor:
-        """Memory for the delta of a region of at most one chunk; all experts use the same buffer in turn."""
-        return self.scratch.delta(0).take(region.numel, self.compute_dtype)
 
     @property
     def chunkable(self) -> bool:
@@ -237,14 +228,11 @@ class TensorReader:
         return wide
 
     def merged_chunks(
-        self, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor, scale: float, out_dtype: torch.dtype
+        self, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor, scale: float
     ) -> Iterator[Tensor]:
         """`W_0 + scale * D*` on a region, flat, in consecutive chunks on the host; the next chunk overwrites the last.
 
         Sums land in a warm buffer: allocating for every chunk would cost as much as the arithmetic.
-
-        Args:
-            out_dtype: of the output; chunks may already have it.
         """
         for low in range(0, base_raw.numel(), CHUNK):
             chunk = base_raw[low : low + CHUNK]

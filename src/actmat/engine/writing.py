@@ -122,8 +122,8 @@ class TensorOutput(Output):
                 self._write(chunk, chunk, reader)
             return
         self.sample.add(region.start, delta, self.scale)
-        low, out_dtype = 0, torch_dtype(self.item.out_dtype)
-        for chunk in reader.merged_chunks(region, base_raw, delta, self.scale, out_dtype):
+        low = 0
+        for chunk in reader.merged_chunks(region, base_raw, delta, self.scale):
             self._write(chunk, base_raw[low : low + chunk.numel()], reader)
             low += chunk.numel()
 

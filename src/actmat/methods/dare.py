@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from actmat.errors import RecipeError
 from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Drop, l1_factors
-from actmat.methods._shared.per_expert import per_expert, workspace_of_election
+from actmat.methods._shared.per_expert import per_expert, weights_and_sum, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost
 
@@ -54,7 +52,7 @@ def merge(
         ICML 2024, arXiv:2311.03099.
     """
     densities = per_expert("density", density, len(deltas))
-    share = [1.0] * len(deltas) if weights is None else list(weights)
+    share, total = weights_and_sum("dare", weights, len(deltas), "rule='average'" if rule == "average" else "")
     masks = drops(densities, generator)
     if rescale == "l1":
         factors = l1_factors([delta.reshape(-1) for delta in deltas], masks)
@@ -63,14 +61,7 @@ def merge(
     scales = [w * f for w, f in zip(share, factors, strict=True)]
     if rule == "ties":
         return Merged(elect(deltas, masks, scales=scales, counts=share, reduce=reduce))
-    common = scaling if rule == "task_arithmetic" else 1.0
-    if rule == "average":
-        if math.fsum(share) == 0:
-            raise RecipeError(
-                f"dare: expected weights with a sum other than 0 for rule='average', got {share}. "
-                "Change the weights or the rule."
-            )
-        common = 1 / math.fsum(share)
+    common = scaling if rule == "task_arithmetic" else 1 / total if rule == "average" else 1.0
     return Merged(masked_sum(deltas, masks, [common * s for s in scales]))
 
 

@@ -181,15 +181,12 @@ def at_mean_norm(merged: Tensor, deltas: Sequence[Tensor]) -> Merged:
     >>> at_mean_norm(torch.tensor([[3.0, 4.0]]), [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]])]).value.norm()
     tensor(2.)
     """
-    gain = _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)])
-    return Merged(merged * gain[..., None, None].to(merged.dtype), _gain_stats(gain))
+    return _at_mean(merged, deltas)
 
 
 def at_mean_norm_lowrank(merged: LowRank, deltas: Sequence[LowRank]) -> MergedLowRank:
     """The same on factors, whose `b` takes the gain. Exact, in float64."""
-    gain = _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)])
-    b_OR = merged.b_OR * gain[..., None, None].to(merged.b_OR.dtype)
-    return MergedLowRank(LowRank(b_OR, merged.a_RI), _gain_stats(gain))
+    return _at_mean_lowrank(merged, deltas)
 
 
 def at_kappa(merged: Tensor, deltas: Sequence[Tensor], *, kappa: Annotated[float, Bounds(low=0)] = 1.15) -> Merged:
@@ -209,18 +206,28 @@ def at_kappa(merged: Tensor, deltas: Sequence[Tensor], *, kappa: Annotated[float
     >>> at_kappa(torch.tensor([[3.0, 4.0]]), [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 7.0]])]).value.norm()
     tensor(5.7500)
     """
-    gain = kappa * _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)], power=2)
-    return Merged(merged * gain[..., None, None].to(merged.dtype), _gain_stats(gain))
+    return _at_mean(merged, deltas, kappa, power=2)
 
 
 def at_kappa_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, kappa: float = 1.15) -> MergedLowRank:
     """The same on factors, whose `b` takes the gain. Exact, in float64."""
-    gain = kappa * _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)], power=2)
+    return _at_mean_lowrank(merged, deltas, kappa, power=2)
+
+
+def _at_mean(merged: Tensor, deltas: Sequence[Tensor], factor: float = 1.0, power: int = 1) -> Merged:
+    """Give every merged matrix `factor` times the power mean of the norms of the deltas."""
+    gain = factor * _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)], power)
+    return Merged(merged * gain[..., None, None].to(merged.dtype), _gain_stats(gain))
+
+
+def _at_mean_lowrank(merged: LowRank, deltas: Sequence[LowRank], factor: float = 1.0, power: int = 1) -> MergedLowRank:
+    """The same on factors, whose `b` takes the gain."""
+    gain = factor * _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)], power)
     b_OR = merged.b_OR * gain[..., None, None].to(merged.b_OR.dtype)
     return MergedLowRank(LowRank(b_OR, merged.a_RI), _gain_stats(gain))
 
 
-def _to_mean(norms: Sequence[Tensor], power: int = 1) -> Tensor:
+def _to_mean(norms: Sequence[Tensor], power: int) -> Tensor:
     """Power mean of the nonzero norms except the first, divided by the first; 1 if the first is zero."""
     norm, own = norms[0], torch.stack(list(norms[1:]))
     mean = ((own**power).sum(0) / (own > 0).sum(0).clamp(min=1)) ** (1 / power)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_names
+from actmat.checkpoints.hashing import HASH_NAME, hash_names
 from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
+from actmat.engine.content import StoredTensors, content_hash
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.locate import Located, locate
 from actmat.experts.policy import vocabulary_aligner
@@ -26,8 +27,6 @@ from actmat.report.manifest import expert_hashes, input_location, manifest_conte
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
-
-_CHUNK = 1 << 22
 
 VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".huggingface"})
 """Files and folders at the top of the output that git and clients of hubs add and change."""
@@ -328,31 +327,16 @@ def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashPr
         yield f"{what} cannot be checked: {error.strerror}"
 
 
-class _Stored(Protocol):
-    """Stored tensors whose bytes can be read."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
-
-    def read_into(self, name: str, start: int, out: memoryview, /) -> None: ...
-
-
 def _compare(
-    checkpoint: _Stored, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
+    checkpoint: StoredTensors, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
 ) -> list[str]:
     problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
     if not partial:
         problems += [f"{what} has an extra tensor '{n}'" for n in checkpoint.specs if n not in expected]
-    buffer = memoryview(bytearray(_CHUNK))
     for name, spec in checkpoint.specs.items():
         if name not in expected:
             continue
-        seen = ContentHash()
-        while seen.size < spec.nbytes:
-            chunk = buffer[: min(_CHUNK, spec.nbytes - seen.size)]
-            checkpoint.read_into(name, seen.size, chunk)
-            seen.update(chunk)
-        if seen.hexdigest() != expected[name]:
+        if content_hash(checkpoint, name) != expected[name]:
             problems.append(f"tensor '{name}' of {what} ({spec.file}) has changed since the merge")
         progress(name, spec.nbytes)
     return problems

@@ -106,14 +106,15 @@ def has_manifest_of(recipe: Recipe, out: Path | str) -> bool:
     """True if `out` has the manifest of a merge by this recipe."""
     try:
         with present_output(out) as folder:
-            return bool(read_manifest(folder).get("recipe") == _recorded(recipe))
+            fields = recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True)
+            return bool(read_manifest(folder).get("recipe") == plain(fields))
     except (MergeError, OSError):
         return False
 
 
-def _recorded(recipe: Recipe) -> Any:
-    """The recipe as a manifest has it."""
-    return json.loads(json.dumps(recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True)))
+def plain(data: Any) -> Any:
+    """Data as it comes back from JSON."""
+    return json.loads(json.dumps(data))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from actmat.report.manifest import input_location, input_row, read_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.verify import verify
 from actmat.report.words import size_words, warnings_of
-from actmat.run.places import present_output
+from actmat.run.places import plain, present_output
 from actmat.run.prepare import Prepared
 from actmat.settings import RunSettings
 
@@ -169,7 +168,7 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     if made_on.partition(":")[0] != plan.device.partition(":")[0]:
         yield f"it was made on {made_on}"
     used = [{k: v for k, v in r.items() if k not in ("from_here", "removed")} for r in manifest.get("statistics", [])]
-    if used != _plain([dict(s) for s in plan.statistics]):
+    if used != plain([dict(s) for s in plan.statistics]):
         yield "the statistics differ"
     found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
     if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
@@ -187,15 +186,10 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
     """True if an entry of the manifest is this input, in the same place."""
-    now = _plain(input_row(summary, None))
+    now = plain(input_row(summary, None))
     is_same = isinstance(row, Mapping) and all(row.get(k) == v for k, v in now.items())
     pinned = bool(summary.commit or summary.pinned)
     return is_same and (pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location))
-
-
-def _plain(data: Any) -> Any:
-    """Data as it comes back from JSON."""
-    return json.loads(json.dumps(data))
 
 
 def _checked(plan: MergePlan, out: Path, inputs: Inputs) -> CheckedJournal | None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actmat.engine.calls import apply_method, narrowed
+from actmat.engine.calls import CallContext, apply_method, narrowed
 from actmat.engine.deltas import Deltas
 from actmat.engine.kernels.factored import merged_by_factors
-from actmat.engine.kernels.regions import BaseEntries, by_regions, context_of
+from actmat.engine.kernels.regions import BaseEntries, by_regions
 from actmat.engine.observer import ObservedMerge
 from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
@@ -60,8 +60,13 @@ def _merge_group(
     changed: bool | None,
 ) -> None:
     """Merge and write a region for tasks with the same call; `changed` None: ask the deltas once they were read."""
-    keeps = len(group) > 1 or any(t.observer is not None for t in group)
-    context = context_of(group, region, base_raw, reader, keeps_stages=keeps)
+    base, shares = None, len(group) > 1 or any(t.observer is not None for t in group)
+    if any(t.method.uses_base(t.call.options) for t in group):
+        assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"
+        base = reader.converted_base(region, base_raw)
+    context = CallContext(
+        reader.inputs.statistics, reader.compute_dtype, reader.device, base, stages={} if shares else None
+    )
     for task in group:
         factors = None
         if task.item.form == "factored":  # among others that take dense deltas

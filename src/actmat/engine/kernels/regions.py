@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from actmat.checkpoints.hashing import hash_names
-from actmat.engine.calls import CallContext
 from actmat.engine.deltas import Deltas
 from actmat.engine.memory import Room
 from actmat.engine.reader import StreamedBase, TensorReader
@@ -36,7 +35,8 @@ def by_regions(tasks: Sequence[Task], reader: TensorReader, merge: MergeRegion |
     began = time.perf_counter()
     copied, merging = ([t for t in tasks if t.merges == merges] for merges in (False, True))
     changed = False
-    with reader.opened_room(_room_bytes(merging, reader)):
+    room = _room_bytes(merging, reader)
+    with reader.scratch.room.opened(room, elsewhere=max(0, reader.planned_bytes - room)):
         for region in reader.regions:
             base_raw = reader.base_of(region)
             for task in copied:
@@ -70,18 +70,6 @@ def _room_bytes(merging: Sequence[Task], reader: TensorReader) -> int:
         Room.bytes_for(*[(reader.base_itemsize, n)] * reading.base_held, *[(reader.compute_dtype.itemsize, n)] * whole)
         for n in sizes
     ), default=0)  # fmt: skip
-
-
-def context_of(
-    tasks: Sequence[Task], region: Region, base_raw: BaseEntries, reader: TensorReader, *, keeps_stages: bool = False
-) -> CallContext:
-    """Values that the methods of tasks need on a region besides its deltas; see `CallContext.stages`."""
-    base = None
-    if any(t.method.uses_base(t.call.options) for t in tasks):
-        assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"
-        base = reader.converted_base(region, base_raw)
-    stages: dict[object, object] | None = {} if keeps_stages else None
-    return CallContext(reader.inputs.statistics, reader.compute_dtype, reader.device, base, stages)
 
 
 def record_of(task: Task, reader: TensorReader, seconds: float, *, changed: bool) -> Record:

@@ -153,8 +153,8 @@ def _without_the_smallest(
     """
     cutoff, dropped = rtol * top[0], reduced.size - kept
     shift = NEGLIGIBLE * cutoff
-    factor = shifted_cholesky(gram_NN, shift, torch.float64)
-    if factor is None or dropped > FEW * reduced.size:
+    factor, factorized = shifted_cholesky(gram_NN, shift, torch.float64)
+    if factorized < reduced.size or dropped > FEW * reduced.size:
         return None
     inverse = torch.cholesky_inverse(factor)
     del factor
@@ -173,8 +173,8 @@ def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float, rows: int) -> tuple[
     """`G = (gram + ridge I)^-1`, factorized in float64 where float32 would lose the ridge in its rounding."""
     condition = float(torch.linalg.matrix_norm(gram_NN, "fro")) / ridge
     dtype = gram_NN.dtype if condition < FLOAT32_CONDITION else torch.float64
-    factor = shifted_cholesky(gram_NN, ridge, dtype)
-    if factor is None:
+    factor, factorized = shifted_cholesky(gram_NN, ridge, dtype)
+    if factorized < reduced.size:
         return None
     return _by_inverse(factor, reduced.dtype, rows), {"ridge": ridge, "solver": f"{reduced.form}/cholesky"}
 
@@ -197,12 +197,15 @@ def _applied(spectrum: Spectrum, gain_K: Tensor, size: int, rows: int) -> Apply:
     return _by_eigenpairs(spectrum.vectors_NN[:, known - kept :], gain_K, rows)
 
 
-def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:
-    """Lower factor `L` of `sym + shift I = L L^T` in `dtype`, or None when that is not positive definite."""
+def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Lower factor `L` of `sym + shift I = L L^T` in `dtype`, and the side of the leading block that it factorizes.
+
+    The side is `N` if the matrix is positive definite; if it is less, the factor is of no use.
+    """
     shifted = sym_NN.to(dtype, copy=True)
     shifted.diagonal().add_(shift)
-    factor, info = torch.linalg.cholesky_ex(shifted)
-    return factor if int(info) == 0 else None
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    return factor, int(failed) - 1 if int(failed) else len(sym_NN)
 
 
 def certified_cholesky(sym_NN: Tensor, rtol: float, largest: float = math.inf) -> tuple[Tensor, float] | int:
@@ -226,16 +229,8 @@ def certified_cholesky(sym_NN: Tensor, rtol: float, largest: float = math.inf) -
     if float(sym_NN.diagonal().min()) <= shift:  # lambda_min never exceeds a diagonal entry
         return 0
     for size in (n // LEADING_PART, n):  # nor the smallest eigenvalue of a leading block (Cauchy's interlacing)
-        factorized = _positive_definite_part(sym_NN[:size, :size], -shift)
+        factorized = shifted_cholesky(sym_NN[:size, :size], -shift, torch.float64)[1]  # the factor is freed
         if factorized < size:
             return factorized
-    factor = shifted_cholesky(sym_NN, 0.0, torch.float64)
-    return n if factor is None else (factor, bound)
-
-
-def _positive_definite_part(sym_NN: Tensor, shift: float) -> int:
-    """Side of the leading block of `sym + shift I` that a float64 Cholesky factorization finds positive definite."""
-    shifted = sym_NN.to(torch.float64, copy=True)
-    shifted.diagonal().add_(shift)
-    failed = int(torch.linalg.cholesky_ex(shifted).info)
-    return failed - 1 if failed else sym_NN.shape[-1]
+    factor, factorized = shifted_cholesky(sym_NN, 0.0, torch.float64)
+    return n if factorized < n else (factor, bound)
