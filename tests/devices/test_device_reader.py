@@ -54,5 +54,5 @@ def test_sums_with_the_base_are_those_of_the_host(dtype: torch.dtype) -> None:
         reader = OneTensor(base, base, device=device).reader
         raw = reader.read_base(region)
         assert torch.equal(reader.converted_base(region, raw), base.float())
-        found.append(torch.cat([c.clone() for c in reader.merged_chunks(region, raw, delta, 0.3, dtype)]))
+        found.append(torch.cat([c.clone() for c in reader.merged_chunks(region, raw, delta, 0.3)]))
     assert torch.equal(*found)

@@ -87,8 +87,10 @@ def _by_heads(make: Callable[[Attention], Packing | str]) -> Scheme:
     return scheme
 
 
-def _alternating(rows: int, config: Config) -> Packing | str:
-    return Packing((("gate", 1), ("up", 1)), groups=max(rows // 2, 1), unit=1, words="gate, up (alternating rows)")
+def _alternating(one: str, two: str, words: str) -> Scheme:
+    """A scheme of two maps whose rows alternate."""
+    words = f"{words} (alternating rows)"
+    return lambda rows, config: Packing(((one, 1), (two, 1)), groups=max(rows // 2, 1), unit=1, words=words)
 
 
 @_by_heads
@@ -203,14 +205,10 @@ def _query_and_gate(a: Attention) -> Packing | str:
     )
 
 
-def _alternating_gate(rows: int, config: Config) -> Packing | str:
-    return Packing((("x", 1), ("gate", 1)), groups=max(rows // 2, 1), unit=1, words="input, gate (alternating rows)")
-
-
 SCHEMES: Mapping[str, Scheme] = {
     "halves": _fixed(Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")),
     "halves_up_first": _fixed(Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")),
-    "alternating": _alternating,
+    "alternating": _alternating("gate", "up", "gate, up"),
     "thirds": _fixed(Packing((("q", 1), ("k", 1), ("v", 1)), words="q, k, v (thirds)")),
     "grouped_query": _grouped_query,
     "per_head": _per_head,
@@ -223,7 +221,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "mamba_halves": _fixed(Packing((("x", 1), ("gate", 1)), words="input, gate (halves)")),
     "mamba_parameters": _mamba_parameters,
     "mamba2": _mamba2,
-    "alternating_gate": _alternating_gate,
+    "alternating_gate": _alternating("x", "gate", "input, gate"),
     "query_and_gate": _query_and_gate,
     "key_and_value": _fixed(Packing((("k", 1), ("v", 1)), words="k, v (halves)")),
     "short_convolution": _fixed(Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")),

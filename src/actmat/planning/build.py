@@ -66,13 +66,16 @@ def build_plan(
     is_model = base is not None and not is_extracted
     metadata, texts = merged_metadata(base, experts, recipe.labels) if base is not None and is_model else ({}, [])
     of_items = (*_method_notes(draft.items, len(experts)), *statistics.notes_on(draft.items))
-    decisions = (*draft.notes, *texts, *of_items, *_place_notes(base, room), *left_out_note(left_out))
+    on_host = "adapters are merged on the host, not on a device: their factors are small"
+    of_place = [on_host] if base is None and room.device != "cpu" else []
+    decisions = (*draft.notes, *texts, *of_items, *of_place, *left_out_note(left_out))
+    ignored = draft.ignored or ((),) * len(experts)
     likely = (*_negative_means(draft.items), *draft.warnings, *unread_warnings(recipe, base, experts))
     return MergePlan(
         recipe=recipe,
         output="model" if is_model else "adapter",
         base=None if base is None else _summary("base", base, "model"),
-        experts=_expert_summaries(recipe.labels, experts, draft.ignored),
+        experts=tuple(_summary(n, e, e.kind, i) for n, e, i in zip(recipe.labels, experts, ignored, strict=True)),
         items=draft.items,
         specs=draft.specs,
         max_shard_bytes=draft.max_shard_bytes,
@@ -182,24 +185,11 @@ def _has_independent_rows(item: Item) -> bool:
     return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
 
 
-def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
-    on_host = base is None and room.device != "cpu"
-    return ["adapters are merged on the host, not on a device: their factors are small"] if on_host else []
-
-
 def versions_of(items: Sequence[Item]) -> dict[str, str]:
     """Versions of the software on this machine that determines the output, and of methods from elsewhere."""
     others = {i.call.method for i in items if i.call is not None} - {m.name for m in METHODS}
     versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return versions | {name: found for name in sorted(others) if (found := method_version(name)) is not None}
-
-
-def _expert_summaries(
-    labels: Sequence[str], experts: Sequence[Expert], ignored: Sequence[tuple[str, ...]]
-) -> tuple[InputSummary, ...]:
-    """One per expert, with the tensors of it that are not merged, if any are listed."""
-    listed = ignored or ((),) * len(experts)
-    return tuple(_summary(n, e, e.kind, i) for n, e, i in zip(labels, experts, listed, strict=True))
 
 
 def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:

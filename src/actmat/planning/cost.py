@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.layout.types import Role
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.operations import Operation, entries, product, repeated, thin_svd
 from actmat.linalg.svd import svd_workspace
 from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
 from actmat.planning.item import Item, MethodCall, Reading
+from actmat.planning.post import has_spectrum
 from actmat.planning.regions import CHUNK, Region
 from actmat.recipe import Postprocess
 
@@ -94,9 +94,10 @@ def region_peak_bytes(region: Region, call: CallShape, reading: Reading) -> int:
     base = (region.numel if reading.base_held else min(CHUNK, region.numel)) * call.base_itemsize
     at_once = n_experts if method.acts_on == "elementwise" and reading.strategy != "each" else 1
     raw = base + at_once * CHUNK * 8
-    if call.post and _has_singular_values(region):
-        shapes = region.layout.matrix_shapes(region.shape)
-        workspace = max(workspace, region.numel + max(map(_step_workspace, shapes)))
+    if call.post and len(region.shape) > 1 and has_spectrum(region.layout):
+        # a thin SVD, the response of one expert along its directions in float64, and the result in float64
+        shapes = [shape[-2:] for shape in region.layout.matrix_shapes(region.shape)]
+        workspace = max(workspace, region.numel + max(svd_workspace(*s) + 6 * math.prod(s) for s in shapes))
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
     return (
         raw
@@ -114,16 +115,6 @@ def tensor_peak_bytes(regions: Sequence[Region], call: CallShape, reading: Readi
 def different(regions: Sequence[Region]) -> list[Region]:
     """One region of each shape and layout."""
     return list({(p.shape, p.layout.orientation, p.layout.blocks): p for p in regions}.values())
-
-
-def _has_singular_values(region: Region) -> bool:
-    role = region.layout.role
-    return len(region.shape) > 1 and (role.is_matrix or role is Role.CONVOLUTION)
-
-
-def _step_workspace(shape: Sequence[int]) -> int:
-    """A thin SVD, the response of one expert along its directions in float64, and the result in float64."""
-    return svd_workspace(*shape[-2:]) + 6 * math.prod(shape[-2:])
 
 
 def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int, width: int) -> int:
@@ -197,8 +188,10 @@ def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
         shapes = item.layout.matrix_shapes(item.shape)
     found = method_operations(method, shapes, len(item.sources), item.call.options, double=double)
     if item.factors is not None:  # deltas are formed from their factors, and the merged one is decomposed again
-        rank = sum(item.factors.ranks)
-        found += _dense_module(item.shape, rank)
+        *batch, rows, columns = item.shape
+        rank = max(sum(item.factors.ranks), 1)
+        formed = [product(rows, columns, rank), product(rows, columns, max(min(rank, rows, columns), 1))]
+        found += repeated(formed, math.prod(batch))
     return [*found, *steps]
 
 
@@ -233,10 +226,3 @@ def _factored(item: Item, call: MethodCall) -> list[Operation]:
     if item.factors is None:  # a tensor of a full model
         lifted += [product(rows, columns, right), entries(2 * rows * columns)]
     return repeated([*repeated(bases, 2), *cores, *rule, *lifted], math.prod(batch))
-
-
-def _dense_module(shape: tuple[int, ...], rank: int) -> list[Operation]:
-    *batch, rows, columns = shape
-    kept = min(rank, rows, columns)
-    formed = product(rows, columns, max(rank, 1))
-    return repeated([formed, product(rows, columns, max(kept, 1))], math.prod(batch))

@@ -76,7 +76,8 @@ def reading_of(
         observed: the deltas are also read by others: steps of post-processing, caps, or a diagnosis.
     """
     if observed or not chunkable or not method.streams(options):
-        single = all(_n_matrices(method, region) == 1 for region in regions)
+        by_matrix = method.acts_on == "matrix"
+        single = all(not by_matrix or len(r.layout.matrix_shapes(r.shape)) == 1 for r in regions)
         return Reading("each" if method.access.one_pass and single and not observed else "held")
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=False)
@@ -84,11 +85,6 @@ def reading_of(
     streamed = streams(method, options, numel, n_experts, itemsize)
     base_held = not (streamed and numel > CHUNK) or method.uses_base(options)
     return Reading("chunks" if streamed else "held", base_held)
-
-
-def _n_matrices(method: MergeMethod, region: Region) -> int:
-    """Number of matrices that the method is called on in a region."""
-    return len(region.layout.matrix_shapes(region.shape)) if method.acts_on == "matrix" else 1
 
 
 def shared_way(items: Sequence[Item], *, observed: bool) -> tuple[Kernel, Reading | None]:
