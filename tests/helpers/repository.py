@@ -62,7 +62,6 @@ class Import:
 
     target: str
     line: int
-    inside_function: bool
 
 
 def imports_of(source: str, package: str) -> list[Import]:
@@ -71,18 +70,18 @@ def imports_of(source: str, package: str) -> list[Import]:
     Args:
         package: dotted package that the module lies in, to resolve relative imports.
     """
-    return list(_walk(ast.parse(source), package, False))
+    return list(_walk(ast.parse(source), package))
 
 
-def _walk(node: ast.AST, package: str, inside: bool) -> Iterator[Import]:
+def _walk(node: ast.AST, package: str) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for name in child.names:
-                yield Import(name.name, child.lineno, inside)
+                yield Import(name.name, child.lineno)
         elif isinstance(child, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
             module = ".".join([*above, *([child.module] if child.module else [])])
             for name in child.names:
-                yield Import(f"{module}.{name.name}", child.lineno, inside)
+                yield Import(f"{module}.{name.name}", child.lineno)
         else:
-            yield from _walk(child, package, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from _walk(child, package)

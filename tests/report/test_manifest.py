@@ -116,14 +116,6 @@ def test_an_edited_manifest(out: Path, what: str) -> None:
     assert any("the manifest was edited" in p for p in verify(out).problems)
 
 
-def _without_expert(manifest: dict[str, Any]) -> None:
-    label = manifest["experts"].pop()["name"]
-    manifest["recipe"]["experts"].pop()
-    for row in manifest["tensors"]:
-        row["sources"].pop()
-        del row["input_hashes"][label]
-
-
 HIDDEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no experts": (lambda m: m.update(experts=[]), "experts"),
     "fewer experts": (lambda m: m["experts"].pop(), "1 are listed, the recipe has 2"),

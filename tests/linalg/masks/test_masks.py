@@ -219,12 +219,6 @@ def streamed(parts: list[Tensor], k: int) -> tuple[Cut, int]:
             return selection.cut, rounds
 
 
-@pytest.fixture
-def threshold_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 7)
-    monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 7)
-
-
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_rank_equals_sorting(dtype: torch.dtype) -> None:

@@ -62,9 +62,6 @@ class DataOptions:
         return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
 
 
-DataSource = str | Path | DataOptions
-
-
 def read_rows(options: DataOptions) -> list[Row]:
     """The first rows of a data set; the last message of a chat is its answer if the assistant wrote it.
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
 
 DECODER = "decoder_"
@@ -29,9 +28,6 @@ COLUMNS = "logits_to_keep"
 """Keyword argument of causal models of transformers: columns of the inputs for which logits are computed."""
 SIMILAR = 0.75
 """Least share of the longest sample's tokens that another of its batch has."""
-
-InputSource = DataOptions | Sequence[Mapping[str, Tensor]]
-"""A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""
 
 
 @dataclass(frozen=True)
