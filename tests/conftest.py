@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.merging import Family
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine stalls at times
 settings.load_profile("no deadline")
@@ -33,6 +34,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_models(folder)
     return folder
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    """A base of one layer and two experts, with the flags of their merge into `tmp_path / "out"`."""
+    return Family.make(tmp_path, layers=1)
 
 
 @pytest.fixture

@@ -31,11 +31,6 @@ from actmat.recipe import load_recipe
 # Files that others wrote: links, pipes, devices, bombs and odd paths end in one error of ours, at once.
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=1)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "modeling.py", "config.json", "vocab.txt"])
 @pytest.mark.parametrize("command", ["merge", "plan"])
 def test_a_file_that_links_out_of_the_base_is_not_copied(family: Family, name: str, command: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers.gguf_files import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, writer_of, written
+from tests.helpers.merging import loaded_whole
 from tests.helpers.quantized import save_model
 
 import actmat
@@ -17,15 +19,6 @@ from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.gguf.file import QUANTIZED, converted_tokenizer
 from actmat.extras.gguf.header import VOCABULARY, read_gguf_header
-
-HEADS, KV_HEADS, WIDTH, INNER, LAYERS, VOCAB = 4, 2, 64, 96, 2, 80
-METADATA: dict[str, Any] = {
-    "block_count": LAYERS, "context_length": 128, "embedding_length": WIDTH, "feed_forward_length": INNER,
-    "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "rope.freq_base": 10000.0,
-    "attention.layer_norm_rms_epsilon": 1e-5, "attention.key_length": WIDTH // HEADS,
-    "rope.dimension_count": WIDTH // HEADS, "vocab_size": VOCAB,
-}  # fmt: skip
-
 
 BIASES = {"attn_q": WIDTH, "attn_k": WIDTH // 2, "attn_v": WIDTH // 2, "attn_output": WIDTH}
 
@@ -58,13 +51,11 @@ def write_gguf(
     **extra: Any,
 ) -> Path:
     """A tiny model whose matrices are of this type; `biases`: layers of the attention that have one."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    writer = GGUFWriter(file, architecture)
+    writer = writer_of(file, architecture)
     writer.add_name("tiny")
-    for key, value in METADATA.items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
     writer.add_token_list(tokens or [f"t{i}" for i in range(VOCAB)])
     if tokens:
         writer.add_tokenizer_model("gpt2")
@@ -77,10 +68,7 @@ def write_gguf(
         own = GGMLQuantizationType["F32" if len(shape) == 1 else kind]
         stored = data.astype(np.float16) if own.name == "F16" else quantize(data, own) if own.name != "F32" else data
         writer.add_tensor(name, stored, raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    written(writer)
     return file
 
 
@@ -130,30 +118,21 @@ def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
     changed = {n: (t.float() * 1.5).to(t.dtype) for n, t in tensors.items()}
     expert = save_model(tmp_path / "expert", changed, None)
     merge(base, [expert], out=tmp_path / "out", method="average")
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    state = model.state_dict()
+    state = loaded_whole(AutoModelForCausalLM, tmp_path / "out").state_dict()
     for name, tensor in changed.items():
         assert torch.allclose(state[name].float(), tensor.float(), rtol=1e-2), name
 
 
 def test_the_tokenizer_of_a_file_is_converted(tmp_path: Path) -> None:
-    from gguf import GGUFWriter
     from transformers import AutoTokenizer
 
-    writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
-    for key, value in METADATA.items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"qwen2.{key}", value)
+    writer = writer_of(tmp_path / "m.gguf", "qwen2")
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["a", "b", "c", "\u0120", "ab", "\u0120c", "<end>"])
     writer.add_token_types([1, 1, 1, 1, 1, 1, 3])
     writer.add_token_merges(["a b", "\u0120 c"])
     writer.add_eos_token_id(6)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    written(writer)
     files = converted_tokenizer(tmp_path / "m.gguf")
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -210,9 +189,7 @@ def test_biases_of_a_llamas_attention_are_put_in_order(tmp_path: Path) -> None:
     assert bytes(part) == bias[1:3].numpy().tobytes()
     assert np.array_equal(tensors["model.layers.0.self_attn.v_proj.bias"].numpy(), stored["blk.0.attn_v.bias"])
     merge(base, [save_model(tmp_path / "expert", tensors, None)], out=tmp_path / "out", method="average")
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, dtype=torch.float32)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    model = loaded_whole(AutoModelForCausalLM, tmp_path / "out", dtype=torch.float32)
     assert model.config.attention_bias is True
     assert torch.equal(model.state_dict()["model.layers.1.self_attn.k_proj.bias"], bias)
 
@@ -233,19 +210,13 @@ def split(file: Path, parts: int) -> list[Path]:
     out = []
     for k in range(parts):
         path = file.with_name(f"{file.stem}-{k + 1:05d}-of-{parts:05d}.gguf")
-        writer = GGUFWriter(path, "llama")
-        if k == 0:
-            for key, value in METADATA.items():
-                (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+        writer = writer_of(path) if k == 0 else GGUFWriter(path, "llama")
         writer.add_uint16("split.no", k)
         writer.add_uint16("split.count", parts)
         writer.add_int32("split.tensors.count", len(reader.tensors))
         for tensor in reader.tensors[k * size : (k + 1) * size]:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        written(writer)
         out.append(path)
     file.unlink()
     return out

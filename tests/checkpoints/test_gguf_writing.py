@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints.test_gguf import HEADS, KV_HEADS, write_gguf
+from tests.checkpoints.test_gguf import write_gguf
+from tests.helpers.gguf_files import HEADS, KV_HEADS
 from tests.tolerances import F32_PRODUCT
 
 import actmat

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.checkpoints.test_gguf import METADATA, VOCAB, shapes
+from tests.checkpoints.test_gguf import shapes
 from tests.checkpoints.test_gguf_writing import as_checkpoint, save_lora
+from tests.helpers.gguf_files import VOCAB, writer_of, written
 from tests.tolerances import F32_FORWARD
 
 import actmat
@@ -25,11 +26,9 @@ PROMPT = [5, 17, 3, 42, 8]
 
 def write_with_tokenizer(file: Path, seed: int = 0) -> Path:
     """A tiny Llama with a vocabulary that llama.cpp loads, float32."""
-    from gguf import GGUFWriter, TokenType
+    from gguf import TokenType
 
-    writer = GGUFWriter(file, "llama")
-    for key, value in METADATA.items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+    writer = writer_of(file)
     writer.add_tokenizer_model("llama")
     special = ["<unk>", "<s>", "</s>"]
     writer.add_token_list([*special, *(f"t{i}" for i in range(VOCAB - 3))])
@@ -39,10 +38,7 @@ def write_with_tokenizer(file: Path, seed: int = 0) -> Path:
     for name, shape in shapes().items():
         data = rng.standard_normal(shape).astype(np.float32) * (0.2 if len(shape) > 1 else 1.0)
         writer.add_tensor(name, data + (1.0 if len(shape) == 1 else 0.0))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    written(writer)
     return file
 
 

@@ -15,11 +15,6 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, Outcome, act
 """Spoils a family and returns the flags to add."""
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=1)
-
-
 def refused(family: Family, *flags: str, says: tuple[str, ...]) -> Outcome:
     outcome = actmat(family.argv(*flags))
     assert outcome.code == 1, outcome

@@ -20,11 +20,6 @@ from actmat.version import __version__
 COMMANDS = ("merge", "plan", "diagnose", "compare", "methods", "inspect", "verify", "demo")
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=1)
-
-
 @pytest.mark.parametrize("command", [(), *((c,) for c in COMMANDS)])
 def test_help_exits_with_zero_and_fits_80_columns(command: tuple[str, ...]) -> None:
     outcome = actmat([*command, "--help"])

@@ -13,11 +13,6 @@ from tests.helpers.adapters import save_adapter
 from tests.helpers.merging import CONFIG, EMBEDDING, Family, actmat, save_checkpoint
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=1)
-
-
 def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_base(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:

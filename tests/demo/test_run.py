@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tests.helpers.demo import TINY, TINY_ENCODER, some_photographs
 from tests.helpers.json_layouts import PINNED
+from tests.helpers.printing import console_text
 
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
 from actmat.extras.demo.model import EncoderConfig, features, fit_head, load_encoder, new_encoder, save_encoder
@@ -126,10 +127,8 @@ def test_methods_stand_below_the_references_best_first():
         {"name": n, "kind": kinds.get(n, "merged"), "tasks": {"a": s}, "average": s, "half": 0.01, "of_expert": s / 0.8}
         for n, s in shares.items()
     ]
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(accuracy_table(rows, "t"))
-    lines = [line.split() for line in capture.get().splitlines() if line.split() and line.split()[0] in shares]
+    text = console_text(accuracy_table(rows, "t"))
+    lines = [line.split() for line in text.splitlines() if line.split() and line.split()[0] in shares]
     assert [line[0] for line in lines] == ["majority", "base", "experts", "actmat", "average", "task_arithmetic"]
     assert lines[3] == ["actmat", "76.0", "76.0", "±1.0", "95.0"]
 

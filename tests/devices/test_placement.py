@@ -82,11 +82,6 @@ def test_memory_is_estimated_apart() -> None:
     assert held.device_bytes >= base + 3 * deltas, "a method that streams on the host holds its deltas on a device"
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=1)
-
-
 def plan_of(family: Family, **fields: Any) -> MergePlan:
     return library.plan(family.base, family.experts, **fields)
 

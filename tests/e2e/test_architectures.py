@@ -13,6 +13,7 @@ from benchmarks.families.check import check
 from benchmarks.families.splits import observed_pieces
 from benchmarks.families.tiny import Architecture, architectures, shrunk
 from safetensors.torch import load_file, save_file
+from tests.helpers.merging import loaded_whole
 from tests.helpers.models import (
     BY_NAME,
     CASES,
@@ -57,12 +58,7 @@ def merges(families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory
 
 
 def load(case: Case, folder: Path) -> nn.Module:
-    """The model as `from_pretrained` gives it; nothing may be missing or left over."""
-    model, info = case.loader.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert not info["mismatched_keys"]
-    return model.eval()
+    return loaded_whole(case.loader, folder, dtype=torch.float32).eval()
 
 
 def expected(case: Case, family: Family, method: str) -> dict[str, Tensor]:

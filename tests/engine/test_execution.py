@@ -36,11 +36,6 @@ from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=1)
-
-
 def merge(family: Family, **settings: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Merged tensors, and rows of the manifest by tensor."""
     chosen: dict[str, Any] = {"out": family.out, "threads": 1, "durable": False, "overwrite": True, **settings}

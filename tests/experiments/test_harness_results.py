@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console
+from tests.helpers.printing import console_text
 from tests.helpers.vision import TINY, write_tasks
 from typer.testing import CliRunner
 
@@ -97,13 +97,6 @@ def test_seeds_are_averaged_and_incomplete_ones_left_out():
     assert line.normalized is None
 
 
-def printed(table) -> str:
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
 def test_tables_fit_eighty_columns():
     tasks = ("mnist", "eurosat", "gtsrb", "dtd", "sign_digits", "resisc45", "cifar10", "svhn")
     rows = ("majority", "base", "experts", "task_arithmetic", "knots_iso_c")
@@ -112,11 +105,11 @@ def test_tables_fit_eighty_columns():
     ]
     lines = summarize(scores, tasks, {("knots_iso_c", "default"): 74.9})
     for table in (average_table("t", lines), task_table("t", lines, tasks)):
-        text = printed(table)
+        text = console_text(table)
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text
         assert all(row in text for row in rows)
-    row = next(line for line in printed(average_table("t", lines)).splitlines() if "knots" in line)
+    row = next(line for line in console_text(average_table("t", lines)).splitlines() if "knots" in line)
     assert row.split() == ["knots_iso_c", "50.0", "±3.5", "100.0", "74.9", "60.0", "±3.4", "1.5"]
 
 

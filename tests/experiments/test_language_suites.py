@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from tests.experiments.test_language_sources import numbered
 from tests.helpers.language import tiny_model, write_rows, write_small_data, written_tokenizer
+from tests.helpers.printing import console_text
 
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
@@ -59,10 +59,7 @@ def _one_thread():
 
 
 def shown(suite: str, cache: Path, **more) -> str:
-    console = Console(width=80)
-    with console.capture() as capture:
-        get_suite(suite).table(TableRequest(suite, cache, console=console, **more))
-    return capture.get()
+    return console_text(lambda console: get_suite(suite).table(TableRequest(suite, cache, console=console, **more)))
 
 
 def small_request(root: Path, **more) -> RunRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rich.console import Console
+from tests.helpers.printing import console_text
 from tests.helpers.spectra import random_deltas, random_lowrank
 from tests.tolerances import F64_ORACLE, relative_error
 
@@ -168,10 +168,7 @@ def test_figures_per_benchmark_are_shown_for_the_rows_and_tasks_at_hand():
 def test_the_tables_print_them(tmp_path, markdown):
     tasks = tuple(paper.paper_tasks("ViT-B/16", "full")["actmat"])
     append_scores(score_file(tmp_path, "vision"), scores(("base", "actmat", "task_arithmetic_1"), tasks))
-    console = Console(width=80)
-    with console.capture() as capture:
-        show(TableRequest("vision", tmp_path, markdown=markdown, console=console))
-    text = capture.get()
+    text = console_text(lambda console: show(TableRequest("vision", tmp_path, markdown=markdown, console=console)))
     assert ("paper's run records" in text) is not markdown
     assert "99.5" in text
     assert str(paper.paper_figures("ViT-B/16", "full")["task_arithmetic_1", "default"]) in text

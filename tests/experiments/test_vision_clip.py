@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
+from tests.helpers.printing import console_text
 from tests.helpers.vision import TINY, write_clip, write_tasks
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, relative_error
 from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
@@ -93,10 +94,7 @@ def test_every_stage_runs_and_is_scored(finished):
 
 
 def test_the_table_puts_the_papers_figures_beside(finished):
-    console = Console(width=80)
-    with console.capture() as capture:
-        show(TableRequest("vision", finished.cache, console=console))
-    text = capture.get()
+    text = console_text(lambda console: show(TableRequest("vision", finished.cache, console=console)))
     row = next(line for line in text.splitlines() if line.split()[:1] == ["actmat"])
     assert "82.9" in row.split()
     assert "74.6" in text, "ACTMat on LoRA"

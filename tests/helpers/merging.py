@@ -158,3 +158,12 @@ def card(out: Path) -> tuple[dict[str, Any], str]:
     """YAML head and body of a model card."""
     _, head, body = (out / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(head), body
+
+
+def loaded_whole(loader: Any, folder: Path, **how: Any) -> Any:
+    """The model as `from_pretrained` gives it; nothing may be missing or left over."""
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **how)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.gguf_files import written
 
 from actmat_experiments.pretrained.wheels import Wheel
 
@@ -181,7 +182,4 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
             n = heads if last == "q_proj" else shared
             tensor = tensor.view(n, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         writer.add_tensor(f"blk.{layer}.{parts[last]}.weight", tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    written(writer)

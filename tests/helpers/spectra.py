@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ from actmat.linalg.lowrank import LowRank
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def gaussian_of(seed: int) -> Callable[..., Tensor]:
+    """A function of a shape that draws from one stream of normal numbers."""
+    generator = seeded(seed)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def orthonormal(rows: int, columns: int, seed: int) -> Tensor:
@@ -28,6 +34,12 @@ def with_spectrum(rows: int, columns: int, spectrum: Sequence[float] | Tensor, s
     """`rows x columns` float64 matrix with the given singular values and random singular vectors."""
     s = torch.as_tensor(spectrum, dtype=torch.float64)
     return (orthonormal(rows, len(s), seed) * s) @ orthonormal(columns, len(s), seed + 1000).mT
+
+
+def symmetric(values: Sequence[float] | Tensor, seed: int = 0) -> Tensor:
+    """`N x N` with these eigenvalues, float64."""
+    basis = orthogonal(len(values), seed)
+    return (basis * torch.as_tensor(values, dtype=torch.float64)) @ basis.T
 
 
 def graded(rows: int, columns: int, condition: float, seed: int = 0) -> Tensor:

@@ -25,6 +25,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(krylov, "BLOCK", 8)
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the bases whose eigenpairs were computed."""
+    sizes: list[int] = []
+    ritz = krylov._Basis.ritz
+    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (sizes.append(basis.size), ritz(basis))[1])
+    return sizes
+
+
 def symmetric(values: Tensor) -> Tensor:
     """`N x N` with these eigenvalues, exactly symmetric."""
     matrix = (BASIS_ROWS * values) @ BASIS_ROWS.mT
@@ -126,12 +135,7 @@ def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: py
     ],
     ids=["flat", "one is not kept", "slow decay", "zero"],
 )
-def test_what_is_not_worth_it_is_refused_after_the_first_look(
-    values: Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[int] = []
-    ritz = krylov._Basis.ritz
-    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
+def test_what_is_not_worth_it_is_refused_after_the_first_look(values: Tensor, reason: str, looks: list[int]) -> None:
     assert leading(symmetric(values), Above(CUT), torch.float32) == reason
     blocks = [krylov.EARLY_CHECK] if reason == ALL_KEPT else [krylov.EARLY_CHECK, krylov.FIRST_LOOK]
     assert looks == [count * krylov.BLOCK for count in blocks]
@@ -180,12 +184,7 @@ def test_no_pair_below_the_share_or_the_floor_is_among_the_largest(share: float,
     ],
     ids=["line", "all alike", "hardly falls", "some large ones on a line"],
 )
-def test_flat_spectra_are_refused_after_the_first_look(
-    values: Tensor, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[int] = []
-    ritz = krylov._Basis.ritz
-    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
+def test_flat_spectra_are_refused_after_the_first_look(values: Tensor, count: int, looks: list[int]) -> None:
     assert isinstance(leading(symmetric(values), Largest(count, 1e-12), torch.float32), str)
     assert looks == [krylov.EARLY_CHECK * krylov.BLOCK, krylov.FIRST_LOOK * krylov.BLOCK]
 
@@ -238,11 +237,8 @@ def test_a_basis_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert found == "residuals are not exact in a basis of 30% of the directions"
 
 
-def test_a_crowd_just_below_the_cut_off_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_just_below_the_cut_off_is_given_up_early(looks: list[int]) -> None:
     """Without a gap, residuals fall slowly: the attempt ends soon after the size that five pairs usually need."""
-    looks: list[int] = []
-    ritz = krylov._Basis.ritz
-    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
     crowded = padded(torch.linspace(1, 1.001 * CUT, 5), torch.linspace(0.999, 0.0, 595) * CUT)
     assert leading(symmetric(crowded), Above(CUT), torch.float64) == "residuals fall too slowly"
     assert looks[-1] <= 2 * krylov._expected(5)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.lapack import failing
-from tests.helpers.spectra import graded, orthogonal, random_deltas, with_spectrum
+from tests.helpers.spectra import graded, random_deltas, symmetric, with_spectrum
 from tests.tolerances import F32_ELEMENTWISE, F64_IDENTITY, relative_error
 
 from actmat.errors import NumericalError
@@ -268,11 +268,6 @@ def test_a_part_of_what_is_not_finite_is_an_error_that_names_the_whole_shape(bad
 
 
 # Every retry is named, and changes no more than it says.
-
-
-def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
-    basis = orthogonal(len(values), seed)
-    return (basis * torch.tensor(values, dtype=torch.float64)) @ basis.T
 
 
 @pytest.mark.parametrize(

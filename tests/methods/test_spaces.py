@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.spectra import gaussian_of
 from tests.tolerances import F32_PRODUCT, F64_ORACLE
 from torch import Tensor
 
@@ -27,11 +28,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def adapters(rows: int = 10, columns: int = 14, ranks: tuple[int, ...] = (2, 3, 2), seed: int = 0) -> Pairs:
-    rng = torch.Generator().manual_seed(seed)
-
-    def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
-
+    gaussian = gaussian_of(seed)
     return [(gaussian(rows, r), gaussian(r, columns)) for r in ranks]
 
 
@@ -216,11 +213,7 @@ def pico_adapters(
     rows: int = 12, columns: int = 16, ranks: tuple[int, ...] = (2, 3, 2), *, shared: float = 3.0
 ) -> Pairs:
     """Factors with one output direction that all experts share."""
-    rng = torch.Generator().manual_seed(7)
-
-    def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
-
+    gaussian = gaussian_of(7)
     common = gaussian(rows, 1)
     return [(gaussian(rows, r) + shared * common, gaussian(r, columns)) for r in ranks]
 
@@ -299,11 +292,7 @@ SHAPES = [(9, 9), (6, 11), (11, 6)]
 
 
 def experts(rows: int, columns: int, *, count: int = 3, rank: int = 0, seed: int = 0) -> list[Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-
-    def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
-
+    gaussian = gaussian_of(seed)
     common = gaussian(rows, columns)
     if rank:
         return [gaussian(rows, rank) @ gaussian(rank, columns) for _ in range(count)]

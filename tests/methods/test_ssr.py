@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.helpers.spectra import gaussian_of
 from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
@@ -13,11 +14,7 @@ from actmat.methods import get_method
 
 def adapters(rows: int = 9, columns: int = 14, ranks: tuple[int, ...] = (2, 3)) -> tuple[list[LowRank], list[Tensor]]:
     """Factors, and inputs of each task side by side (`I x N`)."""
-    rng = torch.Generator().manual_seed(3)
-
-    def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
-
+    gaussian = gaussian_of(3)
     return [LowRank(gaussian(rows, r), gaussian(r, columns)) for r in ranks], [gaussian(columns, 40) for _ in ranks]
 
 

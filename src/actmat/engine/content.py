@@ -21,7 +21,7 @@ from actmat.statistics.store import Statistics
 _CHUNK_BYTES = 1 << 22
 
 
-class StoredTensors(Protocol):
+class TensorBytes(Protocol):
     """Stored tensors whose bytes can be read."""
 
     @property
@@ -32,7 +32,7 @@ class StoredTensors(Protocol):
         """Fill `out` with bytes of a tensor from `start` on."""
 
 
-def content_hash(stored: StoredTensors, name: str) -> str:
+def content_hash(stored: TensorBytes, name: str) -> str:
     """Content hash of one stored tensor, read in chunks."""
     nbytes = stored.specs[name].nbytes
     seen, buffer = ContentHash(), memoryview(bytearray(min(_CHUNK_BYTES, max(nbytes, 1))))

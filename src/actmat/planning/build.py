@@ -66,9 +66,7 @@ def build_plan(
     is_model = base is not None and not is_extracted
     metadata, texts = merged_metadata(base, experts, recipe.labels) if base is not None and is_model else ({}, [])
     of_items = (*_method_notes(draft.items, len(experts)), *statistics.notes_on(draft.items))
-    on_host = "adapters are merged on the host, not on a device: their factors are small"
-    of_place = [on_host] if base is None and room.device != "cpu" else []
-    decisions = (*draft.notes, *texts, *of_items, *of_place, *left_out_note(left_out))
+    decisions = (*draft.notes, *texts, *of_items, *_place_notes(base, room), *left_out_note(left_out))
     ignored = draft.ignored or ((),) * len(experts)
     likely = (*_negative_means(draft.items), *draft.warnings, *unread_warnings(recipe, base, experts))
     return MergePlan(
@@ -183,6 +181,11 @@ def _has_independent_rows(item: Item) -> bool:
     elif any(s is not None and s.kind != "zero" and not s.rank for s in item.sources):
         return False  # of full rank, as far as headers tell
     return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
+
+
+def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
+    on_host = base is None and room.device != "cpu"
+    return ["adapters are merged on the host, not on a device: their factors are small"] if on_host else []
 
 
 def versions_of(items: Sequence[Item]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from actmat.checkpoints.hashing import HASH_NAME, hash_names
 from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
-from actmat.engine.content import StoredTensors, content_hash
+from actmat.engine.content import TensorBytes, content_hash
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.locate import Located, locate
 from actmat.experts.policy import vocabulary_aligner
@@ -328,7 +328,7 @@ def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashPr
 
 
 def _compare(
-    checkpoint: StoredTensors, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
+    checkpoint: TensorBytes, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
 ) -> list[str]:
     problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
     if not partial:

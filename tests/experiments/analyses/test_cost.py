@@ -7,8 +7,8 @@ import operator
 
 import pytest
 import torch
-from rich.console import Console
 from tests.helpers.merging import actmat as run_cli
+from tests.helpers.printing import console_text
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import F64_ORACLE, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,10 +174,7 @@ def test_the_boxed_forms_make_the_papers_count():
 
 
 def test_the_table_fits_and_is_in_the_result():
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(rule_table())
-    text = capture.get()
+    text = console_text(rule_table())
     assert max(map(len, text.splitlines())) <= 80
     assert "22T + 45" in text
     result = cost([(8, 8)], n_experts=2, methods=["average"], repeats=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from tests.helpers.printing import console_text
 
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat_experiments.harness.cache import Cache
@@ -170,10 +170,7 @@ def test_code_is_not_run_where_it_cannot_be_fenced(
 
 
 def shown(cache: Path, width: int = 80, **how: object) -> str:
-    console = Console(width=width)
-    with console.capture() as capture:
-        suite.table(TableRequest("reasoning", cache, console=console, **how))  # type: ignore[arg-type]
-    return capture.get()
+    return console_text(lambda c: suite.table(TableRequest("reasoning", cache, console=c, **how)), width)  # type: ignore[arg-type]
 
 
 def papers_run(cache: Path, *rows: str) -> None:

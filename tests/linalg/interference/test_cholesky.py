@@ -6,15 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.spectra import orthogonal
+from tests.helpers.spectra import symmetric
 from tests.tolerances import relative_error
 
 from actmat.linalg.interference.spectral_solve import certified_cholesky, shifted_cholesky
-
-
-def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
-    basis = orthogonal(len(values), seed)
-    return (basis * torch.tensor(values, dtype=torch.float64)) @ basis.T
 
 
 @settings(max_examples=60)
