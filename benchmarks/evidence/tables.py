@@ -84,7 +84,7 @@ def shape_rows(some: Sequence[Group], rows: Sequence[str]) -> list[list[str]]:
 
 
 def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
-    """Measures, references and points above the average, a column per group; rows of more than one, the best first."""
+    """Measures, references and points above the average, a column per group; rows of all but one, the best first."""
     found = []
     for name, fact, factor in (
         ("size of the deltas, %", "change", 100),
@@ -98,7 +98,7 @@ def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
         found.append([row, *(f"{interval(group.points(row)).mean:.1f}" for group in some)])
     rows = list(dict.fromkeys(row for group in some for row in (*group.rows(), *group.rows(varied=True))))
     gaps = {row: [paired(group.points(row), group.points("average")) for group in some] for row in rows}
-    rows = [row for row in rows if row != "average" and sum(gap is not None for gap in gaps[row]) > 1]
+    rows = [row for row in rows if row != "average" and gaps[row].count(None) < 2]
     rows.sort(key=lambda row: -mean(gap.mean for gap in gaps[row] if gap is not None))
     return found + [[f"`{row}`", *("" if gap is None else f"{gap.mean:+.1f}" for gap in gaps[row])] for row in rows]
 

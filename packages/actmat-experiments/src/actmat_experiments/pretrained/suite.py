@@ -143,14 +143,18 @@ def variants(
                 }
 
 
+_NAMED = ("base", "ranks", "mixed", "alpha", "start", "drawn")
+"""Settings that the model's name has, or the digest of the base."""
+
+
 def settings_digest(settings: PretrainedSettings, base: str, tasks: Sequence[Any]) -> str:
-    """Stands for all but seed, regime, row, and the rank, `alpha` and start of LoRA, which are in the model's name.
+    """Stands for all but seed, regime, row, and what is `_NAMED`.
 
     Args:
         base: its digest.
         tasks: each has a `name` and the hashes of its parts, `content`.
     """
-    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks", "mixed", "alpha", "start")}
+    plain = {n: v for n, v in asdict(settings).items() if n not in _NAMED}
     return digest([plain, base, [[t.name, t.content] for t in tasks]])
 
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.extras.demo.model import Head
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment, Made
 from actmat_experiments.harness.heads import ClipHead, counted, fitted_head, load_head
 from actmat_experiments.harness.measuring import Batch
+from actmat_experiments.harness.models import draw_alike
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.training import Schedule, Start, Training
@@ -57,6 +59,7 @@ class TextSettings(PretrainedSettings):
         mixed: one experiment with adapters of all these ranks: a task after the other gets the next.
         alpha: of LoRA; 0: the rank.
         start: of LoRA's `A`: drawn `apart`, `shared` by all tasks, or apart and `small`, at 0.05 of its size.
+        drawn: a control: adapters drawn at random with the norms of the trained ones.
         ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
     """
 
@@ -65,6 +68,7 @@ class TextSettings(PretrainedSettings):
     mixed: bool = False
     alpha: int = 0
     start: Start = "apart"
+    drawn: bool = False
     ridge: float = 0.3
     logit_scale: float = 10.0
 
@@ -79,6 +83,7 @@ class PretrainedText(Experiment):
         mixed: ranks of the tasks, in turn; none: all have `rank`.
         alpha: of LoRA; 0: the rank.
         start: of LoRA's `A`.
+        drawn: random factors with the norms of the trained ones.
     """
 
     reader: Reader
@@ -89,6 +94,7 @@ class PretrainedText(Experiment):
     mixed: tuple[int, ...] = ()
     alpha: int = 0
     start: Start = "apart"
+    drawn: bool = False
 
     def training(self, task: TextSet) -> Mapping[str, Any]:
         """See `Experiment`."""
@@ -99,7 +105,7 @@ class PretrainedText(Experiment):
             "alpha": self.alpha or None,
             "start": self.start if self.regime == "lora" else None,
             "schedule": self.schedule,
-        }
+        } | ({"drawn": True} if self.drawn else {})
 
     def steps(self, task: TextSet) -> int:
         """See `Experiment`."""
@@ -107,6 +113,10 @@ class PretrainedText(Experiment):
 
     def train(self, task: TextSet, out: Path, stage: Stage) -> None:
         """See `Experiment`."""
+        if self.drawn:
+            trained = replace(self, drawn=False).experts()[task.name].path
+            draw_alike(trained, out, generator_for(self.seed, f"drawn {task.name}"))
+            return
         lora: dict[str, Any] = {"rank": self._rank(task), "alpha": self.alpha, "start": self.start}
         how = Training(task.name, self.seed, self.schedule, self.regime, device=self.device, **lora)
         finetune(self.reader, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
@@ -189,7 +199,8 @@ def _variants(request: RunRequest, watch: Watch, settings: TextSettings, base: M
             continue
         model = f"{NAME}, r = {', '.join(map(str, mixed))}" if mixed else fields["model"]
         about = ", ".join((model, *_other_training(settings)))
-        yield fields | {"model": about, "mixed": mixed, "alpha": settings.alpha, "start": settings.start}
+        how = {name: getattr(settings, name) for name in ("alpha", "start", "drawn")}
+        yield fields | {"model": about, "mixed": mixed, **how}
 
 
 def _other_training(settings: TextSettings) -> list[str]:
@@ -199,7 +210,9 @@ def _other_training(settings: TextSettings) -> list[str]:
     if (settings.lora_rate, settings.lora_epochs) != (plain.lora_rate, plain.lora_epochs):
         steps = settings.schedule("lora").steps(settings.train)
         found.append(f"{steps} steps at {settings.lora_rate:g}")
-    return found if settings.start == "apart" else [*found, f"A {settings.start}"]
+    if settings.start != "apart":
+        found.append(f"A {settings.start}")
+    return [*found, "drawn at random"] if settings.drawn else found
 
 
 def _head(cache: Cache, reader: Reader, settings: TextSettings, base: Made, task: TextSet, device: str) -> Path:
