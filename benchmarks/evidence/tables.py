@@ -19,9 +19,8 @@ from benchmarks.evidence import choice as auto
 from benchmarks.evidence import cosines
 from benchmarks.evidence.group import (
     FOLDER,
-    FRESH,
+    MORE,
     NAMES,
-    RANKS,
     REGIMES,
     SUITES,
     Candidate,
@@ -148,9 +147,9 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
 
     Names: `references`, `claims`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `regimes`;
     `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
-    "lora". With `fresh_`, `ranks_` or `regimes_` before it, a table is of those files.
+    "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a table is of those files.
     """
-    suites = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES}.get(name.partition("_")[0], SUITES)
+    suites = MORE.get(name.partition("_")[0], SUITES)
     some = groups(folder, suites)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
         "references": (
@@ -170,7 +169,7 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (SUBSET_HEAD, lambda: subset_rows(folder)),
     }
-    if (of_all := re.sub("^(fresh|ranks|regimes)_", "", name)) in plain:
+    if (of_all := re.sub(f"^({'|'.join(MORE)})_", "", name)) in plain:
         head, rows = plain[of_all]
         return table(head, found) if (found := rows()) else "*Not run yet.*\n"
     what, suite, regime = name.split("_")

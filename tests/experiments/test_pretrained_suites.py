@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
-from benchmarks.evidence.more import append_new, subsets, sweep
+from benchmarks.evidence.more import MODULES, append_new, subsets, sweep
 from safetensors.torch import load_file, save_file
 from tests.helpers.pretrained import write_bert, write_graph, write_texts, write_vit, write_wheel
 from tests.helpers.vision import write_tasks
@@ -123,8 +123,7 @@ def test_the_hash_is_that_of_the_merged_weights(finished, monkeypatch):
         return acted
 
     monkeypatch.setattr(driver, "merge_candidates", watched)
-    module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
-    made = next(iter(module.experiments(finished, Watch())))
+    made = next(iter(MODULES[finished.suite].experiments(finished, Watch())))
     row = driver.Candidate("again", "actmat")
     assert made.merges([row], tune=False)["again"]["merge"] == seen["again"]
     scores = read_scores(score_file(finished.cache, finished.suite))
@@ -164,7 +163,7 @@ def test_statistics_of_regmean_pp_come_through_merged_blocks(finished, monkeypat
     get_suite(finished.suite).run(replace(finished, methods=("regmean++",)))
     scores = [s for s in read_scores(tmp_path / "some.jsonl") if s.scale == "default" and "rule" in s.detail]
     assert {(s.regime, s.method) for s in scores} == {(r, "regmean++") for r in finished.regimes}
-    for made in {"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch()):
+    for made in MODULES[finished.suite].experiments(finished, Watch()):
         task = finished.tasks[0]
         own, staged = made.statistics(kinds=("gram",))[task], staged_inputs(made)
         model = made.load(staged.experts[task].path).state_dict()
@@ -188,8 +187,7 @@ def test_cosines_are_those_of_the_definition(finished):
     assert {(r["regime"], r["task"]) for r in rows} == {(r, t) for r in finished.regimes for t in finished.tasks}
     assert len({r["tensor"] for r in rows}) == {"text-minilm": 6, "vision-vits14": 12}[finished.suite]
     assert all(0 <= r["estimate"] <= 1 and 0 < r["identity"] <= 1 and r["change"] > 0 for r in rows)
-    module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
-    made = next(iter(module.experiments(finished, Watch())))
+    made = next(iter(MODULES[finished.suite].experiments(finished, Watch())))
     task, row = finished.tasks[0], rows[0]
     with open_statistics(made.statistics()[task].path) as statistics:
         gram = statistics.gram(statistics.find(row["tensor"]), dtype=torch.float64)
@@ -228,11 +226,8 @@ def test_sweep_changes_length_and_rate_only(requests, tmp_path):
 def test_subsets_are_merges_of_the_first_experts(finished):
     rows = list(subsets(finished, ("average",)))
     assert [(r["experts"], r["task"]) for r in rows] == [(2, t) for t in finished.tasks]
-    (score, *_) = [
-        s
-        for s in read_scores(score_file(finished.cache, finished.suite))
-        if (s.regime, s.method, s.scale) == ("full", "average", "default")
-    ]
+    scores = read_scores(score_file(finished.cache, finished.suite))
+    score = next(s for s in scores if (s.regime, s.method, s.scale) == ("full", "average", "default"))
     assert rows[0]["merge"] == score.detail["merge"]
     assert rows[0]["correct"] == score.correct
 
@@ -319,10 +314,8 @@ def test_adapters_of_several_ranks_and_alphas_are_one_experiment(requests):
     (experiment,) = text.experiments(asked, Watch())
     configs = [json.loads((made.path / "adapter_config.json").read_text()) for made in experiment.experts().values()]
     assert [(c["r"], c["lora_alpha"]) for c in configs] == [(2, 8), (3, 8)]
-    drawn, trained = (
-        load_file(e.experts()["mr"].path / "adapter_model.safetensors")
-        for e in (experiment, replace(experiment, drawn=False))
-    )
+    own = replace(experiment, drawn=False).experts()["mr"].path
+    drawn, trained = (load_file(p / "adapter_model.safetensors") for p in (experiment.experts()["mr"].path, own))
     a, b = sorted(drawn)[:2]
     assert not torch.equal(drawn[a], trained[a])
     torch.testing.assert_close((drawn[b] @ drawn[a]).norm(), (trained[b] @ trained[a]).norm())

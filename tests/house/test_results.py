@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from benchmarks import common, provenance
-from benchmarks.evidence.group import FOLDER, FRESH, RANKS, REGIMES, SUITES
+from benchmarks.evidence.group import FOLDER, MORE, SUITES
 from benchmarks.mergekit.tables import GOOD, OUTCOMES
 from tests.helpers.repository import ROOT, tracked_files
 
@@ -60,7 +60,7 @@ def test_a_result_file_is_well_formed(path: Path) -> None:
         assert " /" not in str(found.get("command", "")) if isinstance(found, dict) else found, "a path of one machine"
 
 
-SCORES = [suite for suite in (*SUITES, *FRESH, *RANKS, *REGIMES) if (FOLDER / f"{suite}.jsonl").is_file()]
+SCORES = [suite for suite in sum(MORE.values(), SUITES) if (FOLDER / f"{suite}.jsonl").is_file()]
 
 
 @pytest.mark.parametrize("suite", SCORES)
@@ -69,7 +69,7 @@ def test_every_score_of_the_evidence_can_be_traced(suite: str) -> None:
     for score in (s for s in scores if s.method not in REFERENCES):
         assert {"rule", "options", "scale", "split", "versions", "merge"} <= set(score.detail), score
         assert re.fullmatch(r"[0-9a-f]{64}", score.detail["merge"])
-    assert {s.suite for s in scores} == {re.sub("^(fresh|ranks|regimes)-", "", suite)}
+    assert {s.suite for s in scores} == {re.sub(f"^({'|'.join(MORE)})-", "", suite)}
 
 
 OTHERS = {"example_arcee_fusion", "task_arithmetic_normalize_by_filter", "multislerp_raw_weights"}
