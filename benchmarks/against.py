@@ -105,18 +105,6 @@ def row(merge: Merge, folder: Path, statuses: Sequence[tuple[int, int]], expecte
     }
 
 
-def bytes_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of the rows, with the information on other files below."""
-    lines = [aligned(rows, BYTE_COLUMNS)]
-    lines += [f"{row['merge']}: {note}" for row in rows for note in row["notes"]]
-    return "\n".join(lines)
-
-
-def speed_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of times and memory, with units."""
-    return aligned([readable(row) for row in rows], COLUMNS)
-
-
 def _speed(trees: Sequence[Tree], names: Sequence[str], size: str, rounds: int) -> list[dict[str, Any]]:
     known = commands(size)
     rows = []
@@ -177,10 +165,12 @@ def main() -> None:
         if "bytes" in parts:
             started = time.perf_counter()
             compared = compare_bytes(trees, [merge for merge in MERGES if merge.name in names], folder, expected)
-            print(bytes_table(compared) + f"\n\n{len(compared)} merges in {time.perf_counter() - started:.0f} s\n")
+            notes = [f"{row['merge']}: {note}" for row in compared for note in row["notes"]]
+            print(aligned(compared, BYTE_COLUMNS), *notes, sep="\n")
+            print(f"\n{len(compared)} merges in {time.perf_counter() - started:.0f} s\n")
         if "speed" in parts:
             timed = _speed(trees, [name for name in known["speed"] if name in names], given.size, given.rounds)
-            print("\n" + speed_table(timed))
+            print("\n" + aligned([readable(row) for row in timed], COLUMNS))
         more = {"old": trees[0].label, "new": trees[1].label, "bytes": compared}
     rows, columns = (timed, COLUMNS) if timed else (compared, BYTE_COLUMNS)
     name = "against_speed" if given.only == "speed" else "against"  # neither half wipes the record of the other

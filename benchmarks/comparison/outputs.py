@@ -61,7 +61,7 @@ def compare_weights(old: Path, new: Path) -> Weights:
     files = [{str(p.relative_to(out)): p for p in sorted(out.rglob("*.safetensors"))} for out in (old, new)]
     found = Weights(files=len(files[0]))
     found.same_files = sum(n in files[1] and sha256(p) == sha256(files[1][n]) for n, p in files[0].items())
-    before, after = ({key: path for p in side.values() for key, path in _tensors(p)} for side in _by_folder(files))
+    before, after = ({key: p for n, p in side.items() for key in _tensors(n, p)} for side in files)
     problems = [f"only in old: {_text(key)}" for key in before if key not in after]
     problems += [f"only in new: {_text(key)}" for key in after if key not in before]
     found.tensors = len(before)
@@ -85,15 +85,9 @@ Key = tuple[str, str]
 """Folder of a weight file relative to the output, and a tensor's name."""
 
 
-def _by_folder(files: list[dict[str, Path]]) -> list[dict[str, tuple[str, Path]]]:
-    return [{name: (str(Path(name).parent), path) for name, path in side.items()} for side in files]
-
-
-def _tensors(file: tuple[str, Path]) -> Iterator[tuple[Key, Path]]:
-    folder, path = file
+def _tensors(file: str, path: Path) -> list[Key]:
     with safe_open(path, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - no mapping
-            yield (folder, name), path
+        return [(str(Path(file).parent), name) for name in opened.keys()]  # noqa: SIM118 - no mapping
 
 
 def _read(path: Path, name: str) -> Tensor:

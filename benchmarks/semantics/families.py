@@ -60,10 +60,6 @@ class Family:
         return model
 
 
-def _clip(library: Any, fields: dict[str, Any]) -> Any:
-    return library.CLIPConfig(text_config=_TEXT, vision_config=_VISION, **fields)
-
-
 def _llava(library: Any, fields: dict[str, Any]) -> Any:
     return library.LlavaConfig(
         text_config=library.LlamaConfig(**_LLAMA), vision_config=library.CLIPVisionConfig(**_VISION), **fields
@@ -156,7 +152,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "clip": Family(
         "CLIPModel", {"projection_dim": 8}, ("q_proj", "v_proj", "fc2"), "token_embedding", "text_projection",
-        convolutions=("patch_embedding",), config=_clip,
+        convolutions=("patch_embedding",),
+        config=lambda library, fields: library.CLIPConfig(text_config=_TEXT, vision_config=_VISION, **fields),
     ),
     "llava": Family(
         "LlavaForConditionalGeneration",

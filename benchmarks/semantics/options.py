@@ -90,14 +90,6 @@ def _turned(fields: Callable[[Family], dict[str, Any]]) -> Callable[[Family], di
     return _where("is_transposed", lambda f: fields(f) | {"fan_in_fan_out": True})
 
 
-def _exclude(f: Family) -> dict[str, Any]:
-    return _lora(exclude_modules=rf".*\.0\..*({f.modules[0]})")(f)
-
-
-def _regex(f: Family) -> dict[str, Any]:
-    return _lora(target_modules=rf".*\.(0|1)\..*({f.modules[0]}|{f.modules[-1]})")(f)
-
-
 def _started(kind: str, change: Callable[[Any], Any] = lambda fields: fields) -> Option:
     """LoRA whose factors, and base, begin from a decomposition in float32."""
     return Option(change(_lora(init_lora_weights=kind)), bound=OF_FLOAT32, dtype="float32")
@@ -122,9 +114,11 @@ OPTIONS: dict[str, Option] = {
     "lora_bias": Option(_lora(lora_bias=True)),
     "layers_to_transform": Option(_lora(layers_to_transform=[0])),
     "layers_to_transform, layers_pattern": Option(lambda f: _lora(layers_to_transform=[0], layers_pattern=f.layers)(f)),
-    "exclude_modules": Option(_exclude),
+    "exclude_modules": Option(lambda f: _lora(exclude_modules=rf".*\.0\..*({f.modules[0]})")(f)),
     "target_modules=all-linear": Option(_lora(target_modules="all-linear")),
-    "target_modules as a pattern": Option(_regex),
+    "target_modules as a pattern": Option(
+        lambda f: _lora(target_modules=rf".*\.(0|1)\..*({f.modules[0]}|{f.modules[-1]})")(f)
+    ),
     "fan_in_fan_out": Option(_turned(_lora())),
     "convolutions": Option(_where("convolutions", lambda f: _lora(target_modules=[*f.modules, *f.convolutions])(f))),
     "use_dora": Option(_lora(use_dora=True)),

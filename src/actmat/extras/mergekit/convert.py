@@ -122,7 +122,8 @@ class _RecipeConversion:
             )
             return {}
         choice = self.method.convert(Arrangement(rows, Parameters(self.config, self.found)))
-        self._note_slices()
+        if self.config.is_stacked and len(self.config.slices) > 1:
+            self.found.note("embeddings are those of the first slice, final norm and head those of the last")
         out: dict[str, Any] = {"base": self._location([base for base, _ in pairs])}
         out |= {"experts": self._experts(rows, [base for base, _ in pairs], choice)}
         out |= {"method": choice.method}
@@ -317,10 +318,6 @@ class _RecipeConversion:
             self.found.ignored(f"{path}.parameters" if path else "parameters", parameters, known)
             if "int8_mask" in parameters:
                 self.found.note("'int8_mask' saves memory in mergekit and does not change values; it is ignored")
-
-    def _note_slices(self) -> None:
-        if self.config.is_stacked and len(self.config.slices) > 1:
-            self.found.note("embeddings are those of the first slice, final norm and head those of the last")
 
 
 def _adapter(source: SliceSource, base: SliceSource) -> str | None:

@@ -61,9 +61,8 @@ def combine(
     if of == "deltas":
         if include_base:
             raise ValueError("karcher: include_base needs of='weights'; the base has no delta")
-        found = combine(
-            _with_zero_base(gram_BB), weights=weights, max_iter=max_iter, tol=tol, include_base=False, of="weights"
-        )
+        gram_BB = torch.nn.functional.pad(gram_BB, (1, 0, 1, 0))  # with a base of zero, the weights are the deltas
+        found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=False, of="weights")
         return Combination(found.coefficients[1:], found.stats)
     n_experts = len(gram_BB) - 1
     share = [1.0] * n_experts if weights is None else list(weights)
@@ -93,11 +92,6 @@ def combine(
     in_basis_B = on_points_K @ points_KB
     in_basis_B[0] -= 1.0
     return Combination(in_basis_B.tolist(), {"iterations": iterations})
-
-
-def _with_zero_base(gram_TT: Tensor) -> Tensor:
-    """Inner products of a base that is zero and the deltas: then the weights are the deltas."""
-    return torch.nn.functional.pad(gram_TT, (1, 0, 1, 0))
 
 
 def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:

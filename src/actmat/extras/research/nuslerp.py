@@ -6,8 +6,8 @@ Shapes: `L` entries of one vector that has an angle of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -81,16 +81,12 @@ def _between(first_L: Tensor, second_L: Tensor, t: float) -> Tensor:
     return first_L * shares[0] + second_L * shares[1]
 
 
-def _of_weights(options: Mapping[str, Any]) -> bool:
-    return bool(options["of"] == "weights")
-
-
 NUSLERP = MergeMethod(
     "nuslerp",
     merge,
     "tensor",
     laws=frozenset({"homogeneous", "odd", "identical", "left_orthogonal", "right_orthogonal", "permutation", "zeros"}),
-    access=Access(base=_of_weights),
+    access=Access(base=lambda options: bool(options["of"] == "weights")),
     cost=MethodCost(
         operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 18 * math.prod(shape)
     ),

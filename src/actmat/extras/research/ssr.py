@@ -17,7 +17,7 @@ from torch import Tensor
 from actmat.extras.research.joint import joint_basis
 from actmat.linalg import operations as ops
 from actmat.linalg.lapack import eigh, retry_stats
-from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
+from actmat.linalg.lowrank import common_bases
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import in_cores
 from actmat.methods.contract import Bounds, MergeMethod
@@ -67,11 +67,6 @@ def merge(
     return Merged(value_OI.to(deltas[0].dtype), stats)
 
 
-def _in_rows(deltas: Sequence[LowRank]) -> tuple[CommonBases, Tensor]:
-    bases = common_bases(deltas)
-    return bases, bases.q_IQ
-
-
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, n_out, n_in = shape
     return math.prod(batch) * (svd_workspace(n_in, n_in) + 8 * n_in * n_in + 8 * n_out * n_in)
@@ -91,7 +86,7 @@ SSR = MergeMethod(
     merge,
     "matrix",
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
-    lowrank=in_cores(merge, site_of=_in_rows),
+    lowrank=in_cores(merge, site_of=lambda deltas: ((bases := common_bases(deltas)), bases.q_IQ)),
     cost=MethodCost(workspace=_workspace, operations=_operations),
     needs_statistics=("gram",),
 )

@@ -149,8 +149,8 @@ class _ConfigStack:
             out[key] = self.size
         if not any(k in out for k in DEPTH_KEYS) and "num_hidden_layers" in self.lead.known:
             out["num_hidden_layers"] = self.size
-        if self._is_as_before():
-            return out
+        if [i for p in self.parts for i in p.layers] == list(range(self.lead.depth or -1)):
+            return out  # all layers of one model in their order
         self._refuse_bound()
         done: set[str] = set()
         for entries in (self._lists(), self._numbered(), self._rules_on_numbers()):
@@ -160,10 +160,6 @@ class _ConfigStack:
                     out[next((k for k in self.first if self.lead.names.get(k) == key), key)] = value
         self._refuse_unknown(done)
         return out
-
-    def _is_as_before(self) -> bool:
-        """True for all layers of one model in their order."""
-        return [i for p in self.parts for i in p.layers] == list(range(self.lead.depth or -1))
 
     @property
     def _layers(self) -> list[tuple[_Part, int]]:
