@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import save_file
-from tests.helpers.hub import hub_stand_in
 
 from actmat.errors import CheckpointError, OutputError
 from actmat_experiments.harness.cache import (
@@ -206,12 +205,6 @@ def test_the_code_of_merges_is_of_layers_that_are_there() -> None:
 
 
 # Models and data sets of the hub: the format that is there, the commit, the splits that are used, malformed rows.
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
-        yield stand_in
 
 
 def repository(folder, *names):

@@ -6,7 +6,8 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank; leading batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -58,6 +59,11 @@ class Experts:
         grams = [(x.mT @ x / x.shape[-2]).to(dtype) for x in inputs]
         fishers = [gaussian(*shape).square().to(dtype) for _ in range(n_experts)]
         return cls(deltas, base, {"gram": grams, "fisher": fishers})
+
+    def given(self, method: MergeMethod, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything but deltas that the method may need, the survey of a model of this one tensor included."""
+        survey = run_survey(method, {"weight": self.deltas}, options)
+        return {"base": self.base, "statistics": self.statistics, "survey": survey}
 
     def with_deltas(self, deltas: Sequence[Tensor]) -> Experts:
         """Same base, other deltas; statistics cut or repeated to their number."""
@@ -174,17 +180,19 @@ def usable_experts(method: MergeMethod, wanted: int) -> int:
     return wanted if method.max_experts is None else min(wanted, method.max_experts)
 
 
+def variants(method: MergeMethod) -> list[dict[str, Any]]:
+    """The defaults; then each value of a `Literal` option, and each flag, by itself."""
+    found: list[dict[str, Any]] = [{}]
+    for name, option in method.options.items():
+        if typing.get_origin(option.type) is typing.Literal:
+            found += [{name: value} for value in typing.get_args(option.type)]
+        elif option.type is bool:
+            found += [{name: not option.default}]
+    return found
+
+
 def merged(method: MergeMethod, experts: Experts, *, seed: int = 0, **options: Any) -> Tensor:
     """Value of the rule on these experts, surveyed as a model of one tensor; no more experts than it takes."""
     experts = experts.with_deltas(experts.deltas[: usable_experts(method, len(experts.deltas))])
     resolved = method.resolve_options(options)
-    survey = run_survey(method, {"weight": experts.deltas}, resolved)
-    return call(
-        method,
-        experts.deltas,
-        resolved,
-        base=experts.base,
-        statistics=experts.statistics,
-        survey=survey,
-        seed=seed,
-    ).value
+    return call(method, experts.deltas, resolved, **experts.given(method, resolved), seed=seed).value

@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.cli import listing
 
 WIDTH, INNER, VOCAB = 8, 12, 20
@@ -158,6 +159,11 @@ def card(out: Path) -> tuple[dict[str, Any], str]:
     """YAML head and body of a model card."""
     _, head, body = (out / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(head), body
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Files that do not tell where inputs lie."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (MANIFEST_NAME, "README.md")}
 
 
 def loaded_whole(loader: Any, folder: Path, **how: Any) -> Any:

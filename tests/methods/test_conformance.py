@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import typing
 from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, LazyDeltas, Overlaid, merged, usable_experts
+from tests.helpers.experts import Experts, LazyDeltas, Overlaid, merged, usable_experts, variants
 from tests.helpers.memory import peak_bytes
 from tests.helpers.survey import call, run_survey
 from tests.tolerances import F64_IDENTITY, relative_error
@@ -40,16 +39,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def literal_variants(method: MergeMethod) -> list[dict[str, object]]:
-    """Options of which one takes each value of its `Literal` type, the rest their defaults."""
-    return [
-        {name: value}
-        for name, option in method.options.items()
-        if typing.get_origin(option.type) is typing.Literal
-        for value in typing.get_args(option.type)
-    ]
 
 
 def test_names_are_unique() -> None:
@@ -83,8 +72,7 @@ def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod)
     seen[0] = 0
     grams = [g * seen * seen.unsqueeze(1) for g in experts.statistics["gram"][: len(deltas)]]
     given = {"statistics": experts.statistics | {"gram": grams}, "survey": None}
-    flags = [{n: not o.default} for n, o in method.options.items() if o.type is bool]
-    for variant in [{}, *flags, *literal_variants(method)]:
+    for variant in variants(method):
         options = method.resolve_options(variant)
         if method.uses_base(options):
             moved = call(method, deltas, options, base=8 * experts.base.flip(0) + 1, **given).value
@@ -240,8 +228,7 @@ def test_one_pass_rules_read_each_delta_once_and_hold_one(method: MergeMethod) -
     experts = Experts.random(usable_experts(method, 5), (8, 11))
     lazy = LazyDeltas(experts.deltas)
     options = method.resolve_options({})
-    survey = run_survey(method, {"weight": experts.deltas}, options)
-    out = call(method, lazy, options, base=experts.base, statistics=experts.statistics, survey=survey)
+    out = call(method, lazy, options, **experts.given(method, options))
     assert lazy.reads == [1] * len(experts.deltas)
     assert lazy.alive_before_read <= 1, "an earlier delta is still held while the next is read"
     assert torch.equal(out.value, merged(method, experts))
@@ -251,10 +238,9 @@ def test_one_pass_rules_read_each_delta_once_and_hold_one(method: MergeMethod) -
 def test_one_pass_rules_keep_nothing_of_a_delta(method: MergeMethod) -> None:
     """An engine lays each delta over the one before it."""
     experts = Experts.random(usable_experts(method, 4), (8, 11))
-    for variant in [{}, *literal_variants(method)]:
+    for variant in variants(method):
         options = method.resolve_options(variant)
-        survey = run_survey(method, {"weight": experts.deltas}, options)
-        given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
+        given = experts.given(method, options)
         expected = call(method, experts.deltas, options, **given).value
         assert torch.equal(call(method, Overlaid(experts.deltas), options, **given).value, expected), variant
 
@@ -281,15 +267,14 @@ def test_a_rule_that_combines_is_the_sum_it_tells(method: MergeMethod) -> None:
 @those(is_random=True)
 def test_random_rules_follow_their_generator_alone(method: MergeMethod) -> None:
     experts = Experts.random(3, (12, 10))
-    variants = [{}, *literal_variants(method)]
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = [merged(method, experts, seed=5, **v) for v in variants]
+    first = [merged(method, experts, seed=5, **v) for v in variants(method)]
     assert torch.equal(torch.get_rng_state(), state), "the global random state was touched"
     torch.manual_seed(2)
-    again = [merged(method, experts, seed=5, **v) for v in variants]
+    again = [merged(method, experts, seed=5, **v) for v in variants(method)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    other = [merged(method, experts, seed=6, **v) for v in variants]
+    other = [merged(method, experts, seed=6, **v) for v in variants(method)]
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "no variant draws anything"
 
 
@@ -300,7 +285,7 @@ def test_surveys_do_not_depend_on_the_order_of_the_tensors(method: MergeMethod) 
     }
     deltas = {name: experts.deltas for name, experts in model.items()}
     surveyed = 0
-    for variant in literal_variants(method):
+    for variant in variants(method):
         options = method.resolve_options(variant)
         forwards, backwards = (run_survey(method, deltas, options, backwards=b) for b in (False, True))
         if forwards is None:
@@ -343,8 +328,7 @@ def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod) ->
     for shape in shapes:
         experts = single_precision(usable_experts(method, 4), shape, bool(method.needs_statistics))
         options = method.resolve_options({})
-        survey = run_survey(method, {"weight": experts.deltas}, options)
-        given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
+        given = experts.given(method, options)
         peak = peak_bytes(lambda: call(method, experts.deltas, options, **given)) / 4  # noqa: B023 - called at once
         declared = method.cost.workspace(shape, len(experts.deltas), options)
         assert peak <= WORKSPACE_SLACK * declared

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, merged, usable_experts
+from tests.helpers.experts import Experts, merged, usable_experts, variants
 from tests.helpers.spectra import orthogonal
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, relative_error
 from torch import Tensor
@@ -154,13 +154,9 @@ WEIGHTS = (None, [1.0, 0.5], [0.0, 0.0], [1.0, -1.0])
 
 def all_options(method: MergeMethod) -> list[dict[str, Any]]:
     """Options of which one has each value of its type that may matter, the rest their defaults."""
-    out: list[dict[str, Any]] = [{}]
+    out = variants(method)
     for name, option in method.options.items():
-        if typing.get_origin(option.type) is typing.Literal:
-            out += [{name: value} for value in typing.get_args(option.type)]
-        elif option.type is bool:
-            out += [{name: not option.default}]
-        elif option.default is None and option.bounds is not None:
+        if option.default is None and option.bounds is not None:
             out += [{name: 0.5}]
         elif option.bounds is not None and option.bounds.low is not None:
             out += [{name: type(option.default)(1)}]

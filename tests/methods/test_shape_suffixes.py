@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import typing
 from typing import Any
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, usable_experts
+from tests.helpers.experts import Experts, usable_experts, variants
 from tests.helpers.shapes import checked_suffixes, suffix_problems
-from tests.helpers.survey import call, run_survey
+from tests.helpers.survey import call
 
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank, truncate
 from actmat.methods import MergeMethod, all_methods
-
-
-def variants(method: MergeMethod) -> list[dict[str, Any]]:
-    """Each value of a `Literal` option and each flag, alone."""
-    out: list[dict[str, Any]] = [{}]
-    for name, option in method.options.items():
-        if typing.get_origin(option.type) is typing.Literal:
-            out += [{name: value} for value in typing.get_args(option.type)]
-        elif option.type is bool:
-            out += [{name: not option.default}]
-    return out
 
 
 @pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
@@ -35,8 +23,7 @@ def test_suffixes_of_every_method(method: MergeMethod) -> None:
             experts = Experts.random(usable_experts(method, 3), shape, dtype=dtype)
             for variant in variants(method):
                 options = method.resolve_options(variant)
-                survey = run_survey(method, {"weight": experts.deltas}, options)
-                given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
+                given = experts.given(method, options)
                 call(method, experts.deltas, options, **given)
     assert not problems
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.merging import Family, Outcome, actmat
+from tests.helpers.merging import Family, Outcome, actmat, weights
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
@@ -102,11 +102,6 @@ def merge(family: Family, out: str, *flags: str, size: str = SHARDS) -> Outcome:
     inputs = ["--base", str(family.base), *(x for e in family.experts for x in ("--expert", str(e)))]
     sharded = ["--set", f"max_shard_size={size}", "--threads", "1", "--quiet"]
     return actmat(["merge", *inputs, "--out", out, *sharded, *flags])
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    """Files that do not tell where inputs lie."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (MANIFEST_NAME, "README.md")}
 
 
 class Puts:

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.adapters import save_adapter
 from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.located import open_expert
-from tests.helpers.merging import Family, actmat, hidden
+from tests.helpers.merging import Family, actmat, hidden, weights
 from tests.helpers.range_server import RangeServer
 
 from actmat.checkpoints import ranges
@@ -26,11 +26,6 @@ from actmat.extras.remote import retry
 THREADS = ("--threads", "2")
 
 
-def weights(folder: Path) -> dict[str, bytes]:
-    """Files that do not tell where inputs lie."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (MANIFEST_NAME, "README.md")}
-
-
 def inputs(server: RangeServer, family: Family) -> list[str]:
     """Flags for a family below the server's root."""
     url = [f"{server.url}/{p.name}" for p in (family.base, *family.experts)]
@@ -38,15 +33,20 @@ def inputs(server: RangeServer, family: Family) -> list[str]:
 
 
 @pytest.fixture
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
+
+
+@pytest.fixture
 def family(server: RangeServer, tmp_path: Path) -> Family:
     return Family.make(tmp_path, layers=4)
 
 
+@pytest.mark.usefixtures("small_ranges")
 def test_a_merge_over_http_has_the_bytes_of_a_local_one(
     server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
     for flags in ([], ["--method", "ties"]):
         out = tmp_path / f"out{len(flags)}{flags[:1]}"
         near = tmp_path / f"near{len(flags)}{flags[:1]}"
@@ -84,11 +84,10 @@ def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, fa
     assert sum(r.sent for r in server.of("expert0/model.safetensors")) < 4 * size
 
 
+@pytest.mark.usefixtures("small_ranges")
 def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
     server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
     monkeypatch.setattr(retry, "ATTEMPTS", 2)
     assert actmat(family.argv("--out", str(tmp_path / "local"))).code == 0
     out, tensors = tmp_path / "out", 4 * 4 + 3
@@ -124,11 +123,10 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
     assert not [n for n in hidden(tmp_path) if n.startswith(".out.")]
 
 
+@pytest.mark.usefixtures("small_ranges")
 def test_an_input_that_changes_midway_stops_the_merge(
     server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
 
     def change(path: str, number: int, start: int) -> str:
         if path == "expert0/model.safetensors" and number == 6:
