@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.diagnostics.observer import Observers
+from actmat.engine import memory
 from actmat.engine.devices import check_device
 from actmat.engine.memory import MemoryBudget, Room, Scratch, available_memory
 from actmat.engine.resources import share_resources
@@ -134,6 +136,24 @@ def test_a_failure_gives_the_memory_back() -> None:
 
 def test_available_memory_is_plausible() -> None:
     assert 1e6 < available_memory() < 1e14
+
+
+@pytest.mark.parametrize(
+    ("limit", "parts", "expected"),
+    [
+        ("1000", "anon 300\nactive_file 100\ninactive_file 550\n", 700),  # files that were read are no burden
+        ("1000", "anon 950\nactive_file 0\ninactive_file 0\n", 50),
+        ("max", "", None),
+        ("1000", "anon 950\n", None),
+    ],
+)
+def test_memory_of_a_container_is_what_its_processes_do_not_hold(
+    limit: str, parts: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("max", limit), ("current", "950"), ("stat", parts)):
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert available_memory() == expected if expected is not None else available_memory() > 1e6
 
 
 def plan_of(*peaks: int) -> MergePlan:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from actmat.system import free_memory
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Folder of the group of processes whose memory a container limits (version 2)."""
 
 ALIGNMENT = 64
 """Alignment in bytes of a new tensor of torch's CPU allocator; the last bits of a BLAS may depend on it."""
@@ -135,14 +139,17 @@ class MemoryBudget:
 
 
 def available_memory() -> int:
-    """Bytes of memory that could be used now without swapping: what the kernel says, within the cgroup's limit."""
+    """Bytes of memory that could be used now without swapping: what the kernel says, within the cgroup's limit.
+
+    Pages of files that were read count as used by a cgroup, and are free for whoever needs them.
+    """
     available = free_memory()
     with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
         line = next(x for x in file if x.startswith("MemAvailable:"))
         available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = int(file.read())
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            available = min(available, limit - int(file.read()))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit, used = (int((CGROUP / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+        parts = dict(line.split() for line in (CGROUP / "memory.stat").read_text("ascii").splitlines())
+        cached = int(parts["active_file"]) + int(parts["inactive_file"])  # pages of files: given back on demand
+        available = min(available, limit - used + cached)
     return available
