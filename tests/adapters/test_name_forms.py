@@ -318,6 +318,19 @@ def test_adapters_of_two_architectures_are_refused(one: ImageArchitecture, layou
             actmat.plan(None, [first, second])
 
 
+def test_text_encoders_of_two_architectures_are_refused(tmp_path: Path) -> None:
+    """By kohya's prefix: `lora_te_` of Stable Diffusion 1 and 2, `lora_te1_` of those with several encoders."""
+    for k, prefix in enumerate(("lora_te_", "lora_te1_", "lora_te2_")):
+        flat = f"{prefix}text_model_encoder_layers_0_mlp_fc1"
+        pair = {f"{flat}.lora_down.weight": torch.ones(1, 768), f"{flat}.lora_up.weight": torch.ones(3072, 1)}
+        save_file(pair, tmp_path / f"{k}.safetensors")
+    one, two, three = (tmp_path / f"{k}.safetensors" for k in range(3))
+    actmat.plan(None, [two, three])
+    for other in (two, three):
+        with pytest.raises(MergeError, match="different model architectures"):
+            actmat.plan(None, [one, other])
+
+
 def test_metadata_that_name_another_model(tmp_path: Path) -> None:
     tensors = load_file(image_lora(tmp_path / "flux.safetensors", ARCHITECTURES[3], "kohya"))
     for said in ("flux-2-dev/lora", "FLUX.2-klein", "hunyuan-video", "lumina-2"):

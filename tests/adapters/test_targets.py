@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_peft, tiny
 
 import actmat
+from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import MergeError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.targets import Targets
 
 MODULES = [
@@ -54,6 +57,9 @@ def test_modules_are_those_that_peft_builds(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("value", [None, [], "all-linear", "All-Linear", "(?=q)q_proj"])
 def test_what_the_config_leaves_open_is_not_refused(value: Any) -> None:
     assert not Targets({"target_modules": value}).problems(MODULES)
+    config, problems = parse_adapter_config({"peft_type": "LORA", "r": 1, "target_modules": value})
+    said = Adapter(MemoryCheckpoint({}), config, problems).notes
+    assert any("Not checked that it names the modules" in note for note in said) == (value == "(?=q)q_proj")
 
 
 @pytest.mark.parametrize(

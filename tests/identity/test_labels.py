@@ -158,6 +158,11 @@ def test_chat_templates_that_differ_are_a_note(
         ("modules.json", [{"path": ""}], [{"path": ""}, {"path": "1_Normalize", "type": "models.Normalize"}], [],
          "modules.json differs in its modules ('one'): that of the base is written"),
         ("1_Pooling/config.json", {"pooling_mode": "mean"}, {"pooling_mode_cls_token": False}, [], ""),
+        ("generation_config.json", None, {"eos_token_id": 7}, [], "is only in expert 'one': none is written. Another"),
+        ("processor_config.json", None, {}, [], "processor_config.json is only in expert 'one': none is written"),
+        ("preprocessor_config.json", {}, None, [], "is not in 'one': that of the base is written"),
+        ("preprocessor_config.json", {}, None, ["--set", "files_from=one"], "is only in the base: none is written"),
+        ("tokenizer_config.json", {"add_bos_token": True}, None, [], ""),
     ],
 )  # fmt: skip
 def test_settings_beside_the_weights_that_differ_are_a_note(
@@ -166,14 +171,15 @@ def test_settings_beside_the_weights_that_differ_are_a_note(
     for i, (name, settings) in enumerate({"base": base, "one": one}.items()):
         path = classifier(tmp_path / name, None, i) / file
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(settings))
+        if settings is not None:
+            path.write_text(json.dumps(settings))
         if "/" in file:
             (tmp_path / name / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
     found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", *flags])
     text = " ".join(found.out.split())
     assert found.code == 0, found
     assert words in text
-    assert (f"{file} differs" in text) == bool(words)
+    assert (f"note: {file}" in text) == bool(words)
 
 
 def test_a_chat_template_is_found_in_each_file(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ TABLE = {
     "rows that moved": ([WORDS, SWAPPED], "PROBLEM the base and expert 'a' have different tokens in 2 rows"),
     "another tokenizer": ([WORDS, [f"x{i}" for i in range(16)]], "in 16 rows of their token tables"),
     "no tokens of the base": ([[], WORDS, SWAPPED], "PROBLEM expert 'a' and expert 'b'"),
+    "two tokens, unknown ones of the base": ([[], [*WORDS, "<a>"], [*WORDS, "<b>"]], "PROBLEM expert 'a' and expert"),
     "tokens of one input": ([[], WORDS], ""),
     "tokens beyond the table": (
         [WORDS, [*WORDS, "p", "q", "r", "s", "beyond"], [*WORDS, "p", "q", "r", "s"]],

@@ -17,7 +17,7 @@ from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
-from actmat.errors import OutputError, RecipeError, StatisticsError
+from actmat.errors import MergeError, OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.asking import dealt_inputs
@@ -286,6 +286,11 @@ def test_methods_that_cannot_merge_these_experts_are_left_out_with_a_reason(fami
     assert not (tmp_path / "none").exists()
 
 
+def fail(place: str) -> Any:
+    """A loader of models that may not be called."""
+    raise AssertionError(place)
+
+
 def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_text("")
@@ -301,6 +306,11 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     flags = [x for n in ("math", "code") for x in ("-e", f"{n}={family / 'experts' / n}", "--data", f"{n}=one prompt")]
     refused = run(["tune", "-b", str(family / "base"), *flags, "--out", str(tmp_path / "best")])
     assert "the prompt given: expected at least 2 inputs" in " ".join(refused.err.split())
+    shutil.copytree(family / "experts" / "math", tmp_path / "math")
+    config = json.loads((tmp_path / "math" / "config.json").read_text())
+    (tmp_path / "math" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(MergeError, match="rms_norm_eps"):
+        actmat.tune(family / "base", [tmp_path / "math"], data=family / "math.jsonl", out=tmp_path / "best", load=fail)
 
 
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:

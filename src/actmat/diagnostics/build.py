@@ -38,7 +38,7 @@ def is_observation(observed: Mapping[str, Any]) -> bool:
 
 def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, seconds: float) -> Diagnosis:
     """Rows, measures, summaries and checks, from the records of all items; `out`: the output's folder, if any."""
-    names = _names(plan)
+    names = [of.name for of in (plan.items if plan.output == "adapter" else plan.specs)]
     rows = tuple(_row(plan, plan.by_name[name], records) for name in names)
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
     measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
@@ -91,13 +91,6 @@ def _experts(plan: MergePlan, measures: Sequence[MatrixRow]) -> tuple[ExpertRow,
         )
         rows.append(row)
     return tuple(rows)
-
-
-def _names(plan: MergePlan) -> list[str]:
-    """Items in the order of the output."""
-    if plan.output == "adapter":
-        return [i.name for i in plan.items]
-    return [s.name for s in plan.specs]
 
 
 def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:

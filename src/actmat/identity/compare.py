@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG
@@ -20,6 +20,7 @@ KINDS = {
     "code": "files with the model's code differ, so that the same weights may mean another function",
     "unknown": "entries whose effect is not known differ",
     "absent": "entries that their class computes where they are absent are in one file only",
+    "class": "entries are given in one file only, of two classes of models",
 }
 """Kind of differences that are notes -> words for them."""
 
@@ -140,24 +141,28 @@ def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Ma
 
 
 def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[_Difference]:
-    """Entries with other values in an expert; of configs of two classes, only those that both files hold."""
+    """Entries with other values in an expert; of two classes, those of one file are `class`."""
     ours, theirs = meaning(base), meaning(expert)
     kinds = [c.get("_class_name") or c.get("model_type") or "absent" for c in (base, expert)]
     if kinds[0] != kinds[1]:
         yield _Difference("model_type", label, *(ConfigEntry(k, "unknown", ("model_type",)) for k in kinds))
-        common = {k for k, e in ours.items() if e.given and k in theirs and theirs[k].given}
-        ours, theirs = ({k: of_one[k] for k in of_one if k in common} for of_one in (ours, theirs))
+        one, two = ({k for k, e in of_one.items() if e.given} for of_one in (ours, theirs))
+        alone = {k for k in one ^ two if (ours.get(k) or theirs[k]).kind in ("function", "unknown")}
+        ours, theirs = (
+            {k: replace(e, kind="class") if k in alone else e for k, e in of_one.items() if k in alone | (one & two)}
+            for of_one in (ours, theirs)
+        )
     every = [*ours.values(), *theirs.values()]
     sections = {e.at for e in ours.values()} & {e.at for e in theirs.values()}
     for at in dict.fromkeys(e.at for e in every if e.at not in sections and e.at):
         values = ("given", ABSENT) if any(e.at == at for e in ours.values()) else (ABSENT, "given")
-        one, two = (ConfigEntry(v, "unknown", at[-1:], at=at[:-1]) for v in values)
-        yield _Difference(".".join(at), label, one, two)
+        yield _Difference(".".join(at), label, *(ConfigEntry(v, "unknown", at[-1:], at=at[:-1]) for v in values))
     for key in dict.fromkeys(k for k, e in (*ours.items(), *theirs.items()) if e.at in sections or not e.at):
         a, b = ours.get(key), theirs.get(key)
         if a is None or b is None:
             only = a or b
-            if only is not None and only.given and only.value not in (None, ABSENT) and only.kind != "token":
+            nothing = (None, ABSENT, False) if only is not None and only.kind == "class" else (None, ABSENT)
+            if only is not None and only.given and only.value not in nothing and only.kind != "token":
                 yield _Difference(key, label, a, b)
         elif not same(a.value, b.value):
             yield _Difference(key, label, a, b)

@@ -20,13 +20,15 @@ from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import Expert
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
 from actmat.identity.meaning import differing
-from actmat.identity.tokens import TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
+from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
 from actmat.identity.usable import PROCESSORS
 from actmat.layout.ties import is_output_head, is_token_table
 
 TEMPLATE = "chat_template.jinja"
+ONE_FILE = (*PROCESSORS, "generation_config.json")
+"""Files of settings that tell by their absence, too."""
 SETTINGS = (
-    *(*PROCESSORS, "tokenizer_config.json", "tokenizer.json", "generation_config.json"),
+    *(*ONE_FILE, "tokenizer_config.json", "tokenizer.json"),
     *("sentence_bert_config.json", "config_sentence_transformers.json"),
 )
 """Files by which models are called, in the folder of a tokenizer."""
@@ -148,15 +150,40 @@ def _tokens(
             changes = any(one.source(n).kind != "zero" for n in names)
         elif rows not in {one.specs[n].shape[0] for n in _tables(one)}:
             continue
-        if listed := (one.checkpoint if isinstance(one, Expert) else one).stored_tokens():
-            inputs.append(TokenInput(label, {t: row for row, t in enumerate(listed) if t}, changes))
-            continue
-        if (files := files_of(one)) is None or (name := tokenizer_file(files)) is None:
-            continue
+        inputs += _token_input(label, one, changes, reader, notes)
+    known = _known(inputs, notes)
+    heads = [n for n, s in base.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
+    problems, told = compare_tokens(known, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
+    return problems, [*told, *notes]
+
+
+def compare_adapters(experts: Sequence[tuple[str, Expert]]) -> tuple[list[str], list[str]]:
+    """Problems and notes on token tables that adapters change in rows of different tokens, without their base."""
+    reader, notes, inputs = TokenReader(), list[str](), list[TokenInput]()
+    for label, one in experts:
+        names = () if one.adapter is None else (*one.adapter.extras, *(f"{m}.weight" for m in one.adapter.modules))
+        if any(is_token_table(n) or is_output_head(n) for n in names):
+            inputs += _token_input(label, one, True, reader, notes)
+    problems, _ = compare_tokens(_known(inputs, notes), "", MOST_ROWS)
+    return [f"{p}; with --base and --to model" for p in problems], notes
+
+
+def _token_input(
+    label: str, one: Checkpoint | Expert, changes: bool, reader: TokenReader, notes: list[str]
+) -> Iterator[TokenInput]:
+    """The input with its tokens, if it has any; a note says that they cannot be read."""
+    files = files_of(one)
+    if listed := (one.checkpoint if isinstance(one, Expert) else one).stored_tokens():
+        yield TokenInput(label, {t: row for row, t in enumerate(listed) if t}, changes)
+    elif files is not None and (name := tokenizer_file(files)) is not None:
         try:
-            inputs.append(TokenInput(label, reader.found(files, name)[0], changes, files.fetch(name)))
+            yield TokenInput(label, reader.found(files, name)[0], changes, files.fetch(name))
         except CheckpointError as error:
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
+
+
+def _known(inputs: Sequence[TokenInput], notes: list[str]) -> list[TokenInput]:
+    """Inputs whose tokens have their rows; a note names the others."""
     known, unknown = comparable(inputs)
     who = [f"{words_of(i.label)} ({i.path.name})" for i in unknown]
     if len({hash_file(i.path) for i in unknown}) + bool(known) > 1:
@@ -164,9 +191,7 @@ def _tokens(
             f"tokens of {', '.join(who)} are not compared with those of others: their tokenizers differ, in forms that "
             "do not give rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json"
         )
-    heads = [n for n, s in base.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
-    problems, told = compare_tokens(known, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
-    return problems, [*told, *notes]
+    return known
 
 
 def _tables(one: Checkpoint | Expert) -> list[str]:
@@ -206,6 +231,11 @@ def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, read
                     found[label] = reader.content(of_one, name)
         of_base = name in (MODULES, POOLING, *code)
         owner, fix = (coded if name in code else "base" if of_base else taken), ". Another one: --set files_from=NAME"
+        lacking = [f"'{n}'" for n, f in files.items() if n not in {*found, owner} and ADAPTER_CONFIG not in f.names]
+        if name in ONE_FILE and owner not in found and found:
+            yield f"{name} is only in {first_of([words_of(n) for n in found])}: none is written{fix}"
+        elif name in ONE_FILE and found and lacking:
+            yield f"{name} is not in {first_of(lacking)}: that of {words_of(owner)} is written"
         own = found.pop(owner, {})
         if other := {k: label for label, content in found.items() for k in differing(own, content)}:
             shown = [f"{k} ('{label}')" for k, label in other.items()]

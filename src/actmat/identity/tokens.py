@@ -187,7 +187,7 @@ def compare_tokens(
     the written tokenizer lacks are a note.
 
     Args:
-        inputs: those with tokens: the base first, if it has them, then experts.
+        inputs: those with tokens: the base first, if its tokens are known, then experts.
         written: label of the input whose tokenizer is written.
         rows: number of rows of the tables; tokens beyond are not compared.
         merged: tables are merged; False if the recipe keeps the base's.
@@ -195,15 +195,15 @@ def compare_tokens(
     if len(inputs) < 2:
         return [], []
     at = {i.label: {row: token for token, row in i.tokens.items() if row < rows} for i in inputs}
-    reference, *others = inputs
+    reference, *others = inputs if "base" in at else (TokenInput("base", {}), *inputs)
     mixed = [i for i in others if i.merges_rows] if merged else []
-    moved = [(i, found) for i in mixed if reference.merges_rows and (found := _moved(reference, i, at))]
+    moved = [(i, found) for i in mixed if reference.tokens and (found := _moved(reference, i, at))]
     only_base_differs = written in at.keys() - {"base"} and all(
         at[written].get(row, token) == token for label in at if label != "base" for row, token in at[label].items()
     )
     if moved and not only_base_differs:
         return [_problem(reference, one, found, at) for one, found in moved], []
-    problems = list(_contested(mixed, at, at[reference.label]))
+    problems = list(_contested(mixed, at, at.get("base", {})))
     return (problems, []) if problems else ([], list(_unwritten(inputs, written, at)))
 
 

@@ -14,6 +14,7 @@ from actmat.checkpoints.resolve import commit_of, pinned_stack
 from actmat.errors import AlignmentError, CheckpointError, Note
 from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
+from actmat.identity.inputs import compare_adapters
 from actmat.methods import METHODS, get_method
 from actmat.methods.spaces import KEEP_ROWS
 from actmat.methods.user import method_version
@@ -57,7 +58,8 @@ def build_plan(
     statistics = statistics or ExpertStatistics.none(recipe.labels)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     if base is None:
-        draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
+        compared = compare_adapters(list(zip(recipe.labels, experts, strict=True)))
+        draft = plan_modules(recipe, _adapters(experts), base_config, statistics, compared)
     elif is_extracted:
         draft, room = plan_extraction(recipe, base, experts, statistics), HOST
     else:

@@ -35,11 +35,6 @@ OwnOptions = Annotated[
 ]
 
 
-def _words(value: Any) -> Any:
-    """Words with commas between them, as a list."""
-    return [w.strip() for w in value.split(",") if w.strip()] if isinstance(value, str) else value
-
-
 RESERVED = {"base": "the base", "union": "the tokens of all models"}
 """Names that no expert may have -> their meaning."""
 
@@ -85,7 +80,7 @@ class ExpertRef(Strict):
 
     stacks: Annotated[
         tuple[StackWord, ...],
-        BeforeValidator(_words),
+        BeforeValidator(lambda v: [w.strip() for w in v.split(",") if w.strip()] if isinstance(v, str) else v),
     ] = Field(
         default=(),
         description="how an adapter stores stacked experts, where its files do not tell: axes `e_i_o` or `e_o_i`, "

@@ -63,11 +63,6 @@ Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-def _steps(value: Any) -> Any:
-    """A single step, as text or mapping, as a list of one."""
-    return (value,) if isinstance(value, str | Mapping) else value
-
-
 class Rule(Strict):
     """Choices for the tensors that match; the first rule that matches a tensor decides."""
 
@@ -205,7 +200,7 @@ class Recipe(Strict):
     )
     post: Annotated[
         tuple[PostRef, ...],
-        BeforeValidator(_steps),
+        BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value),
         Flag(
             help="Post-processing step, NAME or NAME:OPTION=VALUE,...; once per step, in order.",
             type=str,

@@ -105,7 +105,7 @@ class _Loader(yaml.SafeLoader):
             raise _refuse(f"{_shown(node)} is not a valid {_kind(node)}", node) from None
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise _refuse(f"an integer has at most {MAX_BITS} bits; found {_shown(node)}", node)
-        if isinstance(value, str) and not _is_text(value):
+        if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
             raise _refuse(f"a text holds a NUL or half of a surrogate pair: {value[:40]!r}", node)
         return value
 
@@ -153,7 +153,3 @@ def _kind(node: yaml.Node) -> str:
 def _shown(node: yaml.Node) -> str:
     text = node.value if isinstance(node.value, str) else ""
     return repr(text) if len(text) <= 40 else f"{text[:40]!r}... ({len(text)} characters)"
-
-
-def _is_text(value: str) -> bool:
-    return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)

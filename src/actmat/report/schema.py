@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from actmat.checkpoints.folder import shown
+
 LONGEST_PATH = 4096
 
 
@@ -179,7 +181,7 @@ def _repeated(manifest: _Model | _Adapter) -> Iterator[str]:
     for field, names in tables.items():
         for name, count in Counter(names).items():
             if count > 1:
-                yield f"{field}: {_shown(name)} is listed {count} times"
+                yield f"{field}: {shown(name)} is listed {count} times"
 
 
 def _contradictions(manifest: _Model | _Adapter) -> Iterator[str]:
@@ -190,7 +192,7 @@ def _contradictions(manifest: _Model | _Adapter) -> Iterator[str]:
         yield "experts: 'base' is the name of the base"
     items = manifest.modules if isinstance(manifest, _Adapter) else manifest.tensors
     for n, item in enumerate(items):
-        place = f"{'modules' if isinstance(manifest, _Adapter) else 'tensors'}.{n} ({_shown(item.name)})"
+        place = f"{'modules' if isinstance(manifest, _Adapter) else 'tensors'}.{n} ({shown(item.name)})"
         if item.action == "merge" and item.method is None:
             yield f"{place}: merged, but no method is recorded"
         if isinstance(item, _ModelTensor):
@@ -198,7 +200,7 @@ def _contradictions(manifest: _Model | _Adapter) -> Iterator[str]:
     if isinstance(manifest, _Adapter):
         inputs = [*manifest.experts, *([] if manifest.base is None else [manifest.base])]
         missing = [e.name for e in inputs if e.hashes is None]
-        yield from (f"inputs: the hashes of {_shown(n)} are missing" for n in missing)
+        yield from (f"inputs: the hashes of {shown(n)} are missing" for n in missing)
 
 
 def _input_problems(row: _ModelTensor, labels: list[str]) -> Iterator[str]:
@@ -208,9 +210,4 @@ def _input_problems(row: _ModelTensor, labels: list[str]) -> Iterator[str]:
     if row.sources is not None and len(row.sources) != len(labels):
         yield f"{len(row.sources)} sources are recorded, there are {len(labels)} experts"
     wanted = {"base", *(labels if row.sources is not None else ())}
-    yield from (f"the hash of its input {_shown(n)} is missing" for n in sorted(wanted - row.input_hashes.keys()))
-
-
-def _shown(name: str) -> str:
-    text = repr(name)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+    yield from (f"the hash of its input {shown(n)} is missing" for n in sorted(wanted - row.input_hashes.keys()))

@@ -44,18 +44,13 @@ def by_regions(tasks: Sequence[Task], reader: TensorReader, merge: MergeRegion |
             if merge is not None and not reader.is_futile:
                 changed |= merge(merging, region, base_raw, reader)
             elif merging and reader.reading is not None:
-                _read_on(region, base_raw, reader)
+                deltas = Deltas(reader, region, base_raw)  # results are discarded; the rest is read for bad values
+                for _ in deltas if isinstance(base_raw, Tensor) else deltas.walk():
+                    pass
     if reader.is_futile:
         return []
     share = (time.perf_counter() - began) / len(tasks)
     return [record_of(task, reader, share, changed=changed) for task in tasks]
-
-
-def _read_on(region: Region, base_raw: BaseEntries, reader: TensorReader) -> None:
-    """Read the remaining deltas, whose results are discarded, to find the other bad values."""
-    deltas = Deltas(reader, region, base_raw)
-    for _ in deltas if isinstance(base_raw, Tensor) else deltas.walk():
-        pass
 
 
 def _room_bytes(merging: Sequence[Task], reader: TensorReader) -> int:

@@ -87,6 +87,8 @@ class Adapter:
         """Remarks for plans: unknown fields of its config, and unused tensors."""
         copies = [*self.weights.notes]
         copies += ["it holds copies of base weights; the base's own are used"] if self.copies else []
+        if problem := self.config.targets.problem:
+            copies.append(f"{problem}. Not checked that it names the modules in the file: all are merged")
         if self.modules and not any(m.scaling for m in self.modules.values()):
             copies.append("its alpha (lora_alpha) is 0 in every module, so that it changes nothing")
         return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *copies)

@@ -86,6 +86,7 @@ def _fitting(adapter: Adapter, metadata: Mapping[str, str]) -> list[ImageArchite
     for keep in (
         lambda a: any(word in said for word in a.words),
         lambda a: a.widths & _widths(own, a.component),
+        lambda a: adapter.layout != "kohya" or all(m.name.startswith(tuple(t.kohya for t in a.texts)) for m in texts),
         lambda a: not a.kohya_is_diffusers or not _looks_like_xl(adapter),
     ):
         if len(fitting) > 1 and any(map(keep, fitting)):

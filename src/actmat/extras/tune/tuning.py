@@ -41,7 +41,7 @@ from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate, ma
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.recipe.output import AdapterOutput, ModelOutput, Vocabulary
-from actmat.run import run_recipes
+from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 MADE = ("merges", "statistics")
@@ -170,7 +170,10 @@ def tune_recipe(
             recipe = inputs.recipe.model_copy(update={"base": recipe.base})
             space = space(recipe)
         sources = _sources_of(recipe, data, settings, inputs.base.config or {})
-        sizes = [len(d.rows) if isinstance(d, DataRows) else sum(map(_samples, d)) for d in sources.values()]
+        sizes = [
+            len(d.rows) if isinstance(d, DataRows) else sum(len(next(iter(b.values()))) for b in d)
+            for d in sources.values()
+        ]
         fitted = space.fitted(-(-min(sizes) // 4), to_adapters=inputs.are_adapters)
         device, note = model_device(run.device)
         settings = dataclasses.replace(settings, device=device)
@@ -216,10 +219,6 @@ def _sources_of(recipe: Recipe, data: Any, settings: TuneSettings, config: Mappi
         else:
             raise StatisticsError(f"The batches of '{label}' are empty: expected 8 to 256 inputs.")
     return sources | {label: DataRows(options[label], rows) for label, rows in prepare_data(options).items()}
-
-
-def _samples(batch: Mapping[str, Any]) -> int:
-    return len(next(iter(batch.values())))
 
 
 @contextlib.contextmanager
@@ -287,6 +286,7 @@ class _Search:
         output = AdapterOutput() if self.are_adapters else self.given.model
         recipe = self.given.model_copy(update={"base": self.loader.base, "output": output, "out": None})
         memory = self._planned(len(data))
+        plan_recipe(recipe_of(recipe, MergeChoice("task_arithmetic")), held=self.run.held)  # refuses before it loads
         asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
         found = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)

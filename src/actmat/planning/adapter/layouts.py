@@ -25,14 +25,10 @@ def _tensor_name(name: str, found: Sequence[AdapterModule | None]) -> str:
     """Name of the tensor that a module's delta belongs to, as the model has it."""
     plain = name.replace(".base_layer", "")
     module = next((m for m in found if m is not None and m.kind == "parameter"), None)
-    return f"{plain}.weight" if module is None else f"{plain}.{_parameter_name(module)}"
-
-
-def _parameter_name(module: AdapterModule) -> str:
-    """Name of the bare parameter that a module adapts; of one that the file does not name, its position in the nest."""
-    known = module.parameters[0] if len(module.parameters) == 1 else ""
-    nest = module.name[len(module.name.replace(".base_layer", "")) :]
-    return known or nest.lstrip(".") or "weight"
+    if module is None:
+        return f"{plain}.weight"
+    nest = module.name[len(module.name.replace(".base_layer", "")) :].lstrip(".")  # of a parameter without a name
+    return f"{plain}.{module.parameters[0] if len(module.parameters) == 1 else nest or 'weight'}"
 
 
 def is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:

@@ -211,13 +211,14 @@ def plan_modules(
     adapters: Sequence[Adapter],
     base_config: Mapping[str, Any] | None,
     statistics: ExpertStatistics,
+    compared: tuple[Sequence[str], Sequence[str]],
 ) -> Draft:
-    """Decide what happens to every module of every adapter.
+    """Decide what happens to every module of every adapter; `compared`: problems and notes on their tokens.
 
     Raises:
         AlignmentError: the adapters or the recipe do not fit; carries all problems.
     """
-    problems = adapter_problems(recipe, adapters)
+    problems = [*adapter_problems(recipe, adapters), *compared[0]]
     adapters, of_names, notes_of_names = in_one_form(recipe.labels, adapters)
     problems += of_names
     layout = output_layout(recipe, adapters)
@@ -260,7 +261,10 @@ def plan_modules(
         stem=STEMS[layout],
         adapter_config=config,
         kept=kept,
-        notes=tuple(notes_of_names + notes + plan_notes(recipe, adapters, [m.name for m in found], modules, config)),
+        notes=(
+            *(*compared[1], *notes_of_names, *notes),
+            *plan_notes(recipe, adapters, [m.name for m in found], modules, config),
+        ),
     )
 
 
