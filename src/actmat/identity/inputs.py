@@ -157,10 +157,10 @@ def _tokens(
     return problems, [*told, *notes]
 
 
-def compare_adapters(experts: Sequence[tuple[str, Expert]]) -> tuple[list[str], list[str]]:
+def compare_adapters(labels: Sequence[str], experts: Sequence[Expert]) -> tuple[list[str], list[str]]:
     """Problems and notes on token tables that adapters change in rows of different tokens, without their base."""
     reader, notes, inputs = TokenReader(), list[str](), list[TokenInput]()
-    for label, one in experts:
+    for label, one in zip(labels, experts, strict=True):
         names = () if one.adapter is None else (*one.adapter.extras, *(f"{m}.weight" for m in one.adapter.modules))
         if any(is_token_table(n) or is_output_head(n) for n in names):
             inputs += _token_input(label, one, True, reader, notes)

@@ -11,10 +11,8 @@ import torch
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.resolve import commit_of, pinned_stack
-from actmat.errors import AlignmentError, CheckpointError, Note
+from actmat.errors import CheckpointError, Note
 from actmat.experts.base import Expert
-from actmat.experts.lora.adapter import Adapter
-from actmat.identity.inputs import compare_adapters
 from actmat.methods import METHODS, get_method
 from actmat.methods.spaces import KEEP_ROWS
 from actmat.methods.user import method_version
@@ -58,8 +56,7 @@ def build_plan(
     statistics = statistics or ExpertStatistics.none(recipe.labels)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     if base is None:
-        compared = compare_adapters(list(zip(recipe.labels, experts, strict=True)))
-        draft = plan_modules(recipe, _adapters(experts), base_config, statistics, compared)
+        draft = plan_modules(recipe, experts, base_config, statistics)
     elif is_extracted:
         draft, room = plan_extraction(recipe, base, experts, statistics), HOST
     else:
@@ -94,14 +91,6 @@ def build_plan(
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
-
-
-def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
-    """The experts as adapters, if all of them are."""
-    adapters = [e.adapter for e in experts if e.adapter is not None]
-    if len(adapters) < len(experts):
-        raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
-    return adapters
 
 
 def _notes(

@@ -53,9 +53,7 @@ def plan_tensors(
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
-    hits = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
-    kept = absent_parts(base, experts, recipe.labels)
-    kept |= {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items()}
+    kept = absent_parts(base, experts, recipe.labels) | _kept(base, chooser)
     agreed = _agreed(recipe, base, experts, kept)
     problems += agreed.problems
     stem, stems = stems_of(base)
@@ -102,6 +100,12 @@ def plan_tensors(
         ),
         configs=agreed.configs,
     )
+
+
+def _kept(base: Checkpoint, chooser: Chooser) -> dict[str, str]:
+    """Tensors that the recipe keeps -> reason."""
+    hits = {name: chooser.keeps(name) for name in base.specs}
+    return {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
 
 
 def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: Collection[str]) -> InputAgreement:

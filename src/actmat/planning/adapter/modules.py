@@ -10,11 +10,12 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import AlignmentError
-from actmat.experts.base import DeltaSource
+from actmat.experts.base import DeltaSource, Expert
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.experts.lora.names import PREFIX
+from actmat.identity.inputs import compare_adapters
 from actmat.layout.types import Block, LayoutMap, Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -206,19 +207,25 @@ ONE_FILE = 1 << 62
 """Bytes: PEFT reads one file only, so an adapter is never sharded."""
 
 
+def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
+    """The experts as adapters, if all of them are."""
+    adapters = [e.adapter for e in experts if e.adapter is not None]
+    if len(adapters) < len(experts):
+        raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
+    return adapters
+
+
 def plan_modules(
-    recipe: Recipe,
-    adapters: Sequence[Adapter],
-    base_config: Mapping[str, Any] | None,
-    statistics: ExpertStatistics,
-    compared: tuple[Sequence[str], Sequence[str]],
+    recipe: Recipe, experts: Sequence[Expert], base_config: Mapping[str, Any] | None, statistics: ExpertStatistics
 ) -> Draft:
-    """Decide what happens to every module of every adapter; `compared`: problems and notes on their tokens.
+    """Decide what happens to every module of every adapter.
 
     Raises:
         AlignmentError: the adapters or the recipe do not fit; carries all problems.
     """
-    problems = [*adapter_problems(recipe, adapters), *compared[0]]
+    adapters = _adapters(experts)
+    problems, notes_of_tokens = compare_adapters(recipe.labels, experts)
+    problems += adapter_problems(recipe, adapters)
     adapters, of_names, notes_of_names = in_one_form(recipe.labels, adapters)
     problems += of_names
     layout = output_layout(recipe, adapters)
@@ -262,7 +269,7 @@ def plan_modules(
         adapter_config=config,
         kept=kept,
         notes=(
-            *(*compared[1], *notes_of_names, *notes),
+            *(*notes_of_tokens, *notes_of_names, *notes),
             *plan_notes(recipe, adapters, [m.name for m in found], modules, config),
         ),
     )
