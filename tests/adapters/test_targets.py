@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,31 @@ FIELDS: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "model.layers.1.self_attn.q_proj"], "layers_to_transform": [0]},
     {"target_modules": r".*\.self_attn\.(q|k)_proj"},
     {"target_modules": "q_proj"},
+    {"target_modules": ["q"], "layers_to_transform": [0]},
+    {"target_modules": ["q"], "layers_to_transform": [2]},
+    {"target_modules": ["q"], "layers_to_transform": [0], "layers_pattern": "layer"},
     {"target_modules": r"model\.layers\.[01]\..*_proj|lm_head", "exclude_modules": "lm_head"},
 ]
+
+
+def is_built_by_last_number(config: LoraConfig, module: str) -> bool:
+    """The rule until PEFT 0.19: without the numbers before the last one."""
+    last = re.sub(r"\.\d+(?=\..*\.\d+\.)", "", module)
+    return bool(check_target_module_exists(config, last)) and not config.exclude_modules
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f))
 def test_modules_are_those_that_peft_builds(fields: dict[str, Any]) -> None:
     config, targets = LoraConfig(**fields), Targets(fields)
-    built = [m for m in MODULES if check_target_module_exists(config, m)]
+    built = [m for m in MODULES if check_target_module_exists(config, m) or is_built_by_last_number(config, m)]
     assert [m for m in MODULES if not targets.problems([m])] == built
+
+
+def test_tied_modules_are_added() -> None:
+    """By PEFT 0.19, which does not write them into the config."""
+    fields = {"target_modules": QV, "ensure_weight_tying": True}
+    assert not Targets(fields).problems(["lm_head", "model.embed_tokens"])
+    assert Targets(fields).problems(["model.layers.0.mlp.up_proj"])
 
 
 @pytest.mark.parametrize("value", [None, [], "all-linear", "All-Linear", "(?=q)q_proj"])

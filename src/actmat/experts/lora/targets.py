@@ -1,6 +1,8 @@
 """The modules of a model that PEFT adapts, as the config of an adapter names them.
 
-PEFT builds factors for these modules only, and ignores others in the file without a word.
+PEFT builds factors for these modules only, and ignores others in the file without a word. Of several numbers in a name,
+as T5 has them, `layers_to_transform` is about the first one, until PEFT 0.19 about the last one; with
+`ensure_weight_tying`, PEFT 0.19 adapts table and head if one is named: files of all these versions are read.
 
 Source: PEFT (https://github.com/huggingface/peft), `check_target_module_exists`.
 """
@@ -13,6 +15,7 @@ from typing import Any
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.errors import first_names
 from actmat.layout.patterns import MatchError, Regex
+from actmat.layout.ties import is_output_head, is_token_table
 
 
 class Targets:
@@ -23,6 +26,7 @@ class Targets:
         self._targeted, self._excluded = (self._names(f, fields.get(f)) for f in ("target_modules", "exclude_modules"))
         of_layers = ("modules_to_save", "layers_to_transform", "layers_pattern")
         self._saved, self._layers, self._lists = (_listed(fields.get(f)) for f in of_layers)
+        self._adds_tied = bool(fields.get("ensure_weight_tying"))
 
     def _names(self, field: str, value: Any) -> frozenset[str] | Regex:
         """Ends of names, or a pattern; none if the field leaves the choice to PEFT."""
@@ -44,13 +48,14 @@ class Targets:
         if any(f".{name}." in f".{module}." for name in self._saved):
             return "modules_to_save"
         if self._targeted and not self.has(module):
-            return "target_modules"
+            is_tied = is_token_table(f"{module}.weight") or is_output_head(f"{module}.weight")
+            return "" if self._adds_tied and is_tied else "target_modules"
         if not self._layers or isinstance(self._targeted, Regex) or module in self._targeted:
             return ""
         parts, first = module.split("."), 1 if self._lists else 2
         pairs = zip(parts[first - 1 :], parts[first:-1], strict=False)
-        found = (int(n) for above, n in pairs if n.isdecimal() and (above in self._lists or not self._lists))
-        return "" if next(found, None) in self._layers else "layers_to_transform"
+        found = [int(n) for above, n in pairs if n.isdecimal() and (above in self._lists or not self._lists)]
+        return "" if any(n in self._layers for n in (*found[:1], *found[-1:])) else "layers_to_transform"
 
     def problems(self, modules: Iterable[str]) -> list[str]:
         """One sentence for each field by which PEFT ignores some of these modules, which have factors."""
