@@ -6,8 +6,8 @@
 
 Every merge is a process of its own on two threads, imports included, computing in float32, with inputs out of the page
 cache. *read*: from the disk. *error*: largest distance of a tensor's change from the same method in float64, relative
-in the Frobenius norm; DARE draws random masks and has none. Parameters are those of `inputs.py`; a tool's own words of
-a refusal are shortened to their last line.
+in the Frobenius norm, of the large Llama in its first layer; DARE draws random masks and has none. Parameters are those
+of `inputs.py`; a tool's own words of a refusal are shortened to their last line.
 
 Faults: the process is killed with SIGKILL when half of the output's bytes have been written, then every weight file at
 the output's path is loaded. Damaged inputs: an expert without its last kilobyte; with one letter of a tensor's name in
@@ -58,7 +58,7 @@ FEW = ("average", "ties")
 COLUMNS = ("input", "method", "tool", "wall_s", "cpu_s", "peak_anonymous_b", "read_b", "error", "refused")
 NO_METHOD = "no such method"
 LIMIT_S = 120
-"""After which a merge is ended."""
+"""After which a merge is ended; a large one after 300 s."""
 FAULTS = ("tool", "killed while writing", "cut", "renamed", "NaN")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", **SOURCE}
 
@@ -104,15 +104,17 @@ def merge_row(tool: Tool, kind: str, method: str) -> dict[str, Any]:
     if method not in tool.adapter.METHODS or (kind != "three LoRA" and tool.name == "peft"):
         return row | {"refused": NO_METHOD}
     forget([base, *experts])
+    limit = 300 if kind == LARGE else LIMIT_S
     try:
         command = tool.command(method, base, experts, out, "bfloat16" if kind == LARGE else "float32")
-        run = measure(["timeout", str(LIMIT_S), *command], **OFFLINE)
-        found = inputs.error(method, out, base, experts) if method in inputs.REFERENCES else None
+        run = measure(["timeout", str(limit), *command], **OFFLINE)
+        part = ".layers.0." if kind == LARGE else ""
+        found = inputs.error(method, out, base, experts, part) if method in inputs.REFERENCES else None
     except KeyError as error:
         return row | {"refused": f"merged, but without {error}"}
     except (RuntimeError, SafetensorError) as error:
         ended = "exit status 124" in str(error)  # of `timeout`
-        return row | {"refused": f"not done after {LIMIT_S} s" if ended else last_words(error)}
+        return row | {"refused": f"not done after {limit} s" if ended else last_words(error)}
     costs = {"wall_s": run.wall_s, "cpu_s": run.cpu_s, "peak_anonymous_b": run.peak_anonymous_b, "read_b": run.read_b}
     return row | costs | ({} if found is None else {"error": found})
 

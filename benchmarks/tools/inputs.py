@@ -75,9 +75,9 @@ def _unet(place: Path) -> None:
     ).save_pretrained(place)
 
 
-def deltas_of(folder: Path, base: Tensors | None = None) -> Tensors:
-    """Changes of the weights of an adapter, or of a model from its base, in float64."""
-    stored = stored_tensors(folder)
+def deltas_of(folder: Path, base: Tensors | None = None, part: str = "") -> Tensors:
+    """Changes of the weights of an adapter, or of a model from its base, in float64; of the names that hold `part`."""
+    stored = {n: t for n, t in stored_tensors(folder).items() if part in n}
     config = folder / "adapter_config.json"
     if not config.exists():
         assert base is not None
@@ -122,10 +122,10 @@ REFERENCES: dict[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {
 entries, exactly, of equal ones the first, and takes plus where votes cancel, as mergekit does."""
 
 
-def error(method: str, out: Path, base: Path, experts: Sequence[Path]) -> float:
+def error(method: str, out: Path, base: Path, experts: Sequence[Path], part: str = "") -> float:
     """Largest distance of a merged tensor's change from the reference, relative in the Frobenius norm."""
     start = stored_tensors(base)
-    merged, each = deltas_of(out, start), [deltas_of(e, start) for e in experts]
+    merged, *each = (deltas_of(folder, start, part) for folder in (out, *experts))
     worst = 0.0
     for name in each[0]:
         expected = REFERENCES[method](start[name].double(), [d[name] for d in each])
