@@ -67,8 +67,9 @@ def merges(base: Path, experts: list[Path]) -> Iterator[tuple[str, Path]]:
 
 def digits(folder: Path) -> Iterator[dict[str, Any]]:
     """Accuracies by seed, factor of the rate, and method."""
-    settings, base = training.DemoSettings(), folder / "base"
+    settings = training.DemoSettings()
     for seed in SEEDS:
+        base = folder / f"base-{seed}"
         data = training.load_data(settings, seed)
         save_encoder(training.train_base(settings, seed), base)
         heads = training.fit_heads(load_encoder(base), data, settings)
@@ -84,7 +85,7 @@ def digits(folder: Path) -> Iterator[dict[str, Any]]:
                 expert, order = load_encoder(base), training.generator_for(seed, f"order of {task}")
                 schedule = replace(settings.finetuning, learning_rate=rate)
                 training.finetune(expert, heads[task], split.train, schedule, order)
-                experts.append(folder / task)
+                experts.append(folder / f"{seed}-{factor}-{task}")
                 save_encoder(expert, experts[-1])
             sizes = [size(stored_tensors(base), stored_tensors(e)) for e in experts]
             own = [scores(e)[k] for k, e in enumerate(experts)]

@@ -93,7 +93,7 @@ CASES = (
     Case(
         "AM301",
         lambda: measured(norms=(5.0, 1.0)),
-        "'math' has 5 times",
+        "'math' changed the base 5 times as much as 'code'",
         lambda: measured(norms=(0.0, 1.0)),
         lambda: measured(norms=(2.0, 1.0)),
     ),

@@ -24,7 +24,7 @@ ROOMS: dict[str, int] = {
     "src": 41_800,
     "packages": 11_550,
     "tests": 45_500,
-    "benchmarks": 6_100,
+    "benchmarks": 6_250,
     "whole tree": 107_800,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by

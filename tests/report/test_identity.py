@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import actmat
 
@@ -54,6 +54,17 @@ def test_every_merge_looks_at_the_identity_of_its_inputs(case: str, models: Path
     found = [(code, text.replace(".safetensors", "")) for code, text in report.totals.findings]
     assert [code for code, _ in found] == [code for code, _ in wanted]
     assert all(words in text for (_, text), (_, words) in zip(found, wanted, strict=True)), found
+
+
+@pytest.mark.parametrize(("method", "size"), [("actmat", 3.0), ("actmat_ridge", 3.0), ("actmat", 1.5), ("tsv", 3.0)])
+def test_experts_of_unequal_size(method: str, size: float, models: Path, tmp_path: Path) -> None:
+    base, ann = (load_file(models / f"{name}.safetensors") for name in ("base", "ann"))
+    save_file({n: t + size * (ann[n] - t).flip(0) for n, t in base.items()}, tmp_path / "big.safetensors")
+    experts = [models / "ann.safetensors", tmp_path / "big.safetensors"]
+    report = actmat.merge(models / "base.safetensors", experts, method=method, out=tmp_path / "out", durable=False)
+    told = method != "tsv" and size > 2
+    assert [code for code, _ in report.totals.findings] == ["AM301"] * told
+    assert all(f"changed the base {size:g} times as much as 'ann" in words for _, words in report.totals.findings)
 
 
 def test_a_merge_without_a_base_measures_from_its_first_expert(models: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, combinations_with_replacement
 
 from actmat.diagnostics.checks.deltas import overlap_words
+from actmat.diagnostics.checks.merged import unequal_words
 from actmat.engine.task import Record
 from actmat.planning.item import Item
 from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
@@ -14,9 +15,12 @@ from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
 SAME = 1e-9
 """Squared relative distance of two deltas below which they are equal; inner products have ten digits."""
 
+BY_SQUARES = ("actmat", "actmat_ridge")
+"""Methods that weight experts by the squares of their sizes."""
+
 
 def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[tuple[str, str], ...]:
-    """Codes and words: an expert that is the base, an expert given twice, a base that looks like an expert."""
+    """Codes and words: an expert that is the base, an expert given twice, a base like an expert, unequal sizes."""
     labels = plan.recipe.labels
     rows = [(i, records[i.name]) for i in plan.items if i.action in ("merge", "average") and i.name in records]
     gram = _gram([r.products for _, r in rows if r.products], len(labels))
@@ -42,6 +46,9 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
         is_full = plan.base is not None and all(e.kind == "model" for e in plan.experts)
         if is_full and not measured_from_first and (words := overlap_words(labels, gram)):
             found.append(("AM205", words))
+        sizes = [math.sqrt(gram[t][t]) for t in range(len(labels))]
+        if plan.recipe.method in BY_SQUARES and (words := unequal_words(labels, sizes)):
+            found.append(("AM301", words))
     return tuple(found)
 
 
