@@ -16,7 +16,7 @@ LOST = 0.1
 
 
 def unequal_words(labels: Sequence[str], norms: Sequence[float]) -> str:
-    """What is to be said of experts of unequal size; empty if they are not."""
+    """Sentence on experts of unequal size; empty if they are not."""
     there = [t for t, n in enumerate(norms) if n > 0] or [0]
     low, top = min(there, key=norms.__getitem__), max(there, key=norms.__getitem__)
     if norms[top] <= UNEQUAL * norms[low]:
