@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -262,6 +263,19 @@ def test_a_rule_that_combines_is_the_sum_it_tells(method: MergeMethod) -> None:
         total = torch.stack([c * x for c, x in zip(found.coefficients, basis, strict=True)]).sum(0)
         assert relative_error(total, result.value) < 1e-12
         assert found.stats.keys() == result.stats.keys()
+
+
+@pytest.mark.parametrize("weights", [(0.5, 2.0), (-1.0, 3.0), (1.0, -1.0), (-1.0, 0.5), (0.0, 0.0)], ids=str)
+@those(is_weighted=True)
+def test_weights_that_a_rule_refuses_are_known_before_it_is_called(
+    method: MergeMethod, weights: tuple[float, float]
+) -> None:
+    experts = Experts.random(2, (4, 5))
+    for variant in variants(method):
+        options = method.resolve_options(variant)
+        known = method.weights_problem(options, weights) if method.weights_problem is not None else None
+        with pytest.raises((ValueError, RecipeError)) if known else contextlib.nullcontext():
+            call(method, experts.deltas, options, **experts.given(method, options), weights=weights)
 
 
 @those(is_random=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods._shared.per_expert import weights_and_sum
+from actmat.methods._shared.per_expert import sum_problem, weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
@@ -57,4 +57,5 @@ AVERAGE = MergeMethod(
     laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(one_pass=True, baseless=True),
+    weights_problem=lambda options, weights: sum_problem(weights),
 )

@@ -172,6 +172,8 @@ class MergeMethod:
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
+        weights_problem: `(options, weights) -> reason`, without a full stop, for which `merge` refuses the weights, or
+            None; a plan says so before anything is read.
         preset_of: the method of which this is a preset.
         plan_note: a fact that every plan with this method states.
 
@@ -194,6 +196,7 @@ class MergeMethod:
     survey: Survey | None = None
     elsewhere: Callable[[Mapping[str, Any], int], Elsewhere] = MEAN
     combine: Callable[..., Combination] | None = None
+    weights_problem: Callable[[Mapping[str, Any], Sequence[float]], str | None] | None = None
     preset_of: str | None = None
     plan_note: str = ""
 

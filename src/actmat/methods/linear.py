@@ -10,7 +10,7 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods._shared.per_expert import weights_and_sum
+from actmat.methods._shared.per_expert import sum_problem, weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
@@ -84,5 +84,6 @@ LINEAR = MergeMethod(
         moves_base=lambda options: not options["normalize"],
         baseless=True,
     ),
+    weights_problem=lambda options, weights: sum_problem(weights) if options["normalize"] else None,
     elsewhere=lambda options, n_experts: "mean" if options["normalize"] else "own",
 )

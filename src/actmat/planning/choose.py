@@ -287,13 +287,10 @@ class Chooser:
 
 
 def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
-    """The problem of tensors whose mean divides by weights of sum 0, in one line."""
-    found = {n: c.weights for n, c in calls.items() if c and c.weights and c.method in ("average", "linear")
-             and c.options.get("normalize", True) and math.fsum(c.weights) == 0}  # fmt: skip
-    if not found:
-        return []
-    weights = ", ".join(f"{w:g}" for w in next(iter(found.values())))
-    return [
-        f"{first_names(found)}: expected weights with a sum other than 0, found {weights}: the mean of the deltas "
-        "divides by it. Fix: --method task_arithmetic --option scaling=1, which adds w_t D_t, or other weights"
-    ]
+    """Problems of weights that the methods of tensors refuse, one line each."""
+    found: dict[str, list[str]] = {}
+    for name, call in calls.items():
+        problem_of = get_method(call.method).weights_problem if call and call.weights else None
+        if call and call.weights and problem_of and (problem := problem_of(call.options, call.weights)):
+            found.setdefault(problem, []).append(name)
+    return [f"{first_names(names)}: {problem}" for problem, names in found.items()]

@@ -6,8 +6,8 @@ Shapes: `K` points on the sphere (experts, and the base with `include_base`), `B
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,8 +66,8 @@ def combine(
         return Combination(found.coefficients[1:], found.stats)
     n_experts = len(gram_BB) - 1
     share = [1.0] * n_experts if weights is None else list(weights)
-    if sum(share) <= 0:
-        raise ValueError("karcher: the weights must have a positive sum")
+    if problem := _weights_problem({}, share):
+        raise ValueError(f"karcher: {problem}")
     if n_experts == 1 and not include_base:
         return Combination([0.0, 1.0], {"iterations": 0})
     points_KB = torch.eye(n_experts + 1, dtype=torch.float64)
@@ -125,6 +125,11 @@ def _length(cosine_KK: Tensor, vector_K: Tensor) -> float:
     return math.sqrt(max(0.0, float(vector_K @ cosine_KK @ vector_K)))
 
 
+def _weights_problem(options: Mapping[str, Any], weights: Sequence[float]) -> str | None:
+    found = ", ".join(f"{w:g}" for w in weights)
+    return None if sum(weights) > 0 else f"expected weights with a positive sum, found {found}"
+
+
 KARCHER = MergeMethod(
     "karcher",
     merge,
@@ -141,4 +146,5 @@ KARCHER = MergeMethod(
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     combine=combine,
+    weights_problem=_weights_problem,
 )

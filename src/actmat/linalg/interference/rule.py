@@ -201,5 +201,6 @@ class InterferenceRule:
 def weights_problem(weights: Sequence[float]) -> str | None:
     """Why these weights cannot be used by any member of the family, or None."""
     if bad := [float(w) for w in weights if not (math.isfinite(w) and w >= 0)]:
-        return f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {bad}"
+        found = ", ".join(f"{w:g}" for w in bad)
+        return f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {found}"
     return None

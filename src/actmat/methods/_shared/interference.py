@@ -15,7 +15,7 @@ from torch import Tensor
 from actmat.errors import StatisticsError
 from actmat.linalg.interference import cost, solver
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend
-from actmat.linalg.interference.rule import Estimator, InterferenceRule, Null, Solver
+from actmat.linalg.interference.rule import Estimator, InterferenceRule, Null, Solver, weights_problem
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
@@ -80,6 +80,7 @@ def member(
         cost=MethodCost(workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
+        weights_problem=family.weights_problem,
         preset_of=preset_of,
     )
 
@@ -118,6 +119,11 @@ class _Family:
     def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
         """See `LowRankForm.why_not`."""
         return _why_dense(self.rule_of(**options), weights)
+
+    def weights_problem(self, options: Mapping[str, Any], weights: Sequence[float]) -> str | None:
+        """See `MergeMethod`."""
+        rule = self.rule_of(**options)
+        return weights_problem(weights) if isinstance(rule, Adam) else rule.weights_problem(weights)
 
     def key(self, given: Mapping[str, Any]) -> Hashable:
         """See `Stages`. Equal keys mean equal states, between members of the family too."""

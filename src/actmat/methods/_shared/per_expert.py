@@ -40,6 +40,16 @@ def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> lis
     return [float(v) for v in value]
 
 
+def sum_problem(weights: Sequence[float]) -> str | None:
+    """Why no mean can be taken with these weights, or None."""
+    if math.fsum(weights) != 0:
+        return None
+    return (
+        f"expected weights with a sum other than 0, found {', '.join(f'{w:g}' for w in weights)}: the mean of the "
+        "deltas divides by it. Fix: --method task_arithmetic --option scaling=1, which adds w_t D_t, or other weights"
+    )
+
+
 def weights_and_sum(
     method: str, weights: Sequence[float] | None, n_experts: int, divisor_of: str
 ) -> tuple[list[float], float]:
