@@ -273,7 +273,8 @@ def test_weights_that_a_rule_refuses_are_known_before_it_is_called(
     experts = Experts.random(2, (4, 5))
     for variant in variants(method):
         options = method.resolve_options(variant)
-        known = method.weights_problem(options, weights) if method.weights_problem is not None else None
+        problem_of = method.plan.weights_problem
+        known = problem_of(options, weights) if problem_of is not None else None
         with pytest.raises((ValueError, RecipeError)) if known else contextlib.nullcontext():
             call(method, experts.deltas, options, **experts.given(method, options), weights=weights)
 

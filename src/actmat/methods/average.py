@@ -11,7 +11,7 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import sum_problem, weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank, PlanChecks
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
@@ -57,5 +57,5 @@ AVERAGE = MergeMethod(
     laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(one_pass=True, baseless=True),
-    weights_problem=lambda options, weights: sum_problem(weights),
+    plan=PlanChecks(weights_problem=lambda options, weights: sum_problem(weights)),
 )

@@ -46,6 +46,7 @@ from actmat.methods.facets import (
     LowRankForm,
     Merged,
     MethodCost,
+    PlanChecks,
     Stages,
     Survey,
     holds,
@@ -172,10 +173,7 @@ class MergeMethod:
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
-        weights_problem: `(options, weights) -> reason`, without a full stop, for which `merge` refuses the weights, or
-            None; a plan says so before anything is read.
         preset_of: the method of which this is a preset.
-        plan_note: a fact that every plan with this method states.
 
     Raises:
         TypeError: a field of another type, or a merge function whose options cannot be read from its signature.
@@ -196,9 +194,8 @@ class MergeMethod:
     survey: Survey | None = None
     elsewhere: Callable[[Mapping[str, Any], int], Elsewhere] = MEAN
     combine: Callable[..., Combination] | None = None
-    weights_problem: Callable[[Mapping[str, Any], Sequence[float]], str | None] | None = None
     preset_of: str | None = None
-    plan_note: str = ""
+    plan: PlanChecks = field(default_factory=PlanChecks)
 
     def __post_init__(self) -> None:
         for name, kind in _FACETS.items():
@@ -309,6 +306,7 @@ _FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost,
     "stages": Stages | None,
     "survey": Survey | None,
     "needs_statistics": tuple,
+    "plan": PlanChecks,
 }
 
 

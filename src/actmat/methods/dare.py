@@ -12,7 +12,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Drop, l1_factors
 from actmat.methods._shared.per_expert import per_expert, sum_problem, weights_and_sum, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost
+from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost, PlanChecks
 
 
 def merge(
@@ -85,6 +85,8 @@ DARE = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] != "l1"),  # which reads the deltas before it adds them
     cost=MethodCost(workspace=workspace_of_election),
-    weights_problem=lambda options, weights: sum_problem(weights) if options["rule"] == "average" else None,
+    plan=PlanChecks(
+        weights_problem=lambda options, weights: sum_problem(weights) if options["rule"] == "average" else None
+    ),
     elsewhere=_elsewhere,
 )

@@ -16,7 +16,7 @@ from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Combination, Merged, MethodCost, passes
+from actmat.methods.facets import Access, Combination, Merged, MethodCost, PlanChecks, passes
 
 
 def merge(
@@ -146,5 +146,5 @@ KARCHER = MergeMethod(
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     combine=combine,
-    weights_problem=_weights_problem,
+    plan=PlanChecks(weights_problem=_weights_problem),
 )

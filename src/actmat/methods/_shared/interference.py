@@ -20,7 +20,7 @@ from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Law, LowRankForm, Merged, MergedLowRank, MethodCost, Stages, When
+from actmat.methods.facets import Access, Law, LowRankForm, Merged, MergedLowRank, MethodCost, PlanChecks, Stages, When
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -80,7 +80,7 @@ def member(
         cost=MethodCost(workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
-        weights_problem=family.weights_problem,
+        plan=PlanChecks(weights_problem=family.weights_problem),
         preset_of=preset_of,
     )
 
@@ -121,7 +121,7 @@ class _Family:
         return _why_dense(self.rule_of(**options), weights)
 
     def weights_problem(self, options: Mapping[str, Any], weights: Sequence[float]) -> str | None:
-        """See `MergeMethod`."""
+        """See `PlanChecks`."""
         rule = self.rule_of(**options)
         return weights_problem(weights) if isinstance(rule, Adam) else rule.weights_problem(weights)
 
