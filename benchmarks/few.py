@@ -2,10 +2,13 @@
 
     python -m benchmarks.few digits                              # the demo's six experts, fully fine-tuned
     python -m benchmarks.few adapters --base BASE --data FOLDER  # FOLDER/TASK, TASK.jsonl, TASK.test.jsonl
+    python -m benchmarks.few encoder-adapters --data TEXTS       # the suite text-minilm, gentle adapters
+    python -m benchmarks.few encoder-full --data TEXTS           # the same tasks, fully fine-tuned
 
 Of `n` inputs of each expert, `C_t` is the mean of `z z^T` over the inputs `z` of a layer; of a prior, it is
 `C_t + a k_t D_t^T D_t` with equal traces of both (`k_t`) and `a = A / n`. The merge is `(sum D_t C_t) (sum C_t)^+`, or
 with a ridge in units of the mean eigenvalue in place of the cut-off.
+FOLDER/TASK.reworded.jsonl has the same prompts in other words than those of the training, in the same order.
 Rows are appended to the result file, and a row that is there is not measured again; `--minutes` ends a run early.
 
 Shapes: `O` out_features, `I` in_features, `N` samples or tokens.
@@ -13,13 +16,16 @@ Shapes: `O` out_features, `I` in_features, `N` samples or tokens.
 
 from __future__ import annotations
 
+import abc
+import copy
+import functools
 import itertools
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,28 +39,45 @@ PRIORS = (1.0, 4.0)
 """`A` of the prior's share `A / n`."""
 RIDGES = (0.0, 0.001)
 QUESTIONS = 60
+TEXTS = ("trec", "trec_backwards", "agnews_letters", "mr", "mpqa")
+GENTLE = {"ranks": "16", "test": "200", "lora_rate": "2.5e-4", "lora_epochs": "4", "alpha": "32"}
+WORDS = (1000, 30522)
+"""Range of BERT's tokens that are not special."""
 BATCH = 20
 EPS = torch.finfo(torch.float32).eps
+SMALL = 1e-4
+"""Of a delta's singular values: their squares are far below the cut-off, and rounding makes up those of an adapter."""
 
 Grams = dict[str, Tensor]
 """Layer -> `Z`, `N I`, whose `Z^T Z` is the mean of `z z^T`."""
 
 
-class Subject(Protocol):
+class Subject(abc.ABC):
     """Experts of one base, their inputs, and a test."""
 
     tasks: list[str]
     deltas: dict[str, list[Tensor]]  # layer -> delta `O I` of each expert; zeros where it changed nothing
     shares: dict[str, str]  # layer -> the layer whose input it reads too
 
+    @abc.abstractmethod
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
         """Inputs of an expert's layers, over its first `n` inputs of a kind, divided by the root of their number."""
 
-    def root(self, layer: str, task: int) -> Tensor:
-        """`K` whose `K^T K` is that of an expert's delta."""
-
+    @abc.abstractmethod
     def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
         """Accuracy, and share of answers that are the expert's, by task, of the base plus these deltas."""
+
+    @functools.cached_property
+    def roots(self) -> dict[str, list[Tensor]]:
+        """Layer -> `K` of each expert, whose `K^T K` is that of the delta."""
+        return {layer: [root(d) for d in deltas] for layer, deltas in self.deltas.items()}
+
+
+def root(delta: Tensor) -> Tensor:
+    """`O I -> R I` with the same Gram matrix of columns; directions below `SMALL` of the largest are left out."""
+    _, values, rows = torch.linalg.svd(delta, full_matrices=False)
+    kept = values > SMALL * values[0]
+    return values[kept, None] * rows[kept]
 
 
 def solved(deltas: Sequence[Tensor], roots: Sequence[Tensor], ridge: float = 0.0) -> Tensor:
@@ -80,7 +103,7 @@ def merge(subject: Subject, grams: Sequence[Grams] | None, prior: float, ridge: 
     """Merged deltas; without inputs by the deltas' own Gram matrices, which is ACTMat."""
     out = {}
     for layer, deltas in subject.deltas.items():
-        own = [subject.root(layer, t) for t in range(len(deltas))] if prior or grams is None else []
+        own = subject.roots[layer] if prior or grams is None else []
         roots = own if grams is None else [g[subject.shares[layer]] for g in grams]
         if prior and grams is not None:
             sizes = [
@@ -96,18 +119,26 @@ def average(subject: Subject) -> dict[str, Tensor]:
     return {layer: sum(d) / len(d) for layer, d in subject.deltas.items()}  # type: ignore[misc]
 
 
-def wanted(draws: int, priors: Mapping[float, Sequence[int]], controls: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every row: kind of inputs, their number, the draw, prior, ridge; the most telling first."""
+def wanted(
+    draws: Sequence[Sequence[int]], priors: Mapping[float, Sequence[int]], controls: Mapping[str, Sequence[int]]
+) -> Iterator[dict[str, Any]]:
+    """Every row: kind of inputs, their number, the draw, prior, ridge; the first draw first.
+
+    Args:
+        draws: numbers of inputs of each.
+        priors: `A` -> numbers of inputs with it.
+        controls: kind of inputs -> their numbers.
+    """
     plain = {"prior": 0.0, "ridge": 0.0}
     yield {"kind": "average", "n": 0, "draw": 0, **plain}
     yield {"kind": "actmat", "n": 0, "draw": 0, **plain}
-    for draw in range(draws):
-        for n in sorted(NUMBERS, key=lambda n: n not in controls):
+    for draw, numbers in enumerate(draws):
+        for n in numbers:
             for a, ridge in itertools.product((0.0, *priors), RIDGES):
                 if not a or n in priors[a]:
                     yield {"kind": "own", "n": n, "draw": draw, "prior": a, "ridge": ridge}
-        for n in controls:
-            for kind in ("random", "other", "mixed"):
+        for kind, some in controls.items():
+            for n in some:
                 yield {"kind": kind, "n": n, "draw": draw, **plain}
 
 
@@ -115,6 +146,7 @@ def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: fl
     """Measure what the file lacks."""
     there = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
     done = {tuple(r[k] for k in ("subject", "kind", "n", "draw", "prior", "ridge")) for r in there}
+    inputs = functools.lru_cache(maxsize=len(subject.tasks))(subject.grams)
     for row in rows:
         if (name, *row.values()) in done or time.monotonic() > until:
             continue
@@ -122,13 +154,18 @@ def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: fl
             found = average(subject)
         else:
             number = range(len(subject.tasks))
-            grams = [subject.grams(t, row["kind"], row["draw"], row["n"]) for t in number] if row["n"] else None
+            grams = [inputs(t, row["kind"], row["draw"], row["n"]) for t in number] if row["n"] else None
             found = merge(subject, grams, row["prior"] / row["n"] if row["n"] else 0.0, row["ridge"])
         accuracy, kept = subject.score(found)
         line = {"subject": name, **row, "accuracy": accuracy, "kept": kept, "tasks": list(subject.tasks)}
         with FILE.open("a") as file:
             file.write(json.dumps(line | {"processor": processor(), "date": time.strftime("%Y-%m-%d")}) + "\n")
         print(row, f"{100 * sum(accuracy) / len(accuracy):.1f} kept {100 * sum(kept) / len(kept):.1f}", flush=True)
+
+
+def sources(kind: str, task: int, tasks: int) -> Sequence[int]:
+    """Tasks whose inputs an expert is given."""
+    return {"other": [(task + 1) % tasks], "mixed": range(tasks)}.get(kind, [task])
 
 
 def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> Grams:
@@ -146,7 +183,39 @@ def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> Gram
     return {name: torch.cat(some) for name, some in found.items()}
 
 
-class Digits:
+class Classifiers(Subject):
+    """Encoders of one base, each before a frozen head; weights are those of `layers`, all others are averaged."""
+
+    def __init__(self, tasks: Sequence[str], base: Any, experts: Sequence[Any], layers: Callable[[str], bool]) -> None:
+        self.tasks, self._base, self._experts = list(tasks), base, experts
+        start = base.state_dict()
+        states = [e.state_dict() for e in experts]
+        every: dict[str, list[Tensor]] = {n: [e[n] - w for e in states] for n, w in start.items()}
+        self.deltas = {n: d for n, d in every.items() if layers(n)}
+        self.rest = {n: sum(d) / len(d) for n, d in every.items() if n not in self.deltas}
+        self._answers = [self.predict(e, t) for t, e in enumerate(experts)]
+
+    @abc.abstractmethod
+    def predict(self, model: Any, task: int) -> Tensor:
+        """Classes of the test's inputs."""
+
+    @abc.abstractmethod
+    def labels(self, task: int) -> Tensor:
+        """Their right classes."""
+
+    def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
+        """See `Subject`."""
+        model = copy.deepcopy(self._base)
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor += merged.get(name, self.rest.get(name, 0))
+        found = [self.predict(model, t) for t in range(len(self.tasks))]
+        pairs = [zip(found, other, strict=True) for other in (map(self.labels, range(len(found))), self._answers)]
+        accuracy, kept = ([float((a == b).double().mean()) for a, b in some] for some in pairs)
+        return accuracy, kept
+
+
+class Digits(Classifiers):
     """The experts of `actmat demo`."""
 
     def __init__(self, folder: Path) -> None:
@@ -159,22 +228,23 @@ class Digits:
 
         if not (folder / "results.json").exists():
             run_demo(folder, methods=["average"])
-        self._load, self._features, self._data = load_encoder, features, load_data(DemoSettings(), 0)
+        self._features, data = features, load_data(DemoSettings(), 0)
         stored = load_file(folder / "heads.safetensors")
-        self.tasks = [t.name for t in TASKS]
-        self._heads = {t: Head(stored[f"{t}.weight"], stored[f"{t}.bias"]) for t in self.tasks}
-        self._base = load_encoder(folder / "base")
-        self._experts = [load_encoder(folder / "experts" / t) for t in self.tasks]
-        self._answers = [self._predict(e, t) for e, t in zip(self._experts, self.tasks, strict=True)]
-        start = self._base.state_dict()
-        every: dict[str, list[Tensor]] = {n: [e.state_dict()[n] - w for e in self._experts] for n, w in start.items()}
-        matrices = [n for n in every if n.endswith(("proj.weight", "in_proj_weight"))]
-        self.deltas: dict[str, list[Tensor]] = {n: every[n] for n in matrices}
-        self.rest = {n: sum(d) / len(d) for n, d in every.items() if n not in matrices}
-        self.shares = {n: n for n in matrices}
+        tasks = [t.name for t in TASKS]
+        self._heads = [Head(stored[f"{t}.weight"], stored[f"{t}.bias"]) for t in tasks]
+        self._data = [data[t] for t in tasks]
+        experts = [load_encoder(folder / "experts" / t) for t in tasks]
+        ends = ("proj.weight", "in_proj_weight")
+        super().__init__(tasks, load_encoder(folder / "base"), experts, lambda name: name.endswith(ends))
+        self.shares = {n: n for n in self.deltas}
 
-    def _predict(self, encoder: Any, task: str) -> Tensor:
-        return self._heads[task](self._features(encoder, self._data[task].test.images_NHW)).argmax(1)
+    def predict(self, model: Any, task: int) -> Tensor:
+        """See `Classifiers`."""
+        return self._heads[task](self._features(model, self._data[task].test.images_NHW)).argmax(1)
+
+    def labels(self, task: int) -> Tensor:
+        """See `Classifiers`."""
+        return self._data[task].test.labels_N
 
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
         """See `Subject`."""
@@ -182,8 +252,7 @@ class Digits:
         from actmat.statistics.triangle import unpack
 
         rng = torch.Generator().manual_seed(1000 * draw + task)
-        names = {"other": [self.tasks[(task + 1) % len(self.tasks)]], "mixed": self.tasks}.get(kind, [self.tasks[task]])
-        pool = torch.cat([self._data[t].train.images_NHW for t in names])
+        pool = torch.cat([self._data[t].train.images_NHW for t in sources(kind, task, len(self.tasks))])
         images = pool[torch.randperm(len(pool), generator=rng)[:n]]
         if kind == "random":
             images = torch.rand(images.shape, generator=rng) * float(pool.max())
@@ -196,26 +265,55 @@ class Digits:
             out[name] = (vectors * values.clamp(min=0).sqrt()).T
         return out
 
-    def root(self, layer: str, task: int) -> Tensor:
+
+class Texts(Classifiers):
+    """The experts of the suite `text-minilm`: adapters of the regime 'gentle, `alpha` 32', or full models."""
+
+    def __init__(self, data: Path, cache: Path, regime: Literal["lora", "full"]) -> None:
+        from actmat_experiments.harness.heads import load_head
+        from actmat_experiments.harness.progress import Watch
+        from actmat_experiments.pretrained.text import experiments
+        from actmat_experiments.suites import RunRequest
+
+        request = RunRequest("text-minilm", cache, tasks=TEXTS, regimes=(regime,), data=data, settings=GENTLE)
+        with Watch() as watch:
+            self._suite = next(iter(experiments(request, watch)))
+            experts = [self._suite.load(made.path) for made in self._suite.experts().values()]
+        self._heads = [load_head(self._suite.heads[t]) for t in TEXTS]
+        base = self._suite.load(self._suite.base.path)
+        layers = {f"{n}.weight" for n, m in base.named_modules() if isinstance(m, nn.Linear)}
+        super().__init__(TEXTS, base, experts, layers.__contains__)
+        self.shares = {n: n.replace("self.key", "self.query").replace("self.value", "self.query") for n in layers}
+
+    def predict(self, model: Any, task: int) -> Tensor:
+        """See `Classifiers`."""
+        from actmat_experiments.pretrained.text_model import text_features
+
+        return self._heads[task](text_features(self._suite.reader, model, self._suite.tasks[task].test)).argmax(1)
+
+    def labels(self, task: int) -> Tensor:
+        """See `Classifiers`."""
+        return torch.tensor([e.label for e in self._suite.tasks[task].test])
+
+    def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
         """See `Subject`."""
-        return self.deltas[layer][task]
+        rng = torch.Generator().manual_seed(1000 * draw + task)
+        pool = [e for t in sources(kind, task, len(self.tasks)) for e in self._suite.tasks[t].train]
+        given = [self._suite.reader([pool[i]]) for i in torch.randperm(len(pool), generator=rng)[:n].tolist()]
+        for tokens in given if kind == "random" else []:
+            tokens["input_ids"].random_(*WORDS, generator=rng)
+        model = self._experts[task]
+        layers = {n: model.get_submodule(n.removesuffix(".weight")) for n in set(self.shares.values())}
 
-    def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-        """See `Subject`."""
-        import copy
+        def run() -> None:
+            for tokens in given:
+                model(**tokens)
 
-        model = copy.deepcopy(self._base)
-        with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                tensor += merged.get(name, self.rest.get(name, 0))
-        found = [self._predict(model, t) for t in self.tasks]
-        labels = [self._data[t].test.labels_N for t in self.tasks]
-        pairs = [zip(found, other, strict=True) for other in (labels, self._answers)]
-        accuracy, kept = ([float((a == b).double().mean()) for a, b in some] for some in pairs)
-        return accuracy, kept
+        number = sum(tokens["input_ids"].numel() for tokens in given)
+        return {k: z / number**0.5 for k, z in observed(layers, run).items()}
 
 
-class Adapters:
+class Adapters(Subject):
     """LoRA adapters of a language model, each with a file of prompts and one of questions with answers."""
 
     def __init__(self, base: str, folder: Path) -> None:
@@ -227,7 +325,7 @@ class Adapters:
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self._tokenizer.padding_side = "left"
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-        self._prompts = [_lines(folder / f"{t}.jsonl") for t in self.tasks]
+        self._prompts = [[_lines(folder / f"{t}{end}.jsonl") for t in self.tasks] for end in ("", ".reworded")]
         self._tests = [_lines(folder / f"{t}.test.jsonl")[:QUESTIONS] for t in self.tasks]
         adapters = PeftModel.from_pretrained(model, folder / self.tasks[0], adapter_name=self.tasks[0])
         for task in self.tasks[1:]:
@@ -262,8 +360,7 @@ class Adapters:
     def _inputs(self, task: int, kind: str, draw: int) -> list[Tensor]:
         """Token ids of 64 inputs; a mixture is the same for all experts."""
         rng = torch.Generator().manual_seed(draw)
-        names = {"other": [(task + 1) % len(self.tasks)], "mixed": range(len(self.tasks))}.get(kind, [task])
-        pools = [self._prompts[t] for t in names]
+        pools = [self._prompts[kind == "reworded"][t] for t in sources(kind, task, len(self.tasks))]
         texts = [r["text"] for some in zip(*pools, strict=True) for r in some]
         if draw:
             texts = [texts[i] for i in torch.randperm(len(texts), generator=rng)]
@@ -284,15 +381,6 @@ class Adapters:
 
         tokens = sum(i.numel() for i in given)
         return {k: z / tokens**0.5 for k, z in observed(layers, run).items()}
-
-    def root(self, layer: str, task: int) -> Tensor:
-        """See `Subject`: `R A` of the factor `B = Q R`."""
-        module, name = self._layers[layer], self.tasks[task]
-        if name not in module.lora_A:
-            return torch.zeros(1, module.base_layer.weight.shape[1])
-        reduced = torch.linalg.qr(module.lora_B[name].weight.detach()).R
-        root: Tensor = module.scaling[name] * reduced @ module.lora_A[name].weight.detach()
-        return root
 
     def _restore(self) -> None:
         with torch.no_grad():
@@ -322,18 +410,26 @@ def _lines(path: Path) -> list[dict[str, str]]:
 def main() -> None:
     """Measure the rows of one subject that are missing."""
     parser = program(__doc__, "few")
-    parser.add_argument("subject", choices=["digits", "adapters"])
+    parser.add_argument("subject", choices=["digits", "adapters", "encoder-adapters", "encoder-full"])
     parser.add_argument("--base", help="the model under the adapters")
-    parser.add_argument("--data", type=Path, help="folder of adapters, prompts and questions")
+    parser.add_argument("--data", type=Path, help="folder of adapters, prompts and questions, or of texts")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no row after so many minutes")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "actmat-few", help="trained experts")
     given = parser.parse_args()
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * given.minutes
+    kinds = ("random", "other", "mixed")
     if given.subject == "digits":
-        study("digits", Digits(given.work), wanted(3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), (1, 8, 64)), until)
+        rows = wanted([NUMBERS] * 3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), dict.fromkeys(kinds, (1, 8, 64)))
+        study("digits", Digits(given.work), rows, until)
+    elif given.subject == "adapters":
+        few = (1, 8, 64)
+        rows = wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,)))
+        study("adapters", Adapters(given.base, given.data), rows, until)
     else:
-        study("adapters", Adapters(given.base, given.data), wanted(1, {PRIORS[1]: (1, 8, 64)}, (8,)), until)
+        rows = wanted([(8, 1, 64, 2, 4, 16)] * 3, {PRIORS[1]: NUMBERS}, dict.fromkeys(kinds, (8,)))
+        regime: Literal["lora", "full"] = "full" if given.subject == "encoder-full" else "lora"
+        study(given.subject, Texts(given.data, given.work, regime), rows, until)
 
 
 if __name__ == "__main__":
