@@ -8,6 +8,7 @@ Units are in the names: `_s` seconds, `_b` bytes, `_gbps` 1e9 bytes per second, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -20,13 +21,12 @@ import sysconfig
 import threading
 import time
 import venv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from benchmarks.provenance import processor, record
@@ -53,6 +53,7 @@ class Run:
         cpu_s: user and system time of the process and of the descendants that it waited for.
         peak_resident_b: as `peak_anonymous_b`, of VmRSS: mapped files are counted.
         read_b: read from the disk, past the page cache, also through mapped files.
+        marked_s: from start to the first line with a mark; 0: there was none.
     """
 
     wall_s: float
@@ -60,9 +61,10 @@ class Run:
     cpu_s: float = 0.0
     peak_resident_b: int = 0
     read_b: int = 0
+    marked_s: float = 0.0
 
 
-def measure(command: Sequence[str | Path], **environment: str) -> Run:
+def measure(command: Sequence[str | Path], mark: str = "\0", **environment: str) -> Run:
     """Run a command to its end.
 
     A child may write bytecode of the modules that it imports, and reads it the next time, as an installed package does:
@@ -90,8 +92,11 @@ def measure(command: Sequence[str | Path], **environment: str) -> Run:
     sampler = threading.Thread(target=sample)
     sampler.start()
     assert child.stdout is not None
+    said, marked = b"", 0.0
     with child.stdout:
-        said = child.stdout.read()
+        for line in child.stdout:
+            said += line
+            marked = marked or (time.perf_counter() - started) * (mark.encode() in line)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     wall = time.perf_counter() - started
@@ -100,7 +105,7 @@ def measure(command: Sequence[str | Path], **environment: str) -> Run:
     if child.returncode:
         tail = said.decode(errors="replace")[-3000:]
         raise RuntimeError(f"exit status {child.returncode} of {' '.join(map(str, command))}\n{tail}")
-    return Run(wall, peaks["RssAnon"], used.ru_utime + used.ru_stime, peaks["VmRSS"], 512 * used.ru_inblock)
+    return Run(wall, peaks["RssAnon"], used.ru_utime + used.ru_stime, peaks["VmRSS"], 512 * used.ru_inblock, marked)
 
 
 def family(pid: int) -> list[int]:
@@ -165,10 +170,10 @@ def merged(words: Sequence[str | Path], out: Path, *more: str) -> Run:
 
 
 def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
-    """Totals that `actmat plan` foretells for these inputs, in bytes and FLOPs; it reads only headers."""
+    """Items and totals that `actmat plan` foretells for these inputs, in bytes and FLOPs; it reads only headers."""
     command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **SOURCE}).stdout
-    found: dict[str, Any] = json.loads(said)["totals"]
+    found: dict[str, Any] = json.loads(said)
     return found
 
 
@@ -282,18 +287,15 @@ def disk_rates(folder: Path, size: int = 1 << 30) -> dict[str, float]:
     return rates
 
 
-class torch_threads:
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
     """So many threads of torch inside the block."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(self.count)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self.before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # Results
@@ -344,22 +346,10 @@ def largest_difference(ours: Path, theirs: Path) -> float:
     Raises:
         RuntimeError: they do not hold the same tensors.
     """
-    here, there = _places(ours), _places(theirs)
+    here, there = stored_tensors(ours), stored_tensors(theirs)
     if here.keys() != there.keys():
         raise RuntimeError(f"{ours} and {theirs} hold different tensors: {sorted(here.keys() ^ there.keys())[:5]}")
-    worst = 0.0
-    for name, file in here.items():
-        with safe_open(file, "pt") as a_file, safe_open(there[name], "pt") as b_file:
-            worst = max(worst, relative_error(a_file.get_tensor(name), b_file.get_tensor(name)))
-    return worst
-
-
-def _places(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found |= dict.fromkeys(opened.keys(), file)
-    return found
+    return max((relative_error(tensor, there[name]) for name, tensor in here.items()), default=0.0)
 
 
 def borrowing_python(place: Path, packages: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import RESULTS, program
+from benchmarks.common import RESULTS, program, read_lines
 from benchmarks.provenance import processor
 
 FILE = RESULTS / "few.jsonl"
@@ -39,7 +39,6 @@ PRIORS = (1.0, 4.0)
 """`A` of the prior's share `A / n`."""
 RIDGES = (0.0, 0.001)
 QUESTIONS = 60
-TEXTS = ("trec", "trec_backwards", "agnews_letters", "mr", "mpqa")
 GENTLE = {"ranks": "16", "test": "200", "lora_rate": "2.5e-4", "lora_epochs": "4", "alpha": "32"}
 WORDS = (1000, 30522)
 """Range of BERT's tokens that are not special."""
@@ -77,7 +76,7 @@ def root(delta: Tensor) -> Tensor:
     """`O I -> R I` with the same Gram matrix of columns; directions below `SMALL` of the largest are left out."""
     _, values, rows = torch.linalg.svd(delta, full_matrices=False)
     kept = values > SMALL * values[0]
-    return values[kept, None] * rows[kept]
+    return values[kept, None] * rows[kept]  # type: ignore[no-any-return]
 
 
 def solved(deltas: Sequence[Tensor], roots: Sequence[Tensor], ridge: float = 0.0) -> Tensor:
@@ -140,12 +139,12 @@ def wanted(
         for kind, some in controls.items():
             for n in some:
                 yield {"kind": kind, "n": n, "draw": draw, **plain}
+                yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
 
 
 def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: float) -> None:
     """Measure what the file lacks."""
-    there = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    done = {tuple(r[k] for k in ("subject", "kind", "n", "draw", "prior", "ridge")) for r in there}
+    done = {tuple(r[k] for k in ("subject", "kind", "n", "draw", "prior", "ridge")) for r in read_lines(FILE)}
     inputs = functools.lru_cache(maxsize=len(subject.tasks))(subject.grams)
     for row in rows:
         if (name, *row.values()) in done or time.monotonic() > until:
@@ -184,35 +183,58 @@ def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> Gram
 
 
 class Classifiers(Subject):
-    """Encoders of one base, each before a frozen head; weights are those of `layers`, all others are averaged."""
+    """Models of one base and what they answer; weights are those of `layers`, all others are averaged.
 
-    def __init__(self, tasks: Sequence[str], base: Any, experts: Sequence[Any], layers: Callable[[str], bool]) -> None:
-        self.tasks, self._base, self._experts = list(tasks), base, experts
+    Args:
+        predict: classes of the test's inputs, of a model and the number of a task.
+        labels: the right classes of each task.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        experts: Sequence[Any],
+        layers: Callable[[str], bool],
+        predict: Callable[[Any, int], Tensor],
+        labels: Sequence[Tensor],
+    ) -> None:
+        self._base, self._experts, self._predict, self._labels = base, experts, predict, labels
         start = base.state_dict()
         states = [e.state_dict() for e in experts]
         every: dict[str, list[Tensor]] = {n: [e[n] - w for e in states] for n, w in start.items()}
-        self.deltas = {n: d for n, d in every.items() if layers(n)}
-        self.rest = {n: sum(d) / len(d) for n, d in every.items() if n not in self.deltas}
-        self._answers = [self.predict(e, t) for t, e in enumerate(experts)]
-
-    @abc.abstractmethod
-    def predict(self, model: Any, task: int) -> Tensor:
-        """Classes of the test's inputs."""
-
-    @abc.abstractmethod
-    def labels(self, task: int) -> Tensor:
-        """Their right classes."""
+        self.deltas = {n: d for n, d in every.items() if layers(n) and any(bool(one.any()) for one in d)}
+        self._rest = {n: sum(d) / len(d) for n, d in every.items() if not layers(n)}
+        self._answers = [predict(e, t) for t, e in enumerate(experts)]
 
     def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
         """See `Subject`."""
         model = copy.deepcopy(self._base)
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor += merged.get(name, self.rest.get(name, 0))
-        found = [self.predict(model, t) for t in range(len(self.tasks))]
-        pairs = [zip(found, other, strict=True) for other in (map(self.labels, range(len(found))), self._answers)]
-        accuracy, kept = ([float((a == b).double().mean()) for a, b in some] for some in pairs)
-        return accuracy, kept
+                tensor += merged.get(name, self._rest.get(name, 0))
+        found = [self._predict(model, t) for t in range(len(self._labels))]
+        return shares(found, self._labels), shares(found, self._answers)
+
+    def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
+        """Arguments of a model, one input each."""
+        raise NotImplementedError
+
+    def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
+        """See `Subject`."""
+        given, model = self.inputs(task, kind, draw, n), self._experts[task]
+        layers = {n: model.get_submodule(n.removesuffix(".weight")) for n in {self.shares[n] for n in self.deltas}}
+
+        def run() -> None:
+            for arguments in given:
+                model(**arguments)
+
+        number = sum(arguments["input_ids"].numel() for arguments in given)
+        return {k: z / number**0.5 for k, z in observed(layers, run).items()}
+
+
+def shares(found: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
+    """Share of equal answers, by task."""
+    return [float((a == b).double().mean()) for a, b in zip(found, others, strict=True)]
 
 
 class Digits(Classifiers):
@@ -228,23 +250,18 @@ class Digits(Classifiers):
 
         if not (folder / "results.json").exists():
             run_demo(folder, methods=["average"])
-        self._features, data = features, load_data(DemoSettings(), 0)
-        stored = load_file(folder / "heads.safetensors")
-        tasks = [t.name for t in TASKS]
-        self._heads = [Head(stored[f"{t}.weight"], stored[f"{t}.bias"]) for t in tasks]
-        self._data = [data[t] for t in tasks]
-        experts = [load_encoder(folder / "experts" / t) for t in tasks]
-        ends = ("proj.weight", "in_proj_weight")
-        super().__init__(tasks, load_encoder(folder / "base"), experts, lambda name: name.endswith(ends))
+        stored, data = load_file(folder / "heads.safetensors"), load_data(DemoSettings(), 0)
+        self.tasks = [t.name for t in TASKS]
+        heads = [Head(stored[f"{t}.weight"], stored[f"{t}.bias"]) for t in self.tasks]
+        self._data = [data[t] for t in self.tasks]
+        super().__init__(
+            load_encoder(folder / "base"),
+            [load_encoder(folder / "experts" / t) for t in self.tasks],
+            lambda name: name.endswith(("proj.weight", "in_proj_weight")),
+            lambda model, task: heads[task](features(model, self._data[task].test.images_NHW)).argmax(1),
+            [own.test.labels_N for own in self._data],
+        )
         self.shares = {n: n for n in self.deltas}
-
-    def predict(self, model: Any, task: int) -> Tensor:
-        """See `Classifiers`."""
-        return self._heads[task](self._features(model, self._data[task].test.images_NHW)).argmax(1)
-
-    def labels(self, task: int) -> Tensor:
-        """See `Classifiers`."""
-        return self._data[task].test.labels_N
 
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
         """See `Subject`."""
@@ -270,50 +287,39 @@ class Texts(Classifiers):
     """The experts of the suite `text-minilm`: adapters of the regime 'gentle, `alpha` 32', or full models."""
 
     def __init__(self, data: Path, cache: Path, regime: Literal["lora", "full"]) -> None:
-        from actmat_experiments.harness.heads import load_head
         from actmat_experiments.harness.progress import Watch
         from actmat_experiments.pretrained.text import experiments
         from actmat_experiments.suites import RunRequest
 
-        request = RunRequest("text-minilm", cache, tasks=TEXTS, regimes=(regime,), data=data, settings=GENTLE)
+        self.tasks = ["trec", "trec_backwards", "agnews_letters", "mr", "mpqa"]
+        request = RunRequest("text-minilm", cache, tasks=self.tasks, regimes=(regime,), data=data, settings=GENTLE)
         with Watch() as watch:
-            self._suite = next(iter(experiments(request, watch)))
+            (self._suite,) = experiments(request, watch)
             experts = [self._suite.load(made.path) for made in self._suite.experts().values()]
-        self._heads = [load_head(self._suite.heads[t]) for t in TEXTS]
+        logits = [self._suite.logits(task) for task in self.tasks]
+        tests = [task.test for task in self._suite.tasks]
         base = self._suite.load(self._suite.base.path)
         layers = {f"{n}.weight" for n, m in base.named_modules() if isinstance(m, nn.Linear)}
-        super().__init__(TEXTS, base, experts, layers.__contains__)
         self.shares = {n: n.replace("self.key", "self.query").replace("self.value", "self.query") for n in layers}
 
-    def predict(self, model: Any, task: int) -> Tensor:
+        @torch.no_grad()
+        def predict(model: Any, task: int) -> Tensor:
+            return logits[task](model, self._suite.reader(tests[task])).argmax(1)
+
+        labels = [torch.tensor([e.label for e in test]) for test in tests]
+        super().__init__(base, experts, layers.__contains__, predict, labels)
+
+    def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
         """See `Classifiers`."""
-        from actmat_experiments.pretrained.text_model import text_features
-
-        return self._heads[task](text_features(self._suite.reader, model, self._suite.tasks[task].test)).argmax(1)
-
-    def labels(self, task: int) -> Tensor:
-        """See `Classifiers`."""
-        return torch.tensor([e.label for e in self._suite.tasks[task].test])
-
-    def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
-        """See `Subject`."""
         rng = torch.Generator().manual_seed(1000 * draw + task)
         pool = [e for t in sources(kind, task, len(self.tasks)) for e in self._suite.tasks[t].train]
         given = [self._suite.reader([pool[i]]) for i in torch.randperm(len(pool), generator=rng)[:n].tolist()]
         for tokens in given if kind == "random" else []:
             tokens["input_ids"].random_(*WORDS, generator=rng)
-        model = self._experts[task]
-        layers = {n: model.get_submodule(n.removesuffix(".weight")) for n in set(self.shares.values())}
-
-        def run() -> None:
-            for tokens in given:
-                model(**tokens)
-
-        number = sum(tokens["input_ids"].numel() for tokens in given)
-        return {k: z / number**0.5 for k, z in observed(layers, run).items()}
+        return given
 
 
-class Adapters(Subject):
+class Adapters(Classifiers):
     """LoRA adapters of a language model, each with a file of prompts and one of questions with answers."""
 
     def __init__(self, base: str, folder: Path) -> None:
@@ -324,87 +330,35 @@ class Adapters(Subject):
         self._tokenizer = AutoTokenizer.from_pretrained(base)
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self._tokenizer.padding_side = "left"
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-        self._prompts = [[_lines(folder / f"{t}{end}.jsonl") for t in self.tasks] for end in ("", ".reworded")]
-        self._tests = [_lines(folder / f"{t}.test.jsonl")[:QUESTIONS] for t in self.tasks]
-        adapters = PeftModel.from_pretrained(model, folder / self.tasks[0], adapter_name=self.tasks[0])
-        for task in self.tasks[1:]:
-            adapters.load_adapter(folder / task, adapter_name=task)
-        self._model = adapters.eval()
-        self._layers: dict[str, Any] = {
-            n: m for n, m in adapters.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
-        }
-        self.deltas = {n: [self._delta(m, t) for t in self.tasks] for n, m in self._layers.items()}
-        self.shares = {n: n.replace("k_proj", "q_proj").replace("v_proj", "q_proj") for n in self._layers}
-        self._weights = {n: m.base_layer.weight.detach().clone() for n, m in self._layers.items()}
-        self._answers = []
-        for t, task in enumerate(self.tasks):
-            adapters.set_adapter(task)
-            self._answers.append(self._first(self._tests[t]))
+        self._prompts = [[read_lines(folder / f"{t}{end}.jsonl") for t in self.tasks] for end in ("", ".reworded")]
+        tests = [read_lines(folder / f"{t}.test.jsonl")[:QUESTIONS] for t in self.tasks]
+        models = [AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval() for _ in range(len(tests) + 1)]
+        experts = [PeftModel.from_pretrained(models.pop(), folder / t).merge_and_unload() for t in self.tasks]
+        right = [torch.tensor([self._tokenizer(r["answer"]).input_ids[0] for r in rows]) for rows in tests]
+        self.shares = {n: n.replace("k_proj", "q_proj").replace("v_proj", "q_proj") for n in models[0].state_dict()}
+        first = self._first
+        super().__init__(models[0], experts, lambda n: "_proj" in n, lambda model, t: first(model, tests[t]), right)
 
-    def _delta(self, layer: Any, task: str) -> Tensor:
-        if task not in layer.lora_A:
-            return torch.zeros_like(layer.base_layer.weight)
-        delta: Tensor = (layer.scaling[task] * layer.lora_B[task].weight @ layer.lora_A[task].weight).detach()
-        return delta
-
-    def _first(self, rows: Sequence[dict[str, str]]) -> Tensor:
+    @torch.no_grad()
+    def _first(self, model: Any, rows: Sequence[dict[str, str]]) -> Tensor:
         """The first token of the answer to each question."""
         found = []
         for start in range(0, len(rows), BATCH):
             given = self._tokenizer([r["text"] for r in rows[start : start + BATCH]], return_tensors="pt", padding=True)
-            with torch.no_grad():
-                found.append(self._model(**given, logits_to_keep=1).logits[:, -1].argmax(-1))
+            found.append(model(**given, logits_to_keep=1).logits[:, -1].argmax(-1))
         return torch.cat(found)
 
-    def _inputs(self, task: int, kind: str, draw: int) -> list[Tensor]:
-        """Token ids of 64 inputs; a mixture is the same for all experts."""
+    def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
+        """See `Classifiers`; a mixture is the same for all experts."""
         rng = torch.Generator().manual_seed(draw)
         pools = [self._prompts[kind == "reworded"][t] for t in sources(kind, task, len(self.tasks))]
         texts = [r["text"] for some in zip(*pools, strict=True) for r in some]
         if draw:
             texts = [texts[i] for i in torch.randperm(len(texts), generator=rng)]
-        ids = [self._tokenizer(text, return_tensors="pt").input_ids for text in texts]
+        ids = [self._tokenizer(text, return_tensors="pt").input_ids for text in texts[:n]]
         if kind == "random":
             ids = [torch.randint(len(self._tokenizer), i.shape, generator=rng) for i in ids]
-        return ids
-
-    def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
-        """See `Subject`."""
-        given = self._inputs(task, kind, draw)[:n]
-        self._model.set_adapter(self.tasks[task])
-        layers = {n: m for n, m in self._layers.items() if self.shares[n] == n}
-
-        def run() -> None:
-            for ids in given:
-                self._model(input_ids=ids, logits_to_keep=1)
-
-        tokens = sum(i.numel() for i in given)
-        return {k: z / tokens**0.5 for k, z in observed(layers, run).items()}
-
-    def _restore(self) -> None:
-        with torch.no_grad():
-            for n, w in self._weights.items():
-                self._layers[n].base_layer.weight.copy_(w)
-
-    def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-        """See `Subject`."""
-        with torch.no_grad():
-            for n, w in self._weights.items():
-                self._layers[n].base_layer.weight.copy_(w + merged[n])
-        accuracy, kept = [], []
-        with self._model.disable_adapter():
-            for rows, own in zip(self._tests, self._answers, strict=True):
-                found = self._first(rows)
-                right = torch.tensor([self._tokenizer(r["answer"]).input_ids[0] for r in rows])
-                accuracy.append(float((found == right).double().mean()))
-                kept.append(float((found == own).double().mean()))
-        self._restore()
-        return accuracy, kept
-
-
-def _lines(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [{"input_ids": i, "logits_to_keep": 1} for i in ids]
 
 
 def main() -> None:

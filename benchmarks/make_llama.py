@@ -186,25 +186,14 @@ def _write_shard(
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
     """Write `tokenizer.json` of a word-level tokenizer with the words `w3`, `w4`, ..., and its config."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     special = ["<unk>", "<s>", "</s>"]
     words = [*special, *(f"w{i}" for i in range(len(special), vocabulary))]
-    added = [
-        {"id": i, "content": word, "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for i, word in enumerate(special)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",

@@ -30,7 +30,7 @@ def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, 
     """One merge, foretold and measured."""
     base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
     words = merge_words(base, paths, method, "--set", f"scope={SCOPES[method]}")
-    foretold = int(announced(words)[f"peak_bytes_{WORKERS[workers]}"])
+    foretold = int(announced(words)["totals"][f"peak_bytes_{WORKERS[workers]}"])
     run = merged(words, WORK / "out" / f"memory-{method}", "--threads", str(workers))
     return {
         "method": method,

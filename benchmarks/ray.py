@@ -24,7 +24,6 @@ import heapq
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -35,11 +34,10 @@ from safetensors.torch import save_file
 
 from benchmarks.common import (
     RESULTS,
-    SOURCE,
     WORK,
     Run,
-    actmat_command,
     alternate,
+    announced,
     finish,
     merge_words,
     merged,
@@ -157,15 +155,7 @@ def gigaflops(rows: int, width: int) -> float:
 def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
     """One row per number of nodes."""
     places = [write_headers(WORK / "llama-70b" / name, LLAMA_70B) for name in ("base", "one", "two", "three")]
-    words = merge_words(places[0], places[1:], "actmat_ridge", "--json", "--full")
-    said = subprocess.run(
-        [*actmat_command(), "plan", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | SOURCE,
-    )
-    plan = json.loads(said.stdout)
+    plan = announced(merge_words(places[0], places[1:], "actmat_ridge"))
     totals, times = plan["totals"], []
     for item in plan["items"]:
         of_matrix = item["action"] == "merge" and len(item["shape"]) == 2

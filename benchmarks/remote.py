@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.serving import serve
 
 from benchmarks.common import WORK, Run, alternate, finish, merge_words, merged, program, summary, weights_digest
 from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
@@ -64,12 +65,8 @@ def served(root: Path, latency: float) -> Iterator[tuple[str, Sent]]:
             self.end_headers()
             self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", sent
-    finally:
-        server.shutdown()
+    with serve(Handler) as url:
+        yield url, sent
 
 
 def main() -> None:

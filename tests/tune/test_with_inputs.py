@@ -228,11 +228,11 @@ def test_python_merges_by_inputs_and_says_what_was_kept(
         r | {"data": "", "accuracy": ()} for r in adapters[1]["answers"]
     ]
     assert "answers kept: math " in repr(report)
-    (row,) = api.merge(base, places, check={"math": TEXTS["math"][0]}, to="peft", out=tmp_path / "c").answers
-    assert row.inputs == 1
-    for wrong, text in (({"data": data}, "out=FOLDER"), ({"data": "one two", "out": tmp_path / "w"}, "'NAME'")):
+    checked = api.merge(base, places, check={"math": "one two"}, to="peft", out=tmp_path / "c").answers
+    assert [r.inputs for r in checked] == [1]
+    for text, fields in {"out=FOLDER": {}, "found str": {"data": "one two"}, "in memory": {"base": {}}}.items():
         with pytest.raises(RecipeError, match=text):
-            api.merge(base, places, **wrong)
+            api.merge(**{"base": base, "experts": places, "data": data} | fields)
 
 
 def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters: tuple[Path, Any]) -> None:

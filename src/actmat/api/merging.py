@@ -100,11 +100,15 @@ def _by_inputs(
     from actmat.extras.tune.progress import usual_tune_progress
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
-    if run.held or recipe.out is None or not isinstance(data, Mapping) or not isinstance(check, Mapping):
-        raise RecipeError(
-            "A merge with data or check runs models from their folders, each expert on inputs of its task. Fix: pass "
-            "out=FOLDER, locations for base and experts (save_pretrained), and data={'NAME': INPUTS, ...}"
-        )
+    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping)]
+    causes = {
+        f"in memory: {', '.join(run.held)}; models run on inputs from folders that hold their tokenizers, too. Fix: "
+        "save_pretrained of model and tokenizer, and give the folders": bool(run.held),
+        "no output given. Fix: out=FOLDER": recipe.out is None,
+        f"data and check: expected expert -> inputs, found {', '.join(odd)}. Fix: {{'NAME': INPUTS, ...}}": bool(odd),
+    }
+    if problems := [text for text, is_found in causes.items() if is_found]:
+        raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
     given = InputSettings(**{("dtype" if n == "model_dtype" else n): v for n, v in asked.items()})
     return merge_with_inputs([recipe], data, check, given, run, usual_tune_progress())[0]
 

@@ -126,11 +126,8 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None) 
     if average is None:
         if inputs and len(inputs) > 1:
             fix = "name the output with --out OUT"
-            fix += (
-                ""
-                if inputs[0].endswith(flags.RECIPE_SUFFIXES)
-                else ", and each expert with a flag of its own: -e A -e B"
-            )
+            if not inputs[0].endswith(flags.RECIPE_SUFFIXES):
+                fix += ", and each expert with a flag of its own: -e A -e B"
             raise typer.BadParameter(f"unexpected extra arguments ({' '.join(inputs[1:])}); {fix}")
         return given.recipes(Path(inputs[0]) if inputs else None)
     if others := sorted(given.given.keys() - set(OF_AVERAGE)):
