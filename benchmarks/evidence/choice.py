@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -88,6 +88,11 @@ class ExpertSet:
         one, other = self.group.points(row), self.group.points(over)
         return [mean(p.values()) - mean(other[seed].values()) for seed, p in one.items() if seed in other]
 
+    @cached_property
+    def measured(self) -> list[str]:
+        """Rows without data that a seed has next to the average."""
+        return [row for row in self.rows() if self.gains(row)]
+
     def rows(self) -> list[str]:
         """Rows without data."""
         names = dict.fromkeys(s.method for s in self.group.scores)
@@ -148,7 +153,7 @@ def units(some: Sequence[ExpertSet]) -> list[list[ExpertSet]]:
 
 def candidates(some: Sequence[ExpertSet], form: ModelForm) -> list[str]:
     """Rows that were measured in all of these sets."""
-    rows = [{row for one in unit for row in one.rows() if one.gains(row)} for unit in units(some)]
+    rows = [{row for one in unit for row in one.measured} for unit in units(some)]
     plain = set.intersection(*rows)
     return sorted(row for row in plain if "@" not in row or form in ("gentle", "adapters"))
 
