@@ -24,7 +24,7 @@ def anonymous():
 def watch():
     while not done.is_set():
         peak.append(max(peak.pop(), anonymous()))
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 recipe = make_recipe(json.loads(sys.argv[1]))
 start = anonymous()

@@ -229,6 +229,10 @@ class StoredCheckpoint(Checkpoint):
 
     def side_files(self) -> SideFiles:
         """Files of the source other than the weights."""
+        return self._side_files
+
+    @cached_property
+    def _side_files(self) -> SideFiles:
         return self.source.side_files(self.labels)
 
     def fetch_sidecars(self) -> Path | None:

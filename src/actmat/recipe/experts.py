@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -114,8 +115,11 @@ class ExpertRef(Strict):
         >>> ExpertRef(path="experts/math").label, ExpertRef(path="experts/base").label
         ('math', 'base-expert')
         """
-        if self.name:
-            return self.name
-        parts = dict.fromkeys(p.location for p in stack_parts(self.path)) or [self.path]
-        found = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
-        return f"{found}-expert" if found in RESERVED else found
+        return self.name or _label_of(self.path)
+
+
+@functools.lru_cache(maxsize=1024)  # a plan and a manifest ask for it at every tensor
+def _label_of(path: str) -> str:
+    parts = dict.fromkeys(p.location for p in stack_parts(path)) or [path]
+    found = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
+    return f"{found}-expert" if found in RESERVED else found

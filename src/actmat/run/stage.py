@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections import Counter
@@ -44,13 +45,21 @@ DrawPage = Callable[[Diagnosis, Path], object]
 """Writes the page of a diagnosis to a file."""
 
 
+KEPT_RECORDS = 256
+"""Records in memory, about 8 kB each, at most: all those of a small model."""
+
+
 class JournalRecords(Mapping[str, Record]):
-    """Records of finished items, read from the journal on request: a merge keeps none in memory."""
+    """Records of finished items, read from the journal on request: a merge keeps a few in memory."""
 
     def __init__(self, journal: Entries) -> None:
         self._journal = journal
+        self._read = functools.lru_cache(KEPT_RECORDS)(self._read_from_journal)  # to finish reads each several times
 
     def __getitem__(self, name: str) -> Record:
+        return self._read(name)
+
+    def _read_from_journal(self, name: str) -> Record:
         record = Record.from_json(self._journal[name])
         if record is None:
             raise OutputError(f"The journal was changed while its merge ran: its entry of '{name}' is damaged.")
