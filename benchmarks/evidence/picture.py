@@ -58,8 +58,8 @@ def picture() -> str:
 
 
 def _short(title: str) -> str:
-    """The title without the form in which the base's weights were found and the rate; full fine-tuning in one word."""
-    return re.sub(r"-Instruct from Q4_1| at [0-9.]+|(?<=full) fine-tuning", "", title)
+    """The title without steps and without the form in which the base was found; "full" for full fine-tuning."""
+    return re.sub(r"-Instruct from Q4_1|(?<=full) fine-tuning", "", re.sub(r"\d+ steps at", "rate", title))
 
 
 def _accuracy(points: Points) -> float:
