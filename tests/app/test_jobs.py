@@ -63,7 +63,7 @@ def test_a_local_merge_has_a_plan_with_its_reason_progress_a_report_and_a_compar
     assert [e["event"] for e in events].count("progress") >= 2
     assert (events[-1]["done"], done["out"]) == (events[-1]["total"], str(family.out))
     assert "Merge report" in Path(done["page"]).read_text()
-    assert "x the experts&#39; mean norm" in done["html"]
+    assert "Is it good?" in done["html"]
     other = tmp_path / "other"
     last(local.merge("", {**asked, "method": "average"}, str(other)))
     compared = last(local.run("", {"do": "compare", "first": str(family.out), "second": str(other)}))
@@ -212,10 +212,10 @@ def test_a_visitors_job_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyP
 
 
 def test_the_form_makes_the_arguments_of_a_merge(tmp_path: Path) -> None:
-    found = recipe_fields(" base ", "a/b -1e-2\n\nc=d e\n", "ties", 0.5, 4, "seed: 3\nmethod: average")
+    found = recipe_fields(" base ", "a/b -1e-2\n\nc=d e\n", "ties", 0.5, 4, "seed: 3\nmethod: average", "c=x = 2")
     assert found["experts"] == [{"path": "a/b", "weight": -0.01}, {"path": "d e", "name": "c"}]
     assert (found["base"], found["method"], found["scale"], found["seed"]) == ("base", "average", 0.5, 3)
-    assert found["output"] == {"kind": "extracted", "rank": 4}
+    assert (found["output"], found["data"]) == ({"kind": "extracted", "rank": 4}, {"c": "x = 2"})
     assert recipe_fields("", "a", "auto", 1.0, 4, "")["output"] == {"kind": "adapter", "rank": 4}
     for more, words in (("a: [", "not valid YAML"), ("[1]", "found list"), ("a" * 20_001, "too long")):
         with pytest.raises(RecipeError, match=words):

@@ -78,7 +78,7 @@ def test_a_merge_through_the_page(page: Opener, tmp_path: Path) -> None:
         config = json.load(answer)
     buttons = {d["api_name"]: d["id"] for d in config["dependencies"]}
     assert {d["api_visibility"] for d in config["dependencies"]} == {"private"}
-    form = [str(family.base), "\n".join(map(str, family.experts)), "auto", 1, 0, ""]
+    form = [str(family.base), "\n".join(map(str, family.experts)), "auto", 1, 0, "", ""]
     assert "auto: actmat_ridge" in page.click(buttons["show_plan"], *form)[0]
     said, _, frame, report, out = page.click(buttons["show_merge"], str(family.out), *form)
     assert out == str(family.out)

@@ -68,9 +68,18 @@ def _fields(job: Job) -> Mapping[str, Any]:
 
 def _plan(job: Job, tell: Tell) -> None:
     import actmat
-    from actmat_app.view import plan_html
+    from actmat.api.merging import INPUT_FIELDS
+    from actmat_app.view import lines_html, plan_html
 
-    tell("done", html=plan_html(actmat.plan(**_fields(job))))
+    fields = {name: value for name, value in _fields(job).items() if name not in INPUT_FIELDS}
+    if (data := fields.pop("data", None)) is None:
+        return tell("done", html=plan_html(actmat.plan(**fields)))
+    from actmat.extras.tune.kept import InputSettings
+    from actmat.extras.tune.with_inputs import plan_inputs
+    from actmat.recipe.arguments import make_arguments
+
+    recipe, _ = make_arguments(fields.pop("base"), fields.pop("experts"), fields)
+    return tell("done", html=lines_html(plan_inputs(recipe, data, {}, InputSettings())))
 
 
 def _merge(job: Job, tell: Tell) -> None:

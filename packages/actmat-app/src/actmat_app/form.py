@@ -12,7 +12,9 @@ LONGEST = 20_000
 """Maximum number of characters in all fields together."""
 
 
-def recipe_fields(base: str, experts: str, method: str, scale: float, rank: float, more: str) -> dict[str, Any]:
+def recipe_fields(
+    base: str, experts: str, method: str, scale: float, rank: float, more: str, inputs: str = ""
+) -> dict[str, Any]:
     r"""Arguments of `actmat.plan`.
 
     >>> recipe_fields("base", "math 0.7\nc=my code", "auto", 1, 0, "seed: 1")["experts"]
@@ -25,11 +27,12 @@ def recipe_fields(base: str, experts: str, method: str, scale: float, rank: floa
         scale: factor of the merged delta.
         rank: rank of an adapter to write; 0: the rank of the inputs.
         more: YAML with other recipe fields or run settings, which take precedence.
+        inputs: inputs of each expert by its name, one per line: `NAME=` and a prompt or a file.
 
     Raises:
         RecipeError: a field is too long, or is not YAML.
     """
-    if len(base) + len(experts) + len(more) > LONGEST:
+    if len(base) + len(experts) + len(more) + len(inputs) > LONGEST:
         raise RecipeError(f"The form is too long: expected at most {LONGEST} characters.")
     try:
         added = parse_yaml(more)[1] or {}
@@ -40,6 +43,10 @@ def recipe_fields(base: str, experts: str, method: str, scale: float, rank: floa
     lines = filter(None, map(str.strip, experts.splitlines()))
     fields = {"base": base.strip(), "experts": [_expert(line) for line in lines], "method": method, "scale": scale}
     kind = "extracted" if fields["base"] else "adapter"
+    data = dict(line.partition("=")[::2] for line in filter(None, map(str.strip, inputs.splitlines())))
+    if wrong := [name for name, given in data.items() if not given]:
+        raise RecipeError(f"Field 'Inputs': expected NAME=INPUTS, found '{wrong[0][:200]}'. Fix: one expert per line.")
+    fields |= {"data": data} if data else {}
     return fields | ({"output": {"kind": kind, "rank": rank}} if rank else {}) | added
 
 

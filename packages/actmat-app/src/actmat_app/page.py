@@ -19,6 +19,7 @@ TITLE = "Merge models"
 LOCAL = "Folders, files, hub ids or URLs. Works for full models and for LoRA adapters."
 SERVED = "Public hub repositories with safetensors: at most {} experts, {} in total."
 EXPERTS = "One per line, optionally followed by a weight; NAME=PATH sets a name"
+INPUTS = "NAME=a prompt or a file, one expert per line. The merge is made for them and says how many answers it kept"
 MORE = "Other recipe fields as YAML, or a whole recipe"
 TOKEN = "Used for this push only and not stored. Empty: {}"
 JOB: dict[str, Any] = {"concurrency_id": "job", "concurrency_limit": 1, "api_visibility": "private"}
@@ -50,7 +51,7 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
             gr.LoginButton()  # at the top, because signing in reloads the page
         with gr.Row():
             with gr.Column():
-                form = _form(methods)
+                form = _form(methods, local=limits is None)
                 output = gr.Textbox(label="Output", info="A new folder", placeholder="merged", visible=limits is None)
                 with gr.Row():
                     plan, merge = gr.Button("Plan"), gr.Button("Merge", variant="primary")
@@ -64,7 +65,7 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
             out: Any = gr.Textbox(label="Merged model") if limits is None else gr.State("")
             _push(jobs, out)
         if limits is None:
-            with gr.Accordion("Compare two merges of the same experts", open=False):
+            with gr.Accordion("Compare two merges", open=False):
                 _compare(jobs)
 
         def show_plan(request: gr.Request, *values: Any) -> str:
@@ -86,16 +87,17 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
     return page.queue(max_size=20, default_concurrency_limit=1, api_open=False)
 
 
-def _form(methods: Sequence[str]) -> list[Any]:
+def _form(methods: Sequence[str], *, local: bool) -> list[Any]:
     """The fields, in the order of `recipe_fields`."""
     base = gr.Textbox(label="Base", info="Not needed to merge adapters into an adapter", placeholder="org/base")
     experts = gr.Textbox(label="Experts", info=EXPERTS, lines=3, placeholder="org/math 0.7\norg/code 0.3")
+    inputs = gr.Textbox(label="Inputs", info=INPUTS, lines=2, placeholder="math=What is 2 + 2?", visible=local)
     with gr.Row():
         method = gr.Dropdown(["auto", *methods], value="auto", label="Method", info="auto: by the inputs")
-        scale = gr.Number(1.0, label="Scale", info="Factor of the merged change")
-        rank = gr.Number(0, label="Rank", info="Rank of an adapter to write; 0: as the inputs", precision=0, minimum=0)
+        scale = gr.Number(1.0, label="Scale", info="Of the merged change")
+        rank = gr.Number(0, label="Rank", info="Of adapters; 0: as given", precision=0, minimum=0)
     more = gr.Textbox(label="More", info=MORE, lines=2, placeholder="options: {density: 0.3}\ndtype: bfloat16")
-    return [base, experts, method, scale, rank, more]
+    return [base, experts, method, scale, rank, more, inputs]
 
 
 def _push(jobs: Jobs, out: Any) -> None:

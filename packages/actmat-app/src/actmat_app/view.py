@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from actmat.foreign import html, html_table
+from actmat.report import words
 
 if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
@@ -19,31 +20,48 @@ if TYPE_CHECKING:
 def plan_html(plan: MergePlan) -> Markup:
     """Format a plan: method with its reason, actions per tensor, cost, notes, and the recipe."""
     from actmat.recipe.load import recipe_yaml
-    from actmat.report.words import action_counts, item_groups, plan_time, plan_traffic, plural
     from actmat.system import usable_cores
 
-    groups = item_groups(plan.items, plan.kept)
+    groups = words.item_groups(plan.items, plan.kept)
     rows = [(g.count, g.action, Markup("{}<br><small>{}</small>").format(html(g.reason), html(g.patterns[0])))
             for g in groups]  # fmt: skip
     table = html_table("Tensors", ("tensors", "action", "why, and which"), rows)
-    said = Markup("<p><b>{}</b> over {}</p>").format(html(plan.recipe.method), plural(len(plan.experts), "expert"))
+    over = words.plural(len(plan.experts), "expert")
+    said = Markup("<p><b>{}</b> over {}</p>").format(html(plan.recipe.method), over)
     why = _list(plan.recipe.notes)
     notes = _list(str(note) for note in plan.notes if note.text not in plan.recipe.notes)
-    cost = _list([action_counts(plan), plan_traffic(plan), plan_time(plan, usable_cores())])
+    cost = _list([words.action_counts(plan), words.plan_traffic(plan), words.plan_time(plan, usable_cores())])
     recipe = Markup("<details><summary>Recipe</summary><pre>{}</pre></details>").format(html(recipe_yaml(plan.recipe)))
     return _section(said, why, cost, table, notes, recipe)
 
 
 def merged_html(report: MergeReport) -> Markup:
-    """Format a finished merge: size, warnings, findings and notes."""
-    from actmat.report.words import size_words, warnings_of
-
+    """Format a finished merge: answers kept, warnings, findings and notes."""
     how = "already complete and intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
     checks = () if report.diagnosis is None else report.diagnosis.checks
     found = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
-    found += map(str, (*warnings_of(report.totals, report.plan), *report.plan.notes))
+    found += map(str, (*words.warnings_of(report.totals, report.plan), *report.plan.notes))
     said = Markup("<p><b>{}</b> by {} {}</p>").format(html(report.out), html(report.plan.recipe.method), how)
-    return _section(said, _list(filter(None, [size_words(report.totals.norms), *found])))
+    return _section(said, _is_good(report), _list(found))
+
+
+def _is_good(report: MergeReport) -> Markup:
+    """Format the answers kept, or how they are measured."""
+    if not report.answers:
+        how = "" if report.diagnosis is None else words.measure_answers(report.diagnosis)
+        said = Markup("<p><b>Is it good?</b> Not measured: give inputs of each expert, or later <code>{}</code></p>")
+        return said.format(html(how)) if how else Markup("")
+    rows = [
+        (r.expert, f"{1 - r.disagreement:.1%}", f"{r.low or 0:.0%} to {r.high or 1:.0%}",
+         "-" if r.average is None else f"{r.average:.1%}", f"{r.inputs}{', measured' * r.measured}")
+        for r in report.answers
+    ]  # fmt: skip
+    return html_table("Answers kept", ("expert", "kept", "95 %", "by average", "inputs"), rows)
+
+
+def lines_html(lines: Iterable[str]) -> Markup:
+    """Format lines of a terminal."""
+    return _section(Markup("<pre>{}</pre>").format(html("\n".join(lines))))
 
 
 def compared_html(found: MergeComparison) -> Markup:

@@ -110,11 +110,10 @@ def _task(source: Source, folder: Path | None, fetch: Fetch) -> TextTask:
         raw = {f"{source.hub[0]}, {split}": rows for split, rows in fetch(source).items()}
     read = [read_rows(source.task, rows, where) for where, rows in raw.items()]
     rows = dict(zip(source.splits, (found for found, _ in read), strict=True))
-    validation, test = (
-        _held_out(rows[source.test], source.task)
-        if source.validation is None
-        else (rows[source.validation], rows[source.test])
-    )
+    if source.validation is None:
+        validation, test = _held_out(rows[source.test], source.task)
+    else:
+        validation, test = rows[source.validation], rows[source.test]
     return TextTask(
         source.task,
         train=to_items(source.task, rows[source.train]),

@@ -144,11 +144,10 @@ def _prompts(settings: ReasoningSettings, data: Path | None) -> dict[str, list[s
         path = Path(settings.prompts) / f"{skill}.jsonl"
         where = PROMPTS[skill] if settings.prompts == "hub" else str(path)
         try:
-            rows: Any = (
-                load_splits(where, None, ("train",))[0]["train"].select_columns("prompt")
-                if settings.prompts == "hub"
-                else json_lines(path.read_text(encoding="utf-8"))
-            )
+            if settings.prompts == "hub":
+                rows: Any = load_splits(where, None, ("train",))[0]["train"].select_columns("prompt")
+            else:
+                rows = json_lines(path.read_text(encoding="utf-8"))
             found[skill] = [str(row["prompt"]) for row in itertools.islice(rows, settings.measured)]
         except OSError as error:
             problems.append(f"{where}: {error.strerror}")
