@@ -80,13 +80,11 @@ def save_base(folder: Path, family: str, values: Mapping[str, Tensor] | None = N
         model.load_state_dict(values)
     model.config.save_pretrained(folder)
     tensors = {
-        n: t.contiguous() for n, t in model.state_dict().items() if not (n == "lm_head.weight" and is_tied(model))
+        n: t.contiguous()
+        for n, t in model.state_dict().items()
+        if not (n == "lm_head.weight" and model.config.tie_word_embeddings)
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def is_tied(model: Any) -> bool:
-    return bool(model.config.tie_word_embeddings)
 
 
 def merged(group: Path, out: Path, to: str, **fields: Any) -> dict[str, Tensor]:

@@ -25,10 +25,6 @@ def pair(models: Path, kind: str) -> list[Path]:
     return [models / kind / name for name in ("math", "code")]
 
 
-def recipe_for(base: Path, adapters: list[Path]) -> Recipe:
-    return Recipe.model_validate({"base": str(base), "experts": [{"path": str(a)} for a in adapters]})
-
-
 def recipe_of(plan: actmat.MergePlan) -> tuple[str, str]:
     return plan.recipe.method, plan.recipe.notes[-1]
 
@@ -53,7 +49,8 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path) -
         path = tmp_path / name / "adapter_model.safetensors"
         save_file({n: t * (1e-3 if "lora_B" in n else 1) for n, t in load_file(path).items()}, path)
     adapters = [tmp_path / "math", tmp_path / "code"]
-    with located(recipe_for(models / "base", adapters)) as given:
+    recipe = {"base": str(models / "base"), "experts": [{"path": str(a)} for a in adapters]}
+    with located(Recipe.model_validate(recipe)) as given:
         found = size_and_overlap(given)
     assert found is not None
     size, overlap = found

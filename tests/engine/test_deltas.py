@@ -131,7 +131,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
     region = cut((3, 7), VECTOR, "tensor")[0]
 
     walked, held = OneTensor(base, *experts), OneTensor(base, *experts)
-    assert walked.reader.chunkable
+    assert walked.reader.item.is_chunkable
     streamed = Deltas(walked.reader, region, walked.reader.read_base(region))
     places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
     assert [start for start, _ in places] == [0, 4, 8, 12, 16, 20]

@@ -74,13 +74,9 @@ def test_the_hub_test_of_tasks_without_labels_there_is_not_touched() -> None:
     assert not {("qasc", "test"), ("winogrande", "test"), ("wsc", "test")} & set(asked)
 
 
-def write_story_cloze(folder: Path) -> None:
-    write_rows(folder / "story_cloze.validation.jsonl", numbered("story_cloze", "validation"))
-    write_rows(folder / "story_cloze.test.jsonl", numbered("story_cloze", "test", 37))
-
-
 def test_local_files_come_before_the_hub_under_usual_names(tmp_path: Path) -> None:
-    write_story_cloze(tmp_path)
+    write_rows(tmp_path / "story_cloze.validation.jsonl", numbered("story_cloze", "validation"))
+    write_rows(tmp_path / "story_cloze.test.jsonl", numbered("story_cloze", "test", 37))
     for split in ("train", "dev", "test"):
         write_rows(tmp_path / f"wikiqa.{split}.jsonl", numbered("wikiqa", f"local {split}"))
     story, wiki, wsc = load_tasks(["story_cloze", "wikiqa", "wsc"], tmp_path, fetch=hub)

@@ -193,10 +193,6 @@ def small_request_of(tmp_path_factory):
     return made
 
 
-def small_prepared(request, regime="full"):
-    return next(v for v in small.experiments(request, Watch()) if v.regime == regime)
-
-
 def paths(made):
     return {name: path for name, (path, _) in made.items()}
 
@@ -205,7 +201,7 @@ def paths(made):
 def test_a_scale_is_chosen_on_what_the_engine_would_write(small_request_of, tmp_path):
     row = Candidate("actmat", "actmat")
     for regime in ("full", "lora"):
-        vision = small_prepared(small_request_of(), regime)
+        vision = next(v for v in small.experiments(small_request_of(), Watch()) if v.regime == regime)
         base, experts = vision.base.path, paths(vision.experts())
         rows = [row, Candidate("half", "actmat", scale=0.5), Candidate("average", "average")]
         outs = {r.name: tmp_path / regime / r.name for r in rows}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers import merging
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
@@ -22,15 +23,9 @@ from actmat.extras.collect.files import write_statistics
 from actmat.statistics.header import DataInfo, GramInfo, GramOf, ModelInfo, StatisticsHeader, content_hash
 
 WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_attention_heads": 2,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": True,
-}
+CONFIG = merging.CONFIG | {
+    "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": VOCABULARY, "tie_word_embeddings": True,
+}  # fmt: skip
 LINEAR = {
     f"model.layers.{layer}.{name}": shape
     for layer in range(LAYERS)

@@ -160,11 +160,8 @@ def all_options(method: MergeMethod) -> list[dict[str, Any]]:
             out += [{name: 0.5}]
         elif option.bounds is not None and option.bounds.low is not None:
             out += [{name: type(option.default)(1)}]
-    return [method.resolve_options(variant) for variant in out if not variant or fits(method, variant)]
-
-
-def fits(method: MergeMethod, variant: dict[str, Any]) -> bool:
-    return all(method.options[name].problem(value) is None for name, value in variant.items())
+    fitting = (v for v in out if all(method.options[name].problem(value) is None for name, value in v.items()))
+    return [method.resolve_options(variant) for variant in fitting]
 
 
 def raised(call: Callable[[], Any]) -> Exception | None:

@@ -88,11 +88,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def another_tree_of_the_same_name(family: Family) -> None:
-    """The recipe's text is the same, the expert is not."""
-    family.change(family.experts[0], lambda t: t[Q0].mul_(2))
-
-
 def edited_versions(family: Family) -> None:
     path = family.out / MANIFEST_NAME
     manifest = json.loads(path.read_text())
@@ -102,7 +97,11 @@ def edited_versions(family: Family) -> None:
 
 OTHER: dict[str, tuple[Callable[[Family], object], tuple[str, ...], str]] = {
     "output damaged": (lambda f: flip(f.out / "model.safetensors"), (), "has changed since the merge"),
-    "expert changed": (another_tree_of_the_same_name, (), "of input 'expert0'"),
+    "expert changed": (
+        lambda family: family.change(family.experts[0], lambda t: t[Q0].mul_(2)),
+        (),
+        "of input 'expert0'",
+    ),
     "weights gone": (lambda f: (f.out / "model.safetensors").unlink(), (), "the folder that holds the weights"),
     "other versions": (edited_versions, (), "versions"),
     "sha256 wanted": (lambda f: None, ("--set", "sha256=true"), "--set sha256=true"),

@@ -132,14 +132,10 @@ def test_never_more_than_one_model_in_memory(place: Path, monkeypatch: pytest.Mo
     assert there == [0, 0, 0, 0], "two experts, the average, the merge"
 
 
-@pytest.fixture
-def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with names and data is found before a model is loaded."""
+def test_all_wrong_names_and_all_wrong_data_are_told_at_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-
-
-@pytest.mark.usefixtures("no_models")
-def test_all_wrong_names_and_all_wrong_data_are_told_at_once(place: Path, tmp_path: Path) -> None:
     good = place / "math.jsonl"
     with pytest.raises(RecipeError) as caught:
         actmat.agreement(place / "merged", {"maths": good, "poetry": good})

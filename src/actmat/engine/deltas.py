@@ -89,7 +89,8 @@ class Deltas(LazySequence):
 
     def held(self) -> Sequence[Tensor]:
         """All deltas, in memory until the next region is read."""
-        if self._whole is None and self._reader.chunkable and self._region.numel > CHUNK:
+        chunkable = self._reader.on_host and self._reader.item.is_chunkable
+        if self._whole is None and chunkable and self._region.numel > CHUNK:
             flat = [self._reader.buffer(self._region) for _ in range(len(self))]
             for _ in self._chunks(lambda start, numel: [flat_N[start : start + numel] for flat_N in flat]):
                 pass

@@ -59,6 +59,7 @@ class TensorReader:
     ) -> None:
         self.item = item
         self.inputs = inputs
+        self.n_experts = len(inputs.experts)
         self.compute_dtype = compute_dtype
         self.on_host = device is None  # a simulated device computes on the CPU as well
         self.device = device or torch.device("cpu")
@@ -71,7 +72,7 @@ class TensorReader:
         self._sources = [s for s in item.sources if s is not None]  # none for a copy
         self._stored = [(inputs.base, item.name), *zip(inputs.experts, (s.name for s in self._sources), strict=False)]
         self._hashes = [ContentHash() for _ in self._stored]
-        self._base_dtype = torch_dtype(item.base_dtype)
+        self.base_dtype = torch_dtype(item.base_dtype)
         self._wide_key: tuple[int, int] | None = None
         self._base_chunk: tuple[int, int] | None = None
         self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
@@ -85,11 +86,6 @@ class TensorReader:
         """True if the results of this run are discarded."""
         return self.inspect_only or self.findings.fatal
 
-    @property
-    def base_itemsize(self) -> int:
-        """Bytes per entry of the base as stored."""
-        return self._base_dtype.itemsize
-
     def base_of(self, region: Region) -> Tensor | StreamedBase:
         """Entries of the base on a region as stored, held or streamed as the reading says."""
         streamed = self.reading is not None and not self.reading.base_held
@@ -99,16 +95,16 @@ class TensorReader:
         """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
         if region.numel <= CHUNK:
             self._base_chunk = None
-            raw = self.scratch.base.take(region.numel, self._base_dtype)
+            raw = self.scratch.base.take(region.numel, self.base_dtype)
         else:
             self.scratch.room.restart()
-            raw = self.scratch.room.take(region.numel, self._base_dtype)
+            raw = self.scratch.room.take(region.numel, self.base_dtype)
         self.read_stored(0, region.start * raw.itemsize, raw_bytes(raw))
         return raw
 
     def base_chunk(self, start: int, numel: int) -> Tensor:
         """Entries of the base from `start` on as stored; the next chunk overwrites them. The first reading hashes."""
-        raw = self.scratch.base.take(numel, self._base_dtype)
+        raw = self.scratch.base.take(numel, self.base_dtype)
         if self._base_chunk != (start, numel):
             self.read_stored(0, start * raw.itemsize, raw_bytes(raw))
             self._base_chunk = start, numel
@@ -157,11 +153,6 @@ class TensorReader:
     def passing_buffer(self, region: Region) -> Tensor:
         """Memory for one delta of the region, flat, which is free when the last delta has been dropped."""
         return torch.empty(region.numel, dtype=self.compute_dtype, device=self.device)
-
-    @property
-    def chunkable(self) -> bool:
-        """See `planning.reading.Access`."""
-        return self.on_host and self.item.is_chunkable
 
     def converted_base(self, region: Region, base_raw: Tensor) -> Tensor:
         """The base on this region in the compute dtype, shaped like it, for a method that takes it."""
@@ -278,11 +269,6 @@ class TensorReader:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""
         per_expert = [_logical(e, s, region) for e, s in zip(self.inputs.experts, self._sources, strict=True)]
         return [list(group) for group in zip(*per_expert, strict=True)]
-
-    @property
-    def n_experts(self) -> int:
-        """Number of experts."""
-        return len(self.inputs.experts)
 
 
 class StreamedBase:

@@ -91,28 +91,23 @@ class Sample:
     """Sampled entries of one tensor, in float32 or, if stored in float64, float64; entries are given in order."""
 
     def __init__(self, numel: int) -> None:
-        self._runs = Runs(numel)
+        self.runs = Runs(numel)
         self._entries = torch.empty(0)
-
-    @property
-    def wanted_from(self) -> float:
-        """Entries before it are not needed."""
-        return self._runs.wanted_from
 
     def add(self, start: int, flat: Tensor, scale: float = 1.0) -> None:
         """Store the wanted entries from `start` on."""
-        for run, position, entries in self._runs.cut(start, flat):
+        for run, position, entries in self.runs.cut(start, flat):
             if not self._entries.numel():
                 wide = torch.float64 if entries.dtype == torch.float64 else torch.float32
-                self._entries = torch.zeros(sum(b - a for a, b in self._runs.each), dtype=wide)
-            here = self._entries[self._runs.place(run)][position : position + entries.numel()]
+                self._entries = torch.zeros(sum(b - a for a, b in self.runs.each), dtype=wide)
+            here = self._entries[self.runs.place(run)][position : position + entries.numel()]
             here.copy_(entries)
             if scale != 1.0:
                 here.mul_(scale)
 
     def run(self, k: int) -> Tensor | None:
         """Entries of run `k` in float64; None until they are complete."""
-        return self._entries[self._runs.place(k)].double() if k < self._runs.complete else None
+        return self._entries[self.runs.place(k)].double() if k < self.runs.complete else None
 
     @property
     def entries(self) -> Tensor | None:
@@ -154,7 +149,7 @@ class InputSample:
         """Sample bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
         dtype, runs = self._dtypes[k], self._runs[k - 1]
         start = offset // dtype.itemsize
-        if start + len(data) // dtype.itemsize <= (runs if k else self._base).wanted_from:
+        if start + len(data) // dtype.itemsize <= (runs if k else self._base.runs).wanted_from:
             return
         entries = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
         if k == 0:

@@ -129,7 +129,7 @@ class TensorOutput(Output):
 
     def take_chunk(self, start: int, sum_S: Tensor, base_S: Tensor, stored_S: Tensor, reader: TensorReader) -> None:
         """See `Output`."""
-        if start + sum_S.numel() > self.sample.wanted_from:
+        if start + sum_S.numel() > self.sample.runs.wanted_from:
             self.sample.add(start, sum_S, self.scale)
         self._write(torch.add(base_S, sum_S, alpha=self.scale, out=sum_S), stored_S, reader)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from actmat.recipe.experts import ExpertRef
 from actmat.recipe.load import load_recipe, recipe_yaml
-from actmat.recipe.schema import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule, add_statistics, make_recipe
+from actmat.recipe.schema import Postprocess, PostRef, Recipe, RoleRule, Rule, add_statistics, make_recipe
 from actmat.recipe.variants import parse_option, variants
 
 __all__ = [

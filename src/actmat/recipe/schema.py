@@ -47,18 +47,6 @@ from actmat.recipe.values import (
     listed,
 )
 
-__all__ = [
-    "ExpertRef",
-    "PostRef",
-    "Postprocess",
-    "Recipe",
-    "RoleRule",
-    "Rule",
-    "Vocabulary",
-    "add_statistics",
-    "make_recipe",
-]
-
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 

@@ -60,11 +60,9 @@ def _room_bytes(merging: Sequence[Task], reader: TensorReader) -> int:
     whole = 0 if passing else reading.whole_deltas(reader.n_experts) + 1
     whole += reading.strategy != "combine" and any(t.method.uses_base(t.call.options) for t in merging)
     whole *= reader.on_host
-    sizes = [region.numel for region in reader.regions if region.numel > CHUNK and merging]
-    return max((
-        Room.bytes_for(*[(reader.base_itemsize, n)] * reading.base_held, *[(reader.compute_dtype.itemsize, n)] * whole)
-        for n in sizes
-    ), default=0)  # fmt: skip
+    largest = max((region.numel for region in reader.regions if region.numel > CHUNK and merging), default=0)
+    base = [(reader.base_dtype.itemsize, largest)] * reading.base_held
+    return Room.bytes_for(*base, *[(reader.compute_dtype.itemsize, largest)] * whole)
 
 
 def record_of(task: Task, reader: TensorReader, seconds: float, *, changed: bool) -> Record:
