@@ -79,11 +79,9 @@ def save_base(folder: Path, family: str, values: Mapping[str, Tensor] | None = N
     if values is not None:
         model.load_state_dict(values)
     model.config.save_pretrained(folder)
-    tensors = {
-        n: t.contiguous()
-        for n, t in model.state_dict().items()
-        if not (n == "lm_head.weight" and model.config.tie_word_embeddings)
-    }
+    tensors = {n: t.contiguous() for n, t in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 

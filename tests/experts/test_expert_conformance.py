@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.adapters import save_adapter, tiny
+from tests.helpers.adapters import InOneFolder, save_adapter, tiny
 from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
@@ -48,7 +48,7 @@ class TestShardedCheckpoint(TestFullCheckpoint):
     shards = 2
 
 
-class Lora(ExpertConformance):
+class Lora(InOneFolder, ExpertConformance):
     """An adapter that PEFT wrote; PEFT's own merge gives the tuned tensors.
 
     Attributes:
@@ -59,12 +59,6 @@ class Lora(ExpertConformance):
     kinds = frozenset({"formed", "zero"})
     family: str
     options: ClassVar[dict[str, Any]]
-    shared: Path
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _shared_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
-        cls.shared = tmp_path_factory.mktemp("adapters")
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
         place = self.shared / str(seed)  # adapters are only read, so one serves all tests

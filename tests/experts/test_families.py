@@ -25,7 +25,7 @@ from peft import (
     VeraConfig,
 )
 from safetensors.torch import load_file, save_file
-from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.adapters import InOneFolder, save_peft, tiny
 from tests.helpers.located import open_expert
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def save_base(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> 
     return folder
 
 
-class Family(ExpertConformance):
+class Family(InOneFolder, ExpertConformance):
     """One config of PEFT.
 
     Attributes:
@@ -66,12 +66,6 @@ class Family(ExpertConformance):
     options: ClassVar[dict[str, Any]]
     dtype = torch.float64
     scale = 0.3
-    shared: Path
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _shared_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
-        cls.shared = tmp_path_factory.mktemp("families")
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
         place = self.shared / str(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
@@ -117,3 +118,14 @@ def save_peft(
 
 LLAMA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 """A plain adapter of the tiny Llama."""
+
+
+class InOneFolder:
+    """Tests of a class that store adapters in one folder: adapters are only read, so that one serves all of them."""
+
+    shared: Path
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _shared_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.shared = tmp_path_factory.mktemp("adapters")

@@ -97,11 +97,7 @@ def edited_versions(family: Family) -> None:
 
 OTHER: dict[str, tuple[Callable[[Family], object], tuple[str, ...], str]] = {
     "output damaged": (lambda f: flip(f.out / "model.safetensors"), (), "has changed since the merge"),
-    "expert changed": (
-        lambda family: family.change(family.experts[0], lambda t: t[Q0].mul_(2)),
-        (),
-        "of input 'expert0'",
-    ),
+    "expert changed": (lambda f: f.change(f.experts[0], lambda t: t[Q0].mul_(2)), (), "of input 'expert0'"),
     "weights gone": (lambda f: (f.out / "model.safetensors").unlink(), (), "the folder that holds the weights"),
     "other versions": (edited_versions, (), "versions"),
     "sha256 wanted": (lambda f: None, ("--set", "sha256=true"), "--set sha256=true"),
