@@ -73,18 +73,20 @@ def test_a_merge_without_a_base_measures_from_its_first_expert(models: Path, tmp
     assert report.totals.findings == ()
 
 
-def adapter(path: Path, seed: int, alpha: float = 4.0) -> Path:
+def adapter(path: Path, seed: int, alpha: float = 4.0, dtype: torch.dtype = torch.float32) -> Path:
     rng, module = torch.Generator().manual_seed(seed), "lora_unet_mid_block_attentions_0_proj_in"
     tensors: dict[str, Any] = {"lora_down.weight": (2, 8), "lora_up.weight": (8, 2)}
-    stored = {f"{module}.{n}": torch.randn(s, generator=rng) for n, s in tensors.items()}
+    stored = {f"{module}.{n}": torch.randn(s, generator=rng).to(dtype) for n, s in tensors.items()}
     save_file(stored | {f"{module}.alpha": torch.tensor(alpha)}, path)
     return path
 
 
 @pytest.mark.parametrize(
-    ("other", "code"), [((1, 4.0), "AM202"), ((2, 0.0), "AM201"), ((2, 4.0), None)], ids=["twin", "zero", "right"]
+    ("other", "code"),
+    [((1,), "AM202"), ((2, 0.0), "AM201"), ((2,), None), ((1, 4.0, torch.bfloat16), "AM202")],
+    ids=["twin", "zero", "right", "twin in another dtype"],
 )
-def test_adapters_are_compared_by_their_factors(other: tuple[int, float], code: str | None, tmp_path: Path) -> None:
+def test_adapters_are_compared_by_their_factors(other: tuple[Any, ...], code: str | None, tmp_path: Path) -> None:
     experts = [adapter(tmp_path / "a.safetensors", 1), adapter(tmp_path / "b.safetensors", *other)]
     report = actmat.merge(experts=experts, method="average", out=tmp_path / "out.safetensors", durable=False)
     assert [c for c, _ in report.totals.findings] == [code] * (code is not None)

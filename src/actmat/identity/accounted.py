@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.side_files import SideFiles, is_weights
 from actmat.errors import first_names
 
+_PARTS = (".safetensors", ".bin", ".pt", ".pth", "/")
+_OTHER_FORMS = re.compile(
+    r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/|checkpoint|global_step"
+)
+"""Files and folders that hold the whole model again, or an earlier state of it."""
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -40,6 +46,19 @@ def module_warnings(
             f"are not merged: {kept}. To merge them, merge the folders by themselves (-b BASE/{folder} -e "
             f"NAME/{folder}) and put the result into the output"
         )
+    return found
+
+
+def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str]:
+    """Warnings on weights in the folders of full experts that are not of their model, and not in that of the base."""
+    found = []
+    for label, files in experts.items():
+        left = [p for p, why in files.left_out.items() if "weights" in why and p not in base.left_out]
+        if others := [p for p in left if may_be_weights(p) and p.endswith(_PARTS) and not _OTHER_FORMS.match(p)]:
+            found.append(
+                f"expert '{label}' has weights beside its model that are not merged: {first_names(others)}. If it "
+                "needs them, merge them by themselves, and put the result into the output"
+            )
     return found
 
 

@@ -16,7 +16,7 @@ from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import DeltaSource, Expert
 from actmat.experts.fitted import StoredAdapter
-from actmat.identity.accounted import adapter_warnings, module_warnings
+from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
@@ -91,6 +91,7 @@ def unread_warnings(recipe: Recipe, base: Checkpoint | None, experts: Sequence[E
     if base is not None and (base.side_files().modules or any(files.modules for files, _ in full.values())):
         of_experts = {label: (files, e.fetch_sidecars()) for label, (files, e) in full.items()}
         found += module_warnings((base.side_files(), base.fetch_sidecars()), of_experts)
+    found += [] if base is None else file_warnings(base.side_files(), {n: files for n, (files, _) in full.items()})
     for label, expert in named:
         if isinstance(expert, StoredAdapter):
             names = {n for f in expert.sources() for n in f.whole().names}

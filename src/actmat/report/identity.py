@@ -14,6 +14,8 @@ from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
 
 SAME = 1e-9
 """Squared relative distance of two deltas below which they are equal; inner products have ten digits."""
+ROUNDED = 2.0**-16
+"""The same of two adapters of which one is stored in bfloat16, the other not."""
 
 BY_SQUARES = ("actmat", "actmat_ridge")
 """Methods that weight experts by the squares of their sizes."""
@@ -38,7 +40,13 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
         found.append(("AM201", f"{names} {what}: it changes nothing, and counts in a mean. Check its path, or leave "
                       "it out"))  # fmt: skip
     if gram is not None and len(labels) > 1:
-        near = [(s, t) for s, t in combinations(range(len(labels)), 2) if _same(rows, s, t, _equal(gram, s, t))]
+        of_rows = [i.expert_dtypes for i, _ in rows if i.sources]
+        dtypes = [e.kind == "adapter" and {of[t] for of in of_rows} - {""} for t, e in enumerate(plan.experts)]
+        near = [
+            (s, t)
+            for s, t in combinations(range(len(labels)), 2)
+            if _same(rows, s, t, _equal(gram, s, t, SAME if dtypes[s] == dtypes[t] else ROUNDED))
+        ]
         twins = [f"'{labels[s]}' and '{labels[t]}'" for s, t in near if labels[s] not in zero]
         if twins:
             found.append(("AM202", f"{'; '.join(twins)} are the same expert, given twice: it counts twice. Leave one "
@@ -63,8 +71,8 @@ def _gram(products: Sequence[Sequence[float]], count: int) -> list[list[float]] 
     return out
 
 
-def _equal(gram: Sequence[Sequence[float]], s: int, t: int) -> bool:
-    return gram[s][s] + gram[t][t] - 2 * gram[s][t] <= SAME * (gram[s][s] + gram[t][t])
+def _equal(gram: Sequence[Sequence[float]], s: int, t: int, bound: float) -> bool:
+    return gram[s][s] + gram[t][t] - 2 * gram[s][t] <= bound * (gram[s][s] + gram[t][t])
 
 
 def _same(rows: Sequence[tuple[Item, Record]], s: int, t: int, measured: bool) -> bool:

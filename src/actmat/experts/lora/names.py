@@ -7,6 +7,7 @@ adapter's own name. PEFT loads `base_model.model.MODULE.lora_A.weight` and ignor
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ _LIKE = re.compile(
     re.IGNORECASE,
 )
 _FOUR = re.compile(r"(?P<module>.+)\.(?P<side>[ab][12])(?:\.weight)?")
+_TWO = re.compile(r"(?P<module>.+)[._](?P<side>[ABab])(?:\.weight)?")
 _NAMED = re.compile(
     r"(?P<factor>.+\.lora_(?:[ABE]|embedding_[AB]|magnitude_vector))\.(?P<name>(?!weight$|bias$)[^.]+)"
     r"(?P<leaf>\.weight|\.bias)?"
@@ -64,6 +66,8 @@ def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) 
 
     >>> first_factor(["a.norm", "a.lora_up.weight"]), first_factor(["a.lora_A.style"]), first_factor(["a.w", "b.alpha"])
     ('a.lora_up.weight', 'a.lora_A.style', None)
+    >>> first_factor(["q.A.weight", "q.B.weight"]), first_factor(["q.A.weight", "q.B.weight", "norm.weight"])
+    ('q.A.weight', None)
 
     Args:
         config: that of a model. If it has settings of LoRA, factors with other names than a trainer's are of the
@@ -71,6 +75,10 @@ def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) 
     """
     of_architecture = any("lora" in str(key) for key in config or ())
     fours: dict[str, set[str]] = {}
+    names = list(names)
+    twos = Counter(m["module"] for n in names if (m := _TWO.fullmatch(n)) is not None)
+    if not config and twos and 2 * len(twos) == len(names) == sum(twos.values()):
+        return names[0]  # nothing but pairs
     for name in names:
         if _PLAIN.search(name) is not None or (not of_architecture and looks_like_factor(name)):
             return name
