@@ -20,7 +20,7 @@ _FILE = re.compile(r"^.*?\.yml:\d+: (parameters: )?")
 def mergekit_table(_: str = "") -> str:
     """Numbers of configurations by outcome, and every one that does not do the same, with the reason."""
     result = read_result("mergekit")
-    merges = [row for row in result["rows"] if row["kind"] != "mixture"]  # of mergekit-moe, which was compared once
+    merges = result["rows"]
     counts = Counter(row["outcome"] for row in merges)
     rows = [[outcome, str(counts[outcome])] for outcome in OUTCOMES if counts[outcome]]
     rows.append(["all", str(len(merges))])
