@@ -124,7 +124,7 @@ def test_below_the_start_of_a_run_no_function_takes_a_place(layer: str) -> None:
         for a in (*f.args.args, *f.args.kwonlyargs)
         if a.arg in ("place", "location") and a.annotation is not None and "str" in ast.unparse(a.annotation)
     }
-    assert taken <= {"missing.missing_problems", "storage._local_config", "load.local_location"}
+    assert taken <= {"missing.missing_problems", "storage._has_four_bits", "load.local_location"}
 
 
 @pytest.mark.parametrize("reasons", [ENTRIES, OUTPUTS])

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.merging import actmat, llama_tensors, save_checkpoint
 
 from actmat.checkpoints.sentencepiece import pieces
-from actmat.identity.tokens import TokenInput, comparable, compare_tokens
+from actmat.identity.tokens import TokenInput, compare_tokens
 
 ROWS = 20
 WORDS = [f"w{i}" for i in range(16)]
@@ -23,7 +23,7 @@ def compared(*tokens: list[str], written: str = "base", merged: bool = True) -> 
         TokenInput(label, {t: i for i, t in enumerate(own)})
         for label, own in zip(("base", "a", "b"), tokens, strict=False)
     ]
-    problems, notes = compare_tokens(comparable(inputs)[0], written, ROWS, merged=merged)
+    problems, notes = compare_tokens(inputs, written, ROWS, merged=merged)
     return " | ".join([*(f"PROBLEM {p}" for p in problems), *notes])
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class DeltaSource:
     rank: int = 0  # of a product of factors, else 0
 
 
-class Expert(abc.ABC):
+class Expert(AbstractContextManager["Expert"]):
     """Deltas of the tensors of one base, read or formed on request. Thread-safe for reading. Use as a context manager.
 
     `specs` are the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
@@ -138,7 +139,7 @@ class Expert(abc.ABC):
             CheckpointError: the expert or its base is not in storage that another process could open.
         """
 
-    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
+    def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
 
     @property
@@ -169,9 +170,6 @@ class Expert(abc.ABC):
     def __repr__(self) -> str:
         size = format_size(self.nbytes)
         return f"<{type(self).__name__} {terminal(self.location)}: {self.kind}, {self.n_tensors} tensors, {size}>"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

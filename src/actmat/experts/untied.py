@@ -9,7 +9,7 @@ Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,8 @@ def tied_parts(
     )
     at = {n: of_names[n] for n in saved if n in of_names}
     saved_tables = {n: table for n, table in tables.items() if n in saved}
-    copies = _copies(at, saved_tables, equal)
+    twins = {table: n for n, table in reversed(list(saved_tables.items()))}
+    copies = frozenset(n for n, table in at.items() if table in twins and equal(n, twins[table]))
     apart = {n: table for n, table in at.items() if n not in copies}
     heads, problems = {}, []
     if keeps_ties:
@@ -104,24 +105,14 @@ def tied_parts(
             f"ensure_weight_tying is set, but the saved '{n}' differs from the table it is tied to" for n in apart
         ]
     else:
-        heads = _heads(apart, () if copies else saved_tables.values())
+        heads = {head_of(table) or n: table for n, table in apart.items()}
+        heads |= {head_of(t) or "": t for t in (() if copies else saved_tables.values())}
     problems += [_no_head(base, table) for head, table in heads.items() if not can_untie(head, table)]
     refused = [n for n in deltas if n in of_names and not heads]
     problems += [_delta_of_head(base, n, of_names[n]) for n in refused]
     notes = [_delta_of_table(t) for n, t in tables.items() if n in deltas and not heads]
     untied = UntiedCheckpoint(base, heads) if heads and not problems else base
     return TiedParts(untied, heads, copies, refused, problems, notes)
-
-
-def _copies(heads: Mapping[str, str], tables: Mapping[str, str], equal: Callable[[str, str], bool]) -> frozenset[str]:
-    """Saved heads that equal the saved table; both with the base's table."""
-    twins = {table: n for n, table in reversed(list(tables.items()))}
-    return frozenset(n for n, table in heads.items() if table in twins and equal(n, twins[table]))
-
-
-def _heads(apart: Mapping[str, str], tables: Iterable[str]) -> dict[str, str]:
-    """Output heads of their own -> table: of saved heads that differ from their tables, and of saved tables."""
-    return {head_of(table) or n: table for n, table in apart.items()} | {head_of(t) or "": t for t in tables}
 
 
 def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, str]:

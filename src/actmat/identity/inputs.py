@@ -13,14 +13,13 @@ from typing import Any
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX
-from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.checkpoints.side_files import MODULES, ModelFiles
 from actmat.errors import CheckpointError, first_of
 from actmat.experts.base import Expert
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
 from actmat.identity.meaning import differing
-from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, comparable, compare_tokens, tokenizer_file
+from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, compare_tokens, tokenizer_file
 from actmat.identity.usable import PROCESSORS
 from actmat.layout.ties import is_output_head, is_token_table
 
@@ -151,9 +150,8 @@ def _tokens(
         elif rows not in {one.specs[n].shape[0] for n in _tables(one)}:
             continue
         inputs += _token_input(label, one, changes, reader, notes)
-    known = _known(inputs, notes)
     heads = [n for n, s in base.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
-    problems, told = compare_tokens(known, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
+    problems, told = compare_tokens(inputs, files_from, rows, merged=not all(n in kept for n in (*tables, *heads)))
     return problems, [*told, *notes]
 
 
@@ -164,8 +162,8 @@ def compare_adapters(labels: Sequence[str], experts: Sequence[Expert]) -> tuple[
         names = () if one.adapter is None else (*one.adapter.extras, *(f"{m}.weight" for m in one.adapter.modules))
         if any(is_token_table(n) or is_output_head(n) for n in names):
             inputs += _token_input(label, one, True, reader, notes)
-    problems, _ = compare_tokens(_known(inputs, notes), "", MOST_ROWS)
-    return [f"{p}; with --base and --to model" for p in problems], notes
+    problems, told = compare_tokens(inputs, "", MOST_ROWS)
+    return [f"{p}; with --base and --to model" for p in problems], [*told, *notes]
 
 
 def _token_input(
@@ -180,18 +178,6 @@ def _token_input(
             yield TokenInput(label, reader.found(files, name)[0], changes, files.fetch(name))
         except CheckpointError as error:
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
-
-
-def _known(inputs: Sequence[TokenInput], notes: list[str]) -> list[TokenInput]:
-    """Inputs whose tokens have their rows; a note names the others."""
-    known, unknown = comparable(inputs)
-    who = [f"{words_of(i.label)} ({i.path.name})" for i in unknown]
-    if len({hash_file(i.path) for i in unknown}) + bool(known) > 1:
-        notes.append(
-            f"tokens of {', '.join(who)} are not compared with those of others: their tokenizers differ, in forms that "
-            "do not give rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json"
-        )
-    return known
 
 
 def _tables(one: Checkpoint | Expert) -> list[str]:

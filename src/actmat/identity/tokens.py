@@ -161,8 +161,8 @@ class TokenInput:
     path: Path = Path(TOKENIZER)
 
 
-def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[TokenInput]]:
-    """Inputs whose tokens have their rows, and those of whose tokenizers this is not known.
+def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[str]]:
+    """Inputs whose tokens have their rows, and a note on those of whose tokenizers this is not known.
 
     SentencePiece numbers its pieces, and some classes (XLM-RoBERTa, Pegasus) put tokens before them: where an input
     with written rows shows that, these pieces are not compared.
@@ -175,7 +175,14 @@ def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[Tok
         return one.label not in written and any(shift for shift, _ in shifts.most_common(1))
 
     known = [i for i in inputs if i.tokens and not is_shifted(i)]
-    return known, [i for i in inputs if i not in known and i.path.name != TOKENIZER]
+    unknown = [i for i in inputs if i not in known and i.path.name != TOKENIZER]
+    who = ", ".join(f"{words_of(i.label)} ({i.path.name})" for i in unknown)
+    differ = len({hash_file(i.path) for i in unknown}) + bool(known) > 1
+    text = (
+        f"tokens of {who} are not compared with those of others: their tokenizers differ, in forms that do not give "
+        "rows. Rows of the token tables may mean other tokens; to compare them, save tokenizer.json"
+    )
+    return known, [text] * differ
 
 
 def compare_tokens(
@@ -192,8 +199,9 @@ def compare_tokens(
         rows: number of rows of the tables; tokens beyond are not compared.
         merged: tables are merged; False if the recipe keeps the base's.
     """
+    inputs, notes = comparable(inputs)
     if len(inputs) < 2:
-        return [], []
+        return [], notes
     at = {i.label: {row: token for token, row in i.tokens.items() if row < rows} for i in inputs}
     reference, *others = inputs if "base" in at else (TokenInput("base", {}), *inputs)
     mixed = [i for i in others if i.merges_rows] if merged else []
@@ -202,9 +210,9 @@ def compare_tokens(
         at[written].get(row, token) == token for label in at if label != "base" for row, token in at[label].items()
     )
     if moved and not only_base_differs:
-        return [_problem(reference, one, found, at) for one, found in moved], []
+        return [_problem(reference, one, found, at) for one, found in moved], notes
     problems = list(_contested(mixed, at, at.get("base", {})))
-    return (problems, []) if problems else ([], list(_unwritten(inputs, written, at)))
+    return problems, notes if problems else [*_unwritten(inputs, written, at), *notes]
 
 
 def _moved(reference: TokenInput, one: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:

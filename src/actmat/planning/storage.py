@@ -171,7 +171,7 @@ def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[E
         "add it to the base as it was trained on, load that in 4 bits in transformers, save it dequantized "
         "(model.dequantize()), and give the copy as --base"
         for label, name in names
-        if FOUR_BITS.search(name) or _is_bitsandbytes(quantization_config(_local_config(name)))
+        if FOUR_BITS.search(name) or _has_four_bits(name)
     ]
 
 
@@ -184,16 +184,12 @@ def named_base_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]
     return [f"adapters name another base ({first_of(others, SHOWN)}): {fix}"] if own and others else []
 
 
-def _is_bitsandbytes(settings: Mapping[str, object]) -> bool:
-    return bool(settings.get("load_in_4bit")) or "4bit" in str(settings.get("quant_method"))
-
-
-def _local_config(location: str) -> Mapping[str, Any]:
-    """`config.json` of a local folder; no other location is read."""
-    path = os.path.join(location, "config.json")
+def _has_four_bits(location: str) -> bool:
+    """True if `config.json` of a local folder says so; no other location is read."""
+    path, settings = os.path.join(location, "config.json"), dict[str, Any]()
     with contextlib.suppress(CheckpointError):
-        return read_object(Path(path)) if location and os.path.isfile(path) else {}
-    return {}
+        settings = dict(quantization_config(read_object(Path(path)) if location and os.path.isfile(path) else {}))
+    return bool(settings.get("load_in_4bit")) or "4bit" in str(settings.get("quant_method"))
 
 
 def _schemes(source: Checkpoint | Expert) -> Counter[str]:

@@ -41,7 +41,7 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
                       "it out"))  # fmt: skip
     if gram is not None and len(labels) > 1:
         of_rows = [i.expert_dtypes for i, _ in rows if i.sources]
-        dtypes = [e.kind == "adapter" and {of[t] for of in of_rows} - {""} for t, e in enumerate(plan.experts)]
+        dtypes = [e.kind != "model" and {of[t] for of in of_rows} - {""} for t, e in enumerate(plan.experts)]
         near = [
             (s, t)
             for s, t in combinations(range(len(labels)), 2)

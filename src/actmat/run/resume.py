@@ -20,7 +20,7 @@ from actmat.errors import MergeError, OutputError
 from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.planning import MergePlan
-from actmat.planning.model import InputSummary, Item, MethodCall
+from actmat.planning.model import InputSummary, Item
 from actmat.report.manifest import input_location, input_row, read_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.verify import verify
@@ -210,17 +210,13 @@ def has_same_inputs(plan: MergePlan, journal: Mapping[str, Mapping[str, Any]], i
     whole model before the first tensor.
     """
     from_adapters = plan.output == "adapter" and not plan.is_extracted
-    if from_adapters or any(i.call is not None and _is_surveyed(i.call) for i in plan.items):
+    surveys = ((get_method(c.method).survey, c.options) for i in plan.items if (c := i.call) is not None)
+    if from_adapters or any(survey is not None and survey.applies(options) for survey, options in surveys):
         return False
     try:
         return all(_is_same(plan.by_name.get(name), entry, inputs) for name, entry in journal.items())
     except (MergeError, OSError):  # the merge itself will say what cannot be read
         return False
-
-
-def _is_surveyed(call: MethodCall) -> bool:
-    survey = get_method(call.method).survey
-    return survey is not None and survey.applies(call.options)
 
 
 def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> bool:

@@ -7,7 +7,6 @@ adapter's own name. PEFT loads `base_model.model.MODULE.lora_A.weight` and ignor
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -44,8 +43,7 @@ _LIKE = re.compile(
     r"|lora\w*\.(?:down|up|[ab])(?![a-z])|\.on_input$",
     re.IGNORECASE,
 )
-_FOUR = re.compile(r"(?P<module>.+)\.(?P<side>[ab][12])(?:\.weight)?")
-_TWO = re.compile(r"(?P<module>.+)[._](?P<side>[ABab])(?:\.weight)?")
+_SIDE = re.compile(r"(?P<module>.+)[._](?P<side>[ab][12]|[ABab])(?:\.weight)?")
 _NAMED = re.compile(
     r"(?P<factor>.+\.lora_(?:[ABE]|embedding_[AB]|magnitude_vector))\.(?P<name>(?!weight$|bias$)[^.]+)"
     r"(?P<leaf>\.weight|\.bias)?"
@@ -73,21 +71,20 @@ def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) 
         config: that of a model. If it has settings of LoRA, factors with other names than a trainer's are of the
             architecture, as those of Phi-4-multimodal.
     """
-    of_architecture = any("lora" in str(key) for key in config or ())
-    fours: dict[str, set[str]] = {}
-    names = list(names)
-    twos = Counter(m["module"] for n in names if (m := _TWO.fullmatch(n)) is not None)
-    if not config and twos and 2 * len(twos) == len(names) == sum(twos.values()):
-        return names[0]  # nothing but pairs
-    for name in names:
+    of_architecture, listed = any("lora" in str(key) for key in config or ()), list(names)
+    sides: dict[str, list[str]] = {}
+    for name in listed:
         if _PLAIN.search(name) is not None or (not of_architecture and looks_like_factor(name)):
             return name
-        if (match := _FOUR.fullmatch(name)) is not None:
-            sides = fours.setdefault(match["module"], set())
-            sides.add(match["side"])
-            if len(sides) == len(("a1", "a2", "b1", "b2")):
+        if (match := _SIDE.fullmatch(name)) is not None:
+            own = sides.setdefault(match["module"], [])
+            own.append(match["side"])
+            if {"a1", "a2", "b1", "b2"} <= set(own):
                 return name  # of GLoRA
-    return None
+    only_pairs = 2 * len(sides) == len(listed) and all(
+        sorted(map(str.lower, own)) == ["a", "b"] for own in sides.values()
+    )
+    return listed[0] if sides and only_pairs and not config else None
 
 
 def foreign_writer(name: str) -> str:

@@ -196,11 +196,13 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
         own = [item.name, *aliases]
         stored = [f"{found.module}.base_layer.bias"] if found.bias else [names.get(n, n) for n in own]
         outputs = tuple(TensorSpec(PREFIX + n, item.shape, dtype, "") for n in dict.fromkeys(stored))
+    short, long = min(item.shape, default=0), max(item.shape, default=0)
+    flops = 6 * short * short * long + 9 * short**3  # a Gram matrix of the short side, its eigenvectors, two products
     cost = dataclasses.replace(
         item.cost,
         write_bytes=sum(s.nbytes for s in outputs),
         host_bytes=item.cost.host_bytes + _bytes_of(item, found, recipe),
-        flops=item.cost.flops + _flops(item, found),
+        flops=item.cost.flops + (flops if found.kind == "factored" else 0),
     )
     return dataclasses.replace(
         item,
@@ -227,12 +229,6 @@ def _bytes_of(item: Item, found: Extraction, recipe: Recipe) -> int:
     width = torch_dtype(recipe.compute_dtype).itemsize
     factors = 8 * found.rank * sum(item.shape)
     return width * (item.numel + svd_workspace(*item.shape)) + 2 * factors + 16 * item.numel + MATRIX_BYTES
-
-
-def _flops(item: Item, found: Extraction) -> int:
-    """A Gram matrix of the short side, its eigenvectors, and two products."""
-    short, long = min(item.shape, default=0), max(item.shape, default=0)
-    return 6 * short * short * long + 9 * short**3 if found.kind == "factored" else 0
 
 
 def _config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
