@@ -12,11 +12,11 @@ from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.side_files import SideFiles, is_weights
 from actmat.errors import first_names
 
-_PARTS = (".safetensors", ".bin", ".pt", ".pth", "/")
-_OTHER_FORMS = re.compile(
-    r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/|checkpoint|global_step"
+_PART = re.compile(
+    r"(?!(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/"
+    r"|checkpoint|global_step).*(\.safetensors|\.bin|\.pth?|/)"
 )
-"""Files and folders that hold the whole model again, or an earlier state of it."""
+"""Files and folders of weights, but for those that hold the whole model again, or an earlier state of it."""
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -54,7 +54,7 @@ def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str
     found = []
     for label, files in experts.items():
         left = [p for p, why in files.left_out.items() if "weights" in why and p not in base.left_out]
-        if others := [p for p in left if may_be_weights(p) and p.endswith(_PARTS) and not _OTHER_FORMS.match(p)]:
+        if others := [p for p in left if may_be_weights(p) and _PART.fullmatch(p)]:
             found.append(
                 f"expert '{label}' has weights beside its model that are not merged: {first_names(others)}. If it "
                 "needs them, merge them by themselves, and put the result into the output"
@@ -65,8 +65,7 @@ def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str
 def _modules(files: SideFiles, folder: Path | None) -> dict[str, str]:
     """Path of a weight file in a folder of a module -> hash of its content."""
     paths = [p for p in files.kept if p.partition("/")[0] in files.modules and is_weights(p)]
-    there = [p for p in paths if folder is not None and (folder / p).is_file()]
-    return {p: hash_file(Path(folder or ".") / p) for p in there}
+    return {p: hash_file(folder / p) for p in paths if folder is not None and (folder / p).is_file()}
 
 
 def adapter_warnings(

@@ -15,7 +15,7 @@ from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
 SAME = 1e-9
 """Squared relative distance of two deltas below which they are equal; inner products have ten digits."""
 ROUNDED = 2.0**-16
-"""The same of two adapters of which one is stored in bfloat16, the other not."""
+"""The same of adapters of which some are stored in bfloat16, others not."""
 
 BY_SQUARES = ("actmat", "actmat_ridge")
 """Methods that weight experts by the squares of their sizes."""
@@ -40,13 +40,9 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
         found.append(("AM201", f"{names} {what}: it changes nothing, and counts in a mean. Check its path, or leave "
                       "it out"))  # fmt: skip
     if gram is not None and len(labels) > 1:
-        of_rows = [i.expert_dtypes for i, _ in rows if i.sources]
-        dtypes = [e.kind != "model" and {of[t] for of in of_rows} - {""} for t, e in enumerate(plan.experts)]
-        near = [
-            (s, t)
-            for s, t in combinations(range(len(labels)), 2)
-            if _same(rows, s, t, _equal(gram, s, t, SAME if dtypes[s] == dtypes[t] else ROUNDED))
-        ]
+        bound = ROUNDED if len({d for i, _ in rows for d in i.expert_dtypes} - {""}) > 1 else SAME
+        bound = SAME if any(e.kind == "model" for e in plan.experts) else bound
+        near = [(s, t) for s, t in combinations(range(len(labels)), 2) if _same(rows, s, t, _equal(gram, s, t, bound))]
         twins = [f"'{labels[s]}' and '{labels[t]}'" for s, t in near if labels[s] not in zero]
         if twins:
             found.append(("AM202", f"{'; '.join(twins)} are the same expert, given twice: it counts twice. Leave one "

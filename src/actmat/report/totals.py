@@ -79,7 +79,9 @@ def recorded_totals(manifest: Mapping[str, Any]) -> Totals:
                 errors.append((stats["error_norm"], stats["norm"]))
             if size is not None:
                 squares.append([x**2 for x in (size["norm"], size["sum_norm"], *size["expert_norms"])])
-        return Totals(unchanged, nonfinite, relative_error(errors), _norms(squares) if squares else None, vanished)
+        merged, total, *experts = [math.sqrt(math.fsum(c)) for c in zip(*squares, strict=True)] or (0.0, 0.0)
+        norms = Norms(merged, total, tuple(experts)) if squares else None
+        return Totals(unchanged, nonfinite, relative_error(errors), norms, vanished)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} has no sizes that can be read ({error!r}).") from None
 
@@ -94,11 +96,6 @@ def _differs(row: Mapping[str, Any]) -> bool:
 def _underflowed(size: Mapping[str, Any]) -> bool:
     """True for a merge whose squares underflowed."""
     return not size["norm"] and 0 < max(size["expert_norms"], default=0) < LEAST_NORM
-
-
-def _norms(squares: list[list[float]]) -> Norms:
-    merged, total, *experts = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True))
-    return Norms(merged, total, tuple(experts))
 
 
 def relative_error(pairs: Iterable[tuple[float, float]]) -> float:

@@ -95,7 +95,8 @@ class ThreadExecutor:
                 for pool in (on_host, on_device):
                     pool.shutdown(cancel_futures=True)
                 if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
-                    yield from (r for f in running if (r := _finished(f)) is not None)
+                    done = (f for f in running if not f.cancelled() and f.exception() is None)
+                    yield from (r for f in done if (r := f.result()) is not None)
                 raise
 
     @property
@@ -182,8 +183,3 @@ def room_for(units: Sequence[Unit], resources: Resources) -> int:
     """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
     largest = sorted((u.host_bytes for u in units), reverse=True)[: resources.workers]
     return largest[-1] if largest and sum(largest) <= resources.memory else 0
-
-
-def _finished(future: concurrent.futures.Future[UnitResult | None]) -> UnitResult | None:
-    """The result, unless the unit was never run or raised an error."""
-    return None if future.cancelled() or future.exception() is not None else future.result()
