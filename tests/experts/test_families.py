@@ -126,11 +126,7 @@ class TestIA3(Family):
 class TestIA3OfTransposedLayersWithBias(Family):
     model = "gpt2"
     config = IA3Config
-    options: ClassVar = {
-        "target_modules": GPT2,
-        "feedforward_modules": ["c_proj"],
-        "fan_in_fan_out": True,
-    }
+    options: ClassVar = {"target_modules": GPT2, "feedforward_modules": ["c_proj"], "fan_in_fan_out": True}
 
 
 class TestIA3OfConvolutions(Family):
@@ -149,33 +145,24 @@ class TestAdaLora(Family):
     options: ClassVar = {"init_r": 3, "lora_alpha": 5, "total_step": 10, "target_modules": LINEAR}
 
 
+ROTATIONS = {"oft_block_size": 4, "target_modules": LINEAR}
+
+
 class TestOft(Family):
     config = OFTConfig
-    options: ClassVar = {"oft_block_size": 4, "target_modules": LINEAR}
+    options: ClassVar = ROTATIONS
     scale = 0.05
 
 
 class TestConstrainedOft(Family):
     config = OFTConfig
-    options: ClassVar = {
-        "oft_block_size": 4,
-        "target_modules": LINEAR,
-        "coft": True,
-        "eps": 0.1,
-        "use_cayley_neumann": False,
-    }
+    options: ClassVar = ROTATIONS | {"coft": True, "eps": 0.1, "use_cayley_neumann": False}
     tolerance = 1e-8  # PEFT rounds eps to float32
 
 
 class TestSharedOft(Family):
     config = OFTConfig
-    options: ClassVar = {
-        "oft_block_size": 4,
-        "target_modules": LINEAR,
-        "block_share": True,
-        "use_cayley_neumann": True,
-        "num_cayley_neumann_terms": 3,
-    }
+    options: ClassVar = ROTATIONS | {"block_share": True, "use_cayley_neumann": True, "num_cayley_neumann_terms": 3}
     scale = 0.05
 
 

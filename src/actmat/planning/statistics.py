@@ -133,10 +133,9 @@ def with_statistics(
     problems: list[str],
 ) -> Decision:
     """The decision, or the average if its method needs statistics that an expert lacks for this tensor."""
-    if decision.call is None or not (method := get_method(decision.call.method)).needs_statistics:
-        return decision
-    if not statistics.kinds >= set(method.needs_statistics):
-        return decision  # a problem of the whole recipe, noted by the chooser
+    method = get_method(decision.call.method) if decision.call else None
+    if method is None or not method.needs_statistics or not statistics.kinds.issuperset(method.needs_statistics):
+        return decision  # kinds that an expert lacks are a problem of the whole recipe, noted by the chooser
     rows = 0
     for label, file, source in zip(statistics.labels, statistics.complete, sources, strict=True):
         if source is None:
@@ -228,9 +227,8 @@ def module_statistics(
         blocks: rows of a packed map that are merged separately; empty: one map.
         statistics, chooser, problems: see `with_statistics`.
     """
-    if decision.call is None or not get_method(decision.call.method).needs_statistics or not statistics.any:
-        return decision, ()
-    if not statistics.kinds >= set(get_method(decision.call.method).needs_statistics):
+    method = get_method(decision.call.method) if decision.call else None
+    if method is None or not method.needs_statistics or not statistics.kinds.issuperset(method.needs_statistics):
         return decision, ()
 
     def averaged(label: str, why: str) -> tuple[Decision, tuple[tuple[str, ...], ...]]:
@@ -241,7 +239,7 @@ def module_statistics(
     ranges = [(b.start, b.stop) if b.groups == 1 else None for b in blocks] or [(0, module.shape[-2])]
     keys: list[list[str]] = [[] for _ in ranges]
     for label, file in zip(statistics.labels, statistics.complete, strict=True):
-        if get_method(decision.call.method).acts_on != "matrix":
+        if method.acts_on != "matrix":
             return averaged(label, "the Fisher is of full tensors; merge into a model, --to model")
         if len(module.shape) > 2:
             return averaged(label, "a stack of experts, whose factors have no Gram each")
