@@ -324,9 +324,9 @@ def test_text_encoders_of_two_architectures_are_refused(tmp_path: Path) -> None:
         flat = f"{prefix}text_model_encoder_layers_0_mlp_fc1"
         pair = {f"{flat}.lora_down.weight": torch.ones(1, 768), f"{flat}.lora_up.weight": torch.ones(3072, 1)}
         save_file(pair, tmp_path / f"{k}.safetensors")
-    one, two, three = (tmp_path / f"{k}.safetensors" for k in range(3))
-    actmat.plan(None, [two, three])
-    for other in (two, three):
+    one, *others = (tmp_path / f"{k}.safetensors" for k in range(3))
+    actmat.plan(None, others)
+    for other in others:
         with pytest.raises(MergeError, match="different model architectures"):
             actmat.plan(None, [one, other])
 

@@ -24,6 +24,7 @@ FLAGS = [
     (["--dtype", "bfloat61"], "Did you mean 'bfloat16'?"),
     (["--density", "0.3"], "-o density=VALUE"),
     (["--set", "wieght=1"], "Its flag is --weight."),
+    (["--set", "densty=0.3"], "Its flag is -o density=VALUE."),
     (["-e", "one"], "-e NAME=PATH"),
     (["."], "each needs its own flag, -e A -e B"),
     (["two/model.safetensors"], "each needs its own flag, -e A -e B"),

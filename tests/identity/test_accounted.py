@@ -42,7 +42,7 @@ def said(*flags: str) -> tuple[int, str]:
     return done.code, " ".join((done.out + done.err).split())
 
 
-@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors", "mm_projector.bin"])
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model_fsdp.bin"])
 def test_weights_beside_an_adapter_are_said(name: str, base: Path) -> None:
     folder = save_adapter(Path("expert"), {})
     for other in (name, "optimizer.pt", "training_args.bin"):
@@ -102,6 +102,16 @@ def test_weights_of_modules_are_compared(base: Path) -> None:
     assert "expert 'expert' has other weights than the base in '2_Dense/model.safetensors'" in text
     shutil.copytree(base / "2_Dense", expert / "2_Dense", dirs_exist_ok=True)
     assert said("--overwrite") == (0, "")
+
+
+@pytest.mark.parametrize("name", ["projector/model.safetensors", "adapter.pt", "onnx/model.pt", "pytorch_model.bin"])
+def test_weights_beside_a_full_expert_are_said(name: str, base: Path) -> None:
+    file = save_checkpoint(Path("expert"), expert_of(BASE, 1)) / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"any")
+    assert ("weights beside its model that are not merged" in said()[1]) == (
+        name[0] in "pa" and "model.bin" not in name
+    )
 
 
 def test_tensors_of_a_checkpoint_that_the_base_lacks_are_said(base: Path) -> None:

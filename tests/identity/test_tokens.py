@@ -119,8 +119,9 @@ def test_tokens_of_adapters_without_a_base(trained: str, tmp_path: Path) -> None
     for name, own in (("a", "<a>"), ("b", "<b>")):
         folder = save_checkpoint(tmp_path / name, {n: torch.ones(2, 2) for n in names})
         (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-        (folder / "config.json").rename(folder / "adapter_config.json")
-        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+        (folder / "config.json").rename(folder / "adapter_config.json").write_text(
+            '{"peft_type": "LORA", "r": 2, "lora_alpha": 2}'
+        )
         write_tokens(folder, "fast", [*WORDS, own])
     done = actmat(["plan", "-e", str(tmp_path / "a"), "-e", str(tmp_path / "b"), "-m", "linear"])
     assert done.code == ("v_proj" not in trained), done

@@ -286,11 +286,6 @@ def test_methods_that_cannot_merge_these_experts_are_left_out_with_a_reason(fami
     assert not (tmp_path / "none").exists()
 
 
-def fail(place: str) -> Any:
-    """A loader of models that may not be called."""
-    raise AssertionError(place)
-
-
 def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_text("")
@@ -306,11 +301,10 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     flags = [x for n in ("math", "code") for x in ("-e", f"{n}={family / 'experts' / n}", "--data", f"{n}=one prompt")]
     refused = run(["tune", "-b", str(family / "base"), *flags, "--out", str(tmp_path / "best")])
     assert "the prompt given: expected at least 2 inputs" in " ".join(refused.err.split())
-    shutil.copytree(family / "experts" / "math", tmp_path / "math")
-    config = json.loads((tmp_path / "math" / "config.json").read_text())
-    (tmp_path / "math" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    file = shutil.copytree(family / "experts" / "math", tmp_path / "math") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
     with pytest.raises(MergeError, match="rms_norm_eps"):
-        actmat.tune(family / "base", [tmp_path / "math"], data=family / "math.jsonl", out=tmp_path / "best", load=fail)
+        actmat.tune(family / "base", [file.parent], data=family / "math.jsonl", out=tmp_path / "best", load=pytest.fail)
 
 
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:

@@ -222,7 +222,10 @@ class RecipeFlags:
         found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
         known = (*settable_fields(Recipe), *self.more)
         if strange := [name for name in found if name not in known]:
-            fields = {n: f"--{n}" for n in (*Recipe.model_fields, "weight", "expert")} | dict.fromkeys(known, "")
+            from actmat.methods import all_methods
+
+            fields = {o: f"-o {o}=VALUE" for method in all_methods() for o in method.options}
+            fields |= {n: f"--{n}" for n in (*Recipe.model_fields, "weight", "expert")} | dict.fromkeys(known, "")
             word = did_you_mean(strange[0], fields)
             near = next((f"{word} Its flag is {f}." for n, f in fields.items() if f and f"'{n}'" in word), word)
             raise RecipeError(f"--set {strange[0]}: expected one of {', '.join(known)}.{near}")

@@ -435,7 +435,7 @@ def _contested(found: Diagnosis) -> Table:
             escape(m.label.replace(".weight", "")),
             f"{m.residual[worst]:.2f}",
             escape(found.experts[worst].name),
-            _most([m.subspace_overlap[s][t] for s, t in pairs]),
+            f"{max(m.subspace_overlap[s][t] for s, t in pairs):.2f}" if pairs else "-",
             f"{m.merged_norm / m.mean_norm:.2f}" if m.mean_norm else "-",
         )
     return table
@@ -448,7 +448,3 @@ def _table(*columns: str) -> Table:
 def _middle(values: Sequence[float]) -> str:
     """The median, or a dash."""
     return f"{sorted(values)[len(values) // 2]:.3g}" if values else "-"
-
-
-def _most(values: Sequence[float]) -> str:
-    return f"{max(values):.2f}" if values else "-"

@@ -51,7 +51,7 @@ def _holds_adapter(names: Sequence[str]) -> bool:
     full = (".safetensors", ".safetensors.index.json", *TORCH_SUFFIXES)
     others = [n for n in names if n.endswith(full) and may_be_weights(n)]
     if any(n in ADAPTER_WEIGHTS for n in names):  # a value head or a projector may lie beside it
-        others = [n for n in others if n.startswith(_OF_MODELS)]
+        others = [n for n in others if n.startswith(_OF_MODELS) and "_fsdp" not in n]
     return ADAPTER_CONFIG in names and not others
 
 
