@@ -80,7 +80,7 @@ def save_base(folder: Path, family: str, values: Mapping[str, Tensor] | None = N
         model.load_state_dict(values)
     model.config.save_pretrained(folder)
     tensors = {n: t.contiguous() for n, t in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    if getattr(model.config, "tie_word_embeddings", False):  # a ViT's does not tell
         tensors.pop("lm_head.weight", None)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
