@@ -164,8 +164,8 @@ class InputFlags(ReadingFlags):
         typer.Option(
             "--data",
             metavar="NAME=INPUTS",
-            help="Inputs of the task of expert NAME, without labels: a prompt, better eight in a file (.jsonl, .csv, "
-            ".txt), or images. 'auto' measures them; a quarter compares answers.",
+            help="Inputs of expert NAME's task, without labels: a prompt, better eight in a file (.jsonl, .csv, "
+            ".txt), or images. 'auto' measures; a quarter compares answers.",
         ),
     ] = None
     check: Annotated[
