@@ -77,7 +77,7 @@ def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:
     assert len(records) == 1
     del journal["a"]["hash"]
     with pytest.raises(OutputError, match="its entry of 'a' is damaged"):
-        records["a"]
+        JournalRecords(journal)["a"]
 
 
 def test_totals() -> None:
