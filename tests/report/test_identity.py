@@ -56,13 +56,22 @@ def test_every_merge_looks_at_the_identity_of_its_inputs(case: str, models: Path
     assert all(words in text for (_, text), (_, words) in zip(found, wanted, strict=True)), found
 
 
-@pytest.mark.parametrize(("method", "size"), [("actmat", 3.0), ("actmat_ridge", 3.0), ("actmat", 1.5), ("tsv", 3.0)])
-def test_experts_of_unequal_size(method: str, size: float, models: Path, tmp_path: Path) -> None:
+UNEQUAL: list[tuple[dict[str, Any], float, bool]] = [
+    ({"method": "actmat"}, 3.0, True),
+    ({"method": "actmat_ridge"}, 3.0, True),
+    ({"method": "actmat"}, 1.5, False),
+    ({"method": "tsv"}, 3.0, False),
+    ({"method": "actmat", "options": {"normalize": "norm"}}, 3.0, False),
+    ({"method": "actmat", "weights": [9.0, 1.0]}, 3.0, False),
+]
+
+
+@pytest.mark.parametrize(("fields", "size", "told"), UNEQUAL)
+def test_experts_of_unequal_size(fields: dict[str, Any], size: float, told: bool, models: Path, tmp_path: Path) -> None:
     base, ann = (load_file(models / f"{name}.safetensors") for name in ("base", "ann"))
     save_file({n: t + size * (ann[n] - t).flip(0) for n, t in base.items()}, tmp_path / "big.safetensors")
     experts = [models / "ann.safetensors", tmp_path / "big.safetensors"]
-    report = actmat.merge(models / "base.safetensors", experts, method=method, out=tmp_path / "out", durable=False)
-    told = method != "tsv" and size > 2
+    report = actmat.merge(models / "base.safetensors", experts, **fields, out=tmp_path / "out", durable=False)
     assert [code for code, _ in report.totals.findings] == ["AM301"] * told
     assert all(f"changed the base {size:g} times as much as 'ann" in words for _, words in report.totals.findings)
 

@@ -51,7 +51,9 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
         if is_full and not measured_from_first and (words := overlap_words(labels, gram)):
             found.append(("AM205", words))
         sizes = [math.sqrt(gram[t][t]) for t in range(len(labels))]
-        if plan.recipe.method in BY_SQUARES and (words := unequal_words(labels, sizes)):
+        has_weights = any("weight" in e.model_fields_set for e in plan.recipe.experts)
+        by_squares = plan.recipe.method in BY_SQUARES and plan.recipe.options.get("normalize", "none") == "none"
+        if by_squares and not has_weights and (words := unequal_words(labels, sizes)):
             found.append(("AM301", words))
     return tuple(found)
 

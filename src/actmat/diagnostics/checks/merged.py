@@ -59,7 +59,7 @@ def _cut_away(facts: Facts) -> Outcome:
 
 
 BALANCE_CHECKS = (
-    Check("AM301", "Experts of unequal size", "tip", _unequal),
+    Check("AM301", "Experts of unequal size", "issue", _unequal),
     Check("AM302", "Cut-off removes an expert's energy", "issue", _cut_away),
 )
 
