@@ -31,8 +31,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "conformance": (["conformance"], 30),
     "layer of 7B": (["layers", "--model", "7b"], 60),
     "layer of 70B": (["layers", "--model", "70b"], 90),
-    "merges of 1.1B": (["merges", "--size", "1.1b"], 150),
-    "merges of 7B": (["merges", "--size", "7b"], 150),
+    "merges of 1.1B": (["merges", "--size", "1.1b"], 180),
+    "merges of 7B": (["merges", "--size", "7b"], 180),
 }
 """Part -> module with its arguments, and its limit in seconds."""
 
