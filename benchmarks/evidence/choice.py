@@ -14,6 +14,7 @@ threshold and rows are fitted without it, and its sets show what that table give
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -28,7 +29,7 @@ from actmat.run.automatic import FEW, GENTLE, ON_ADAPTERS, TABLE, AutoChoice, Mo
 from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import read_lines
 from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
-from benchmarks.evidence.intervals import Points, paired
+from benchmarks.evidence.intervals import Interval, Points, paired
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.evidence.subsets import subset_file
@@ -241,19 +242,24 @@ def choices(
     for (form, kind), row in fitted(every, threshold).items():
         fixed = row if form in ("changes", "mixed") else ""
         by_base = _by_base([h for h in held_out(folder, small) if _belongs(h.one, form, kind, threshold)], fixed)
-        found[form, kind] = measured(row, [gain for gain, _ in by_base.values()])
+        found[form, kind] = measured(row, [gain for gain, *_ in by_base.values()])
     return threshold, found
 
 
-def _by_base(some: Sequence[HeldOut], fixed: str = "") -> dict[str, tuple[float, list[str]]]:
-    """Base -> mean gain of the rows that the other bases chose, or of a fixed one, and these rows."""
-    found: dict[str, tuple[list[float], list[str]]] = {}
+def _by_base(some: Sequence[HeldOut], fixed: str = "") -> dict[str, tuple[float, list[str], float]]:
+    """Base -> mean gain of the rows that the other bases chose, or of a fixed one; these rows; half its interval.
+
+    The half is the mean of the sets' ones: sets of one base share tasks. NaN where a set has none.
+    """
+    found: dict[str, tuple[list[float], list[str], list[float]]] = {}
     for held in some:
-        gains, rows = found.setdefault(held.one.base, ([], []))
-        if own := held.one.gains(row := fixed or held.row):
-            gains.extend(own)
+        gains, rows, halves = found.setdefault(held.one.base, ([], [], []))
+        row = fixed or held.row
+        if (gap := paired(held.one.group.points(row), held.one.group.points("average"))) is not None:
+            gains.extend(own := held.one.gains(row))
             rows.append(row)
-    return {base: (mean(gains), list(dict.fromkeys(rows))) for base, (gains, rows) in found.items() if gains}
+            halves += [math.nan if gap.half is None else gap.half] * len(own)
+    return {base: (mean(g), list(dict.fromkeys(rows)), mean(h)) for base, (g, rows, h) in found.items() if g}
 
 
 def on_adapters(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> dict[ModelForm, AutoChoice]:
@@ -296,8 +302,9 @@ def rule_rows() -> list[list[str]]:
         of = f", {kind}s" if kind != "any" else ", other kinds" if form == "full" else ""
         own = [] if row.method == "average" else [h for h in held_out() if _belongs(h.one, form, kind, GENTLE)]
         each = [
-            f"{base} {gain:+.1f}" + (rows != [row.name]) * f" by {' or '.join(f'`{name}`' for name in rows)}"
-            for base, (gain, rows) in _by_base(own).items()
+            f"{base} {Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)}"
+            + (rows != [row.name]) * f" by {' or '.join(f'`{name}`' for name in rows)}"
+            for base, (gain, rows, half) in _by_base(own).items()
         ]
         found.append([what + of, deltas, f"`{row.name}`", f"{row.gain:+.1f}" if own else "", "; ".join(each)])
     return found

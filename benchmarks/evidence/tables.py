@@ -62,6 +62,8 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
 
 SHAPE_ROWS = ("dc_merge@pico", "dc_merge", "cart", "tsv", "actmat")
 """Rows of adapters of other ranks."""
+CELLS = {"shared": "shared", "small": "small", "alpha": "`alpha` 32", "0.0001": "mild", "256 ": "gentle", "": "hot"}
+"""Part of a title -> name of the cell on docs/regimes.md."""
 FRESH_ROWS = ("dc_merge", "tsv", "actmat_ridge", "actmat", "cart", "dc_merge@pico", "tsv@pico")
 """Rows of sets that were merged after a table of `auto` was fixed."""
 
@@ -100,6 +102,10 @@ def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
     rows = [row for row in rows if row != "average" and gaps[row].count(None) < 2]
     rows.sort(key=lambda row: -mean(gap.mean for gap in gaps[row] if gap is not None))
     return found + [[f"`{row}`", *("" if gap is None else f"{gap.mean:+.1f}" for gap in gaps[row])] for row in rows]
+
+
+def _cell(group: Group) -> str:
+    return next(cell for part, cell in CELLS.items() if part in group.title)
 
 
 def method_rows(group: Group) -> list[list[str]]:
@@ -158,7 +164,7 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         ),
         "shapes": (row_heads(SHAPE_ROWS), lambda: shape_rows(some, SHAPE_ROWS)),
         "candidates": (row_heads(FRESH_ROWS), lambda: shape_rows(some, FRESH_ROWS)),
-        "regimes": (["", *(f"{g.title}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)),
+        "regimes": (["", *(f"{_cell(g)}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)),
         "claims": (
             ["experts", "tasks, seeds", "`actmat` - average", "- TSV", "- sum"],
             lambda: claim_rows([*some, *groups(folder, REGIMES)]),

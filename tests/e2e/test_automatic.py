@@ -17,7 +17,7 @@ from actmat.extras.models.loading import load_model
 from actmat.recipe import Recipe
 from actmat.run import automatic
 from actmat.run.adapters import size_and_overlap
-from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, TABLE, AutoChoice, choice_for, named
+from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, TABLE, AutoChoice, choice_for
 from actmat.run.locate import located
 
 
@@ -32,7 +32,7 @@ def recipe_of(plan: actmat.MergePlan) -> tuple[str, str]:
 def test_checkpoints_of_a_decoder(models: Path) -> None:
     method, note = recipe_of(actmat.plan(models / "base", pair(models, "experts")))
     assert method == TABLE["full", "decoder"].method
-    assert note.startswith(f"auto: {method}, for fine-tuned checkpoints of a decoder (+")
+    assert note.startswith(f"auto: {method}, for checkpoints of a decoder (+")
 
 
 @pytest.mark.parametrize("with_base", [True, False])
@@ -54,6 +54,7 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path) -
         found = size_and_overlap(given)
     assert found is not None
     size, overlap = found
+    assert size is not None
     assert 0 < size < GENTLE
     assert overlap < SHARED
     plan = actmat.plan(models / "base", adapters)
@@ -119,7 +120,6 @@ def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path
     recipe = recipe_of_output(tmp_path / "out")
     assert recipe.method == TABLE["full", "decoder"].method
     assert recipe.notes[-1].startswith("auto: ")
-    assert named(recipe) is recipe
     again = actmat.merge(models / "base", pair(models, "experts"), out=tmp_path / "out", durable=False)
     assert again.was_finished
 
@@ -129,23 +129,29 @@ def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> No
     assert plan.recipe.method == "actmat"
     note = plan.recipe.notes[-1]
     assert note.startswith("actmat on adapters that change the weights by ")
-    assert f"%: {ON_ADAPTERS['adapters']}; auto would choose dc_merge@pico" in note
+    assert f"%, more than any measured ones: {ON_ADAPTERS['adapters']}; auto would choose dc_merge@pico" in note
     assert "share the start" not in note
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
 
 
-@pytest.mark.parametrize("method", ["auto", "actmat"])
+@pytest.mark.parametrize("with_base", [True, False])
 def test_adapters_that_share_the_start_of_a_come_with_what_was_measured(
-    models: Path, tmp_path: Path, method: str
+    models: Path, tmp_path: Path, with_base: bool
 ) -> None:
     files = []
     for name in ("math", "code"):
         shutil.copytree(models / "adapters" / name, tmp_path / name)
         files.append(tmp_path / name / "adapter_model.safetensors")
     start, tensors = map(load_file, files)
-    save_file({n: start[n] * 0.999 if "lora_A" in n else t for n, t in tensors.items()}, files[1])
-    notes = actmat.plan(models / "base", [tmp_path / "math", tmp_path / "code"], method=method).recipe.notes
-    assert [f"share the start of A (overlap 1.00; {SHARED_START})" in note for note in notes] == [True]
+    base, adapters = models / "base" if with_base else None, [tmp_path / "math", tmp_path / "code"]
+    for share, words in ((0.999, f"the start of A (overlap 1.00; {SHARED_START})"), (0.5, "a part of A (overlap 0.")):
+        mixed = {n: start[n] * share + t * (1 - share) if "lora_A" in n else t for n, t in tensors.items()}
+        save_file(mixed, files[1])
+        for method in ("auto", "actmat", "actmat_ridge", "wudi"):
+            notes = actmat.plan(base, adapters, method=method).recipe.notes
+            assert [f"; they share {words}" in note for note in notes] == [True], (method, notes)
+        assert not actmat.plan(base, adapters, method="tsv").recipe.notes
+    assert words in actmat.diagnose(base, adapters, method="actmat_ridge").recipe["notes"][-1]
 
 
 def test_a_problem_of_the_expert_that_deltas_are_measured_from_is_told_once(tmp_path: Path) -> None:

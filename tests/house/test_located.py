@@ -15,7 +15,6 @@ ENTRIES: dict[str, str] = {
     "run.locate._Looks._look": "every input of a recipe",
     "run.locate.located": "decisions that come before a run",
     "run.open.open_inputs": "the start of every run",
-    "run.automatic.named": "a method that is chosen before its run",
     "report.verify.verify": "an output, and the adapters that it is compared with",
     "report.verify.ManifestInputs.located": "the inputs that a manifest names",
     "api.exporting.export": "the start of an export",

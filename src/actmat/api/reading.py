@@ -22,7 +22,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         RecipeError: the file is unreadable or not a recipe; lists all mergekit fields without a counterpart.
     """
     parsed = parse_file(path)
-    if parsed.is_foreign:
+    if not parsed.data.keys() <= Recipe.model_fields.keys():  # a configuration of another tool, or a mistake
         from actmat.extras.mergekit import convert, is_mergekit
 
         if is_mergekit(parsed.data):

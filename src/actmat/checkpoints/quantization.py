@@ -41,7 +41,7 @@ def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     problems = [f"config.json declares quantized weights ({declared}). {fix}"] if declared else []
     by_scheme: dict[str, list[str]] = {}
     for spec in specs.values():
-        by_scheme.setdefault(_scheme(spec, specs), []).append(spec.name)
+        by_scheme.setdefault(scheme_of(spec, specs), []).append(spec.name)
     by_scheme.pop("", None)
     for scheme, names in by_scheme.items():
         problems.append(f"{len(names)} tensors look quantized ({scheme}), such as {names[0]!r}. {fix}")
@@ -62,11 +62,6 @@ def is_plain(spec: TensorSpec) -> bool:
     """True for floats that are no scales, and for the integer buffers of architectures."""
     last = spec.name.rpartition(".")[2]
     return last in _BUFFERS or (spec.is_floating and not spec.dtype.startswith("float8") and "scale" not in last)
-
-
-def has_signs(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
-    """True for a tensor that looks like a part of a quantized checkpoint `specs`."""
-    return bool(_scheme(spec, specs))
 
 
 LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -107,7 +102,7 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str:
     return str(found.get("quant_method") or found.get("quant_algo") or "no method named") if found else ""
 
 
-def _scheme(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
+def scheme_of(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
     """Name of the scheme that a tensor is a sign of; empty if none."""
     if spec.dtype.startswith("float8"):
         return spec.dtype

@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import inspect
 import os
-import shlex
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -85,15 +84,6 @@ class OutputFlags:
     json: Json = False
     full: Full = False
     quiet: Quiet = False
-
-
-def shell_command(arguments: Iterable[str]) -> str:
-    """Command line of actmat, quoted for a shell.
-
-    >>> shell_command(["merge", "a b", "--out", "x"])
-    "actmat merge 'a b' --out x"
-    """
-    return shlex.join(["actmat", *arguments])
 
 
 def _data_option(flag: str, text: str, **more: Any) -> Any:

@@ -22,6 +22,8 @@ def methods(
     from actmat.cli.catalog import read_catalog
     from actmat.cli.screen import print_result
 
+    if name == "auto":
+        raise typer.BadParameter("auto is one of the methods, by your experts: 'actmat plan' names it, and says why")
     known = read_catalog()
     chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
     if json:

@@ -34,7 +34,7 @@ from actmat.system import usable_cores
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
     from actmat.planning import MergePlan
-    from actmat.report.totals import Norms, Totals
+    from actmat.report.totals import Norms
     from actmat.run import MergeReport
 
 WORST = 3
@@ -148,8 +148,8 @@ def print_summary(report: MergeReport) -> None:
         + ("recipe in the file's metadata" if is_file else "all hashes in actmat_manifest.json")
     )
     _print_notes(plan, "note", "  ")
-    if not from_adapters:
-        print_nonfinite(report.totals)
+    if not from_adapters and report.totals.nonfinite:
+        console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     _print_findings(report)
 
 
@@ -188,12 +188,6 @@ def answers_table(rows: Sequence[AgreementRow]) -> Table:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
-
-
-def print_nonfinite(totals: Totals) -> None:
-    """Print the number of NaN and Inf entries, if any."""
-    if totals.nonfinite:
-        console.print(f"  note: {totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
 
 
 def _print_report_size(report: MergeReport) -> None:
@@ -369,6 +363,8 @@ def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
         console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
         console.print(_on_data(found.residual_on_data))
     print_checks(found.checks)
+    for note in found.recipe.get("notes", ()):
+        console.print(f"note: {escape(note)}")
     if found.measures:
         console.print("\nmatrices of the largest rho")
         console.print(_contested(found))

@@ -65,11 +65,6 @@ class Task:
         self.output: Output = TensorOutput(self.item, self.writer)
 
     @property
-    def looks_again(self) -> bool:
-        """True if the deltas are needed after the method: by steps of post-processing, or by caps."""
-        return self.caps.norm_cap is not None or bool(self.call.post)
-
-    @property
     def merges(self) -> bool:
         """True if a method is called; else the base is copied."""
         return self.item.call is not None

@@ -295,7 +295,9 @@ def _refused(ritz: _Ritz, wanted: tuple[int, float], tolerance: float, expected:
     if count == 0:
         return "no direction is kept"
     reached = count < len(ritz.values_J)  # else the bound is not the last one's
-    if reached and 2 * provable_level(count, float(ritz.values_J[:count].sum())) > bound:
+    # below this level `none_above` proves nothing, whatever the matrix: the rounding of `K` pairs of this trace
+    provable = MARGIN * torch.finfo(torch.float64).eps * (count + 2) * 2 * float(ritz.values_J[:count].sum())
+    if reached and 2 * provable > bound:
         return "no proof distinguishes directions so small from none"
     if expected > largest:
         return f"would need a basis of more than {largest:.0f} vectors"
@@ -329,11 +331,6 @@ def _needed(before: tuple[int, float], now: tuple[int, float]) -> float:
     """Size at which the logarithm of the largest residual is zero, by the line through two sizes."""
     slope = (before[1] - now[1]) / (now[0] - before[0])
     return now[0] + now[1] / slope if slope > 0 else math.inf
-
-
-def provable_level(count: int, trace: float) -> float:
-    """Level below which `none_above` proves nothing, whatever the matrix: the rounding of `K` pairs of this trace."""
-    return MARGIN * torch.finfo(torch.float64).eps * (count + 2) * 2 * trace
 
 
 def none_above(sym_NN: Tensor, values_K: Tensor, vectors_KN: Tensor, level: float) -> bool:

@@ -9,6 +9,7 @@ Shapes: `M` rows, `N` columns (or the side of a symmetric matrix), `R = min(M, N
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,13 +58,9 @@ def eigh(sym_NN: Tensor) -> Eigen:
 
 def economy_svd(a_MN: Tensor) -> EconomySVD:
     """`a = u diag(s) vh` with all `R = min(M, N)` singular triplets, in the dtype of the input; errors as `eigh`."""
-    (u, s, vh), retries = _with_retries(a_MN, _economy, "singular value decomposition")
+    economy = partial(torch.linalg.svd, full_matrices=False)
+    (u, s, vh), retries = _with_retries(a_MN, economy, "singular value decomposition")
     return EconomySVD(u, s, vh, retries)
-
-
-def _economy(a_MN: Tensor) -> Sequence[Tensor]:
-    u, s, vh = torch.linalg.svd(a_MN, full_matrices=False)
-    return u, s, vh
 
 
 def only_eigenvalues(sym_NN: Tensor) -> tuple[Tensor, Retries]:

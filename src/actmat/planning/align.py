@@ -159,7 +159,9 @@ def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str,
         notes.append(f"expert '{label}' {renaming.describe()}; its names were matched with the base's")
     untied = base.heads if isinstance(base, UntiedCheckpoint) else {}
     for name in (n for n, source in sources.items() if source is None and is_output_head(n)):
-        sources[name] = table_name = _table_for(next(iter(names[name])), expert, untied.get(name))
+        own = tied_partner(next(iter(names[name])), expert.specs, expert.config)
+        is_as_base = own is None and expert.config is None and untied.get(name) in expert.specs
+        sources[name] = table_name = untied.get(name) if is_as_base else own
         if table_name is not None:
             notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
     used = {there[s] for of_tensor in names.values() for s in of_tensor if s in there}
@@ -194,12 +196,6 @@ def _as_loaded(base: Checkpoint, expert: Expert, lost: Sequence[str]) -> dict[st
     stored = {name: n for n, name in theirs.items()}
     pairs = {n: stored[mine[n]] for n in lost if mine.get(n) in stored}
     return {n: s for n, s in pairs.items() if base.specs[n].shape == expert.specs[s].shape}
-
-
-def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
-    """The tensor of an expert that stands for an output head; an expert without a config is tied like the base."""
-    found = tied_partner(head, expert.specs, expert.config)
-    return table if found is None and expert.config is None and table in expert.specs else found
 
 
 def _ignored(label: str, extra: Sequence[str]) -> str:

@@ -30,6 +30,8 @@ from actmat.recipe import Recipe
 from actmat.recipe.output import ExtractedOutput
 from actmat.version import __version__
 
+ADAPTERS_ON_HOST = "adapters are merged on the host, not on a device: their factors are small"
+
 
 def build_plan(
     recipe: Recipe,
@@ -43,7 +45,6 @@ def build_plan(
     """The plan of a merged model, of an adapter that is extracted, or of merged adapters without a base.
 
     Args:
-        recipe: of the merge.
         base: the checkpoint that deltas are added to; None: the output is an adapter.
         experts: in the recipe's order; adapters for an adapter.
         room: devices that may merge items.
@@ -65,7 +66,8 @@ def build_plan(
     is_model = base is not None and not is_extracted
     metadata, texts = merged_metadata(base, experts, recipe.labels) if base is not None and is_model else ({}, [])
     of_items = (*_method_notes(draft.items, len(experts)), *statistics.notes_on(draft.items))
-    decisions = (*draft.notes, *texts, *of_items, *_place_notes(base, room), *left_out_note(left_out))
+    of_items = (*of_items, *(ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu"))
+    decisions = (*draft.notes, *texts, *of_items, *left_out_note(left_out))
     ignored = draft.ignored or ((),) * len(experts)
     likely = (*_negative_means(draft.items), *draft.warnings, *unread_warnings(recipe, base, experts))
     return MergePlan(
@@ -172,11 +174,6 @@ def _has_independent_rows(item: Item) -> bool:
     elif any(s is not None and s.kind != "zero" and not s.rank for s in item.sources):
         return False  # of full rank, as far as headers tell
     return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
-
-
-def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
-    on_host = base is None and room.device != "cpu"
-    return ["adapters are merged on the host, not on a device: their factors are small"] if on_host else []
 
 
 def versions_of(items: Sequence[Item]) -> dict[str, str]:

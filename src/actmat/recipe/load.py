@@ -36,11 +36,6 @@ class RecipeFile:
     data: Mapping[str, Any]
     where: Mapping[str, str]
 
-    @property
-    def is_foreign(self) -> bool:
-        """True if a field is unknown to recipes: another tool's configuration, or a mistake."""
-        return not self.data.keys() <= Recipe.model_fields.keys()
-
     def recipe(self, overrides: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe; relative paths are relative to the file's folder.
 

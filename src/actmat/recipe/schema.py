@@ -151,10 +151,10 @@ class Recipe(Strict):
         str,
         Flag(
             ("--method", "-m"),
-            "Merge method, see 'actmat methods'; merge and plan take several. Default: the best in measurements.",
+            "Merge method, see 'actmat methods'; merge and plan take several. Default: by a table of measurements.",
             repeated=True,
         ),
-    ] = Field(default="auto", description="merge method, see `actmat methods`; auto: the best in measurements")
+    ] = Field(default="auto", description="merge method, see `actmat methods`; auto: by a table of measurements")
     options: Annotated[
         OptionValues,
         Flag(("--option", "-o"), "Option of the method, name=value; merge and plan try each value of name=a,b."),
@@ -385,7 +385,8 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
     of_output = KINDS.get(str(loc[1])) if len(loc) > 1 and loc[0] == "output" else None
     if of_output is not None:  # pydantic puts the kind into the path; flags give only the field
         written = (loc[0], *loc[2:]) if f"{loc[0]}.{loc[-1]}" in where else loc[2:]
-        if kind == "extra_forbidden" and len(loc) == 3 and (owners := _owners(str(loc[-1]))):
+        owners = " or ".join(_named(kind) for kind, model in KINDS.items() if str(loc[-1]) in model.model_fields)
+        if kind == "extra_forbidden" and len(loc) == 3 and owners:
             message = f"goes with {owners}, but the output is {_named(str(loc[1]))}: leave one of them out"
             kind = "other_kind"
         loc = written
@@ -408,11 +409,6 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
     message = message.removeprefix("Value error, ")
     text = f"{path}: {message}" if path else message
     return f"{place}: {text}" if place else text
-
-
-def _owners(field: str) -> str:
-    """Kinds of output that have this field, in words; empty without any."""
-    return " or ".join(_named(kind) for kind, model in KINDS.items() if field in model.model_fields)
 
 
 def _named(kind: str) -> str:

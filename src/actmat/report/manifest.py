@@ -111,7 +111,8 @@ def build_manifest(
         "files": {s.file: s.size for s in plan.shards},
     }
     copied = {"copied_files": list(files), "left_out": dict(plan.left_out)}
-    output |= {"relative_error": total_error(records)} if is_adapter else copied
+    cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
+    output |= {"relative_error": relative_error(cut)} if is_adapter else copied
     modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
     adapter = {"kept": dict(plan.kept), "modules": modules} if is_adapter else {}
     return {
@@ -136,11 +137,6 @@ def build_manifest(
             },
         },
     }
-
-
-def total_error(records: Mapping[str, Record]) -> float:
-    """Relative error of the truncation over all modules: `sqrt(sum error^2 / sum norm^2)`."""
-    return relative_error((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
 
 
 def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def recorded_totals(manifest: Mapping[str, Any]) -> Totals:
             size = stats if not is_model and "sum_norm" in stats else row.get("size")
             same = bool(row.get("unchanged")) and row["action"] in ("merge", "average")
             unchanged += same
-            vanished += (same and _differs(row)) or (size is not None and _underflowed(size))
+            # squares of the merge underflowed
+            gone = size is not None and not size["norm"] and 0 < max(size["expert_norms"], default=0) < LEAST_NORM
+            vanished += (same and _differs(row)) or gone
             if not is_model and "error_norm" in stats:
                 errors.append((stats["error_norm"], stats["norm"]))
             if size is not None:
@@ -91,11 +93,6 @@ def _differs(row: Mapping[str, Any]) -> bool:
     (of_base, *hashes), dtypes = (row.get("input_hashes") or {"": ""}).values(), row.get("expert_dtypes", ())
     others = [h for h, d in zip(hashes, dtypes, strict=False) if d == FLOAT64]
     return row.get("dtype") == FLOAT64 and any(h != of_base for h in others)
-
-
-def _underflowed(size: Mapping[str, Any]) -> bool:
-    """True for a merge whose squares underflowed."""
-    return not size["norm"] and 0 < max(size["expert_norms"], default=0) < LEAST_NORM
 
 
 def relative_error(pairs: Iterable[tuple[float, float]]) -> float:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.errors import RecipeError
+from actmat.methods import get_method
 from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
 from actmat.run.adapters import size_and_overlap
-from actmat.run.locate import Given, located
+from actmat.run.locate import Given
 
 AUTO = "auto"
 ModelForm = Literal["full", "few", "gentle", "adapters", "changes", "mixed"]
@@ -31,8 +32,10 @@ GENTLE = 0.009
 
 FEW = 5
 """Number of checkpoints from which a method that shares directions out among them is taken."""
-LARGEST, MOST = 200_000_000, 8
-"""Parameters of models that were measured, and experts, at most."""
+LARGEST: Mapping[str, int] = {"encoder": 50_000_000, "decoder": 200_000_000}
+"""Parameters from which models are larger than those that were measured, of 22 and of 135 million."""
+MOST, HOTTEST = 8, 0.02
+"""Experts, and mean `||D|| / ||W_0||` of adapters, that were measured, at most."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
@@ -85,29 +88,15 @@ ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
 
-SHARED = 0.9
-"""Overlap from which adapters share the start of `A`; measured: 0.99 where they do, 0.15 to 0.16 where they do not."""
-SHARED_START = "in the one such set, of an encoder, points over the average: actmat -6.8, dc_merge +5.7, tsv +5.2"
+APART, SHARED = 0.5, 0.9
+"""Overlap from which adapters share the start of `A`, and below which they do not; measured: 0.99, and 0.15 to 0.16."""
+SHARED_START = "points over the average in one set, of an encoder: actmat -6.8, actmat_ridge -0.7, dc_merge +5.7"
 """Measurement of adapters that share it: see docs/regimes.md."""
 
 
 def choice_for(form: ModelForm, kind: ModelKind) -> AutoChoice:
     """The row of the table: that of the kind of model, or of all kinds."""
     return TABLE.get((form, kind)) or TABLE[form, "any"]
-
-
-def named(recipe: Recipe) -> Recipe:
-    """The recipe with a named method, for callers that must know it before the run; see `with_method`.
-
-    Raises:
-        RecipeError: options without a method.
-        CheckpointError: an input cannot be opened.
-    """
-    if recipe.method != AUTO:
-        return recipe
-    check_options(recipe)
-    with located(recipe) as given:
-        return with_method(recipe, given)
 
 
 def with_method(recipe: Recipe, given: Given) -> Recipe:
@@ -118,19 +107,23 @@ def with_method(recipe: Recipe, given: Given) -> Recipe:
         given: its inputs.
     """
     if recipe.method != AUTO:
-        is_paper_on_adapters = recipe.method == "actmat" and len(given.experts) > 1 and given.only_adapters
-        return _told(recipe, given) if is_paper_on_adapters else recipe
+        named = get_method(recipe.method)
+        solves = named.stages is not None and not named.needs_statistics  # actmat and its relatives
+        return _told(recipe, given) if solves and len(given.experts) > 1 and given.only_adapters else recipe
     method, space, options, reason = _chosen(recipe, given)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
 def _told(recipe: Recipe, given: Given) -> Recipe:
-    """The recipe of `actmat` on adapters, with its measurements among the notes."""
-    form, size = _by_size(given)
-    found, better = ON_ADAPTERS[form], TABLE[form, "any"]
-    beyond = _beyond(given, _kind(given.config))
-    note = f"actmat on adapters{size}: {found}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
+    """The recipe of a method that solves, on adapters, with measurements among the notes."""
+    form, size, start = _by_size(given)
+    note = f"{recipe.method} on adapters{size}{start}"
+    if recipe.method == "actmat":
+        better, beyond = TABLE[form, "any"], _beyond(given, _kind(given.config))
+        note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
+    elif not start:
+        return recipe
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
@@ -149,41 +142,42 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     if form != "full" and any("weight" in e.model_fields_set for e in recipe.experts):
         why = "adapters with weights: task_arithmetic with scaling=1, the sum of w_t D_t, as stacks of LoRA add"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-m average: the mean)"
-    kind, size = _kind(given.config) if form != "mixed" else "any", ""
+    kind, size, start = _kind(given.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
-        form, size = _by_size(given)
+        form, size, start = _by_size(given)
     elif form == "full" and kind != "decoder" and len(given.experts) < FEW:
         form = "few"
     choice = choice_for(form, kind)
-    words = {
-        "full": "fine-tuned checkpoints",
-        "few": f"fewer than {FEW} checkpoints",
-        "mixed": "checkpoints and adapters",
-    }
+    words = {"full": "checkpoints", "few": f"fewer than {FEW} checkpoints", "mixed": "checkpoints and adapters"}
     what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --space {choice.space}"
     beyond = _beyond(given, kind) if form != "mixed" else ""
     tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
-    reason = f"{choice.method}{where}, for {what}{of}{size} ({choice}{beyond}){tune}"
+    reason = f"{choice.method}{where}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 
-def _by_size(given: Given) -> tuple[ModelForm, str]:
-    """The form of adapters with factors, and their size in words."""
-    if (found := size_and_overlap(given)) is None:
-        return "adapters", " of unknown size"
-    size, overlap = found
-    start = f" and share the start of A (overlap {overlap:.2f}; {SHARED_START})" if overlap >= SHARED else ""
-    return "gentle" if size < GENTLE else "adapters", f" that change the weights by {100 * size:.2g} %{start}"
+def _by_size(given: Given) -> tuple[ModelForm, str, str]:
+    """The form of adapters with factors; their size in words, and those on the starts of `A`, empty if apart."""
+    size, overlap = size_and_overlap(given) or (None, 0.0)
+    shared, found = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
+    start = f"; they share {shared} of A (overlap {overlap:.2f}; {found})" if overlap >= APART else ""
+    if size is None:
+        return "adapters", " of unknown size", start
+    words = f" that change the weights by {100 * size:.2g} %" + ", more than any measured ones" * (size > HOTTEST)
+    return "gentle" if size < GENTLE else "adapters", words, start
 
 
 def _beyond(given: Given, kind: ModelKind) -> str:
     """The part of the inputs' description that no measured set has, for notes."""
-    entries = 0 if given.base is None else sum(math.prod(spec.shape) for spec in given.base.stored.specs.values())
     if kind == "any":
-        return "; not measured for image models or other kinds"
-    if entries > LARGEST:
+        return "; not measured for diffusion models or other kinds"
+    if any("experts" in field for field in given.config):
+        return "; not measured for mixtures of experts"
+    if given.base is None:
+        return "; measured on models of up to 135 million parameters"
+    if sum(math.prod(spec.shape) for spec in given.base.stored.specs.values()) > LARGEST[kind]:
         return "; no model of this size is among them"
     return f"; none of them merges {len(given.experts)} experts" if len(given.experts) > MOST else ""
 

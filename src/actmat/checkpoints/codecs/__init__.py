@@ -29,7 +29,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """
     if checkpoint.is_composed:
         return checkpoint
-    if not any(quantization.has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+    if not any(quantization.scheme_of(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
         return _without_leftover(checkpoint)
     try:
         config = checkpoint.config
