@@ -22,8 +22,8 @@ from benchmarks.evidence.choice import (
 from benchmarks.evidence.group import FOLDER, FRESH, SUITES
 from benchmarks.evidence.intervals import paired
 
-from actmat.methods import get_method
-from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, TABLE
+from actmat.methods import all_methods, get_method
+from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, SOLVING, TABLE
 from actmat_experiments.harness.results import Score, append_scores
 
 
@@ -34,6 +34,7 @@ def test_the_table_is_that_of_the_scores() -> None:
 
 
 def test_the_note_of_a_shared_start_is_of_the_one_set_that_has_it() -> None:
+    assert {m.name for m in all_methods() if m.stages is not None and not m.needs_statistics} == set(SOLVING)
     overlaps: dict[str, float] = {}
     for path in FOLDER.glob("*-gram.jsonl"):
         overlaps |= {line["model"]: line["overlap"] for line in read_lines(path) if "overlap" in line}

@@ -11,6 +11,7 @@ import torch
 
 from actmat.errors import MergeError
 from actmat.experts.locate import LocatedAdapter
+from actmat.linalg.lapack import economy_svd
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.run.locate import Given
 
@@ -32,7 +33,7 @@ def size_and_overlap(given: Given) -> tuple[float | None, float] | None:
         for norm, factors in _modules(given):
             cores = [orthogonal_core(f) for f in factors]
             sizes += [float(core_RR.norm()) / norm for core_RR, _, _ in cores if norm]
-            cosines += [c for a, b in pairwise(cores) for c in torch.linalg.svdvals(a[2].mT @ b[2]).tolist()]
+            cosines += [c for a, b in pairwise(cores) for c in economy_svd(a[2].mT @ b[2]).s_R.tolist()]
     except MergeError:  # the run opens the inputs again, and says what is wrong
         return None
     return (mean(sizes) if sizes else None, median(cosines)) if sizes or cosines else None

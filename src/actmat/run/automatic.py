@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.errors import RecipeError
-from actmat.methods import get_method
 from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
@@ -88,6 +87,8 @@ ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
 
+SOLVING = ("actmat", "actmat_ridge", "wudi", "swudi", "aswudi")
+"""Methods that solve for the merge by the deltas' own Gram matrices."""
 APART, SHARED = 0.5, 0.9
 """Overlap from which adapters share the start of `A`, and below which they do not; measured: 0.99, and 0.15 to 0.16."""
 SHARED_START = "points over the average in one set, of an encoder: actmat -6.8, actmat_ridge -0.7, dc_merge +5.7"
@@ -107,9 +108,7 @@ def with_method(recipe: Recipe, given: Given) -> Recipe:
         given: its inputs.
     """
     if recipe.method != AUTO:
-        named = get_method(recipe.method)
-        solves = named.stages is not None and not named.needs_statistics  # actmat and its relatives
-        return _told(recipe, given) if solves and len(given.experts) > 1 and given.only_adapters else recipe
+        return _told(recipe, given) if recipe.method in SOLVING and given.only_adapters else recipe
     method, space, options, reason = _chosen(recipe, given)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
@@ -122,9 +121,9 @@ def _told(recipe: Recipe, given: Given) -> Recipe:
     if recipe.method == "actmat":
         better, beyond = TABLE[form, "any"], _beyond(given, _kind(given.config))
         note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
-    elif not start:
+    if note in recipe.notes or len(given.experts) == 1 or (recipe.method != "actmat" and not start):
         return recipe
-    return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
+    return recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
 def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], str]:
