@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from tests.helpers.experts import OnePass
+from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas, shared_rows, with_spectrum
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,6 +70,16 @@ def test_estimate_covers_what_is_allocated_and_is_not_far_above(name, size):
     allocated, estimate = seen.peak / 4, workspace(shape, n_experts, rule)
     assert allocated <= 1.02 * estimate
     assert allocated >= 0.3 * estimate  # the rest: LAPACK's work space, and the dearer path the data did not take
+
+
+@pytest.mark.parametrize(("shape", "solver"), [((256, 256), "eigh"), ((128, 512), "eigh"), ((64, 512), "dual")])
+def test_the_whole_spectrum_with_lapacks_work_takes_no_more_than_the_estimate(shape, solver):
+    deltas, rule = (
+        [d.float() for d in random_deltas(3, *shape)],
+        InterferenceRule(solver=solver, spectral=Filter("adaptive")),
+    )
+    peak = peak_bytes(lambda: finish(prepare(deltas, rule), rule, consume=True)) / 4
+    assert 0.9 * workspace(shape, 3, rule) <= peak <= workspace(shape, 3, rule)
 
 
 def test_a_part_of_the_spectrum_takes_no_more_than_the_whole(monkeypatch):

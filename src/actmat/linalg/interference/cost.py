@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from actmat.linalg.gram import PANELLED_FROM
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.moments import PrimalMoments
 from actmat.linalg.interference.rule import Estimator, InterferenceRule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
-from actmat.linalg.krylov import SMALLEST
 from actmat.linalg.masks.threshold import selection_workspace
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
 
@@ -59,9 +59,9 @@ def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, h
 def _solving(rows: int, size: int, rule: InterferenceRule, panel: int) -> int:
     """Peak of one solve on top of its moments and its result."""
     square = size * size
-    # LAPACK's divide and conquer in float64: input, vectors and 2 N^2 of work; afterwards only rounded vectors,
-    # scaled vectors and their product
-    spectrum = max(8 * square, 3 * square + panel)
+    # LAPACK's divide and conquer in float64: input, vectors, values and 2 N^2 + 6 N of work with 5 N whole numbers;
+    # afterwards only rounded vectors, scaled vectors and their product
+    spectrum = max(8 * square + 24 * size, 3 * square + panel)
     if rule.solver != "auto" or rule.spectral.kind not in ("hard", "tikhonov"):
         return spectrum
     # float64: the shifted copy and its factor; then the factor and either its inverse or panels of right-hand sides
@@ -112,7 +112,7 @@ def operations(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, 
     else:
         size = n_experts * factor_rows
         added.append(entries(factor_rows * width))
-        if form == "stacked" or size < SMALLEST or not rule.estimator.is_delta:  # else a block of the Gram matrix
+        if form == "stacked" or size < PANELLED_FROM or not rule.estimator.is_delta:  # else a block of the Gram matrix
             added.append(product(rows, factor_rows, width))
         done = repeated(added, n_experts)
         if form == "stacked":

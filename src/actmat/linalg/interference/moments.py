@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.gram import add_gram, mirror
+from actmat.linalg.gram import PANELLED_FROM, add_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
@@ -211,7 +211,7 @@ class StackedMoments:
         self._form = form
         self._rows = factor_rows
         self._filled = 0
-        self._from_gram = form == "dual" and n_experts * factor_rows >= SMALLEST
+        self._from_gram = form == "dual" and n_experts * factor_rows >= PANELLED_FROM
         self._roots: list[float] = []
         self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
         self.m_ON = like.new_empty(rows, n_experts * factor_rows)
