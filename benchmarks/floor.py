@@ -49,8 +49,8 @@ METHODS = ("actmat_ridge", "actmat")
 SPECTRA = ("flat", "power", "low rank")
 LARGEST_EIGH = 2048
 MOST_CALLS = 5
-ROUNDS, ENOUGH_S = (2, 5), 3.0
-"""Fewest and most rounds, which end when the calls of the method have taken so long together."""
+FEWEST_ROUNDS, ENOUGH_S = 2, 3.0
+"""Rounds end when the calls of the method have taken so long together, or with `MOST_CALLS`."""
 
 ROWS: dict[str, tuple[tuple[tuple[int, int], tuple[int, ...], tuple[str, ...]], ...]] = {
     "1.1 B": (
@@ -209,22 +209,16 @@ def benchmark(model: str, shape: tuple[int, int], experts: int, spectrum: str, m
     rule = get_method(method)
     deltas = [make_delta(shape, spectrum, seed) for seed in range(experts)]
     answers: list[Merged] = []
-
-    def work() -> None:
-        answers.clear()
-        answers.append(rule.merge(deltas))
-
-    peak = peak_bytes(work)
-    stats = answers[0].stats
+    peak = peak_bytes(lambda: answers.append(rule.merge(deltas)))
+    stats = answers.pop().stats
     kept = int(stats.get("rank", min(shape[1], experts * shape[0])))
     spent = floor = math.inf
-    fewest, most = ROUNDS
-    for number in range(1, most + 1):
-        spent = min(spent, cpu_seconds(work))
+    for number in range(1, MOST_CALLS + 1):
+        spent = min(spent, cpu_seconds(lambda: rule.merge(deltas)))
         for operation in (product, gram, addition, touch, cholesky, solve):
             operation.cache_clear()
         floor = min(floor, floor_seconds(shape, experts, method, kept))
-        if number >= fewest and number * spent > ENOUGH_S:
+        if number >= FEWEST_ROUNDS and number * spent > ENOUGH_S:
             break
     planned = 4 * rule.cost.workspace(shape, experts, rule.resolve_options({}))
     row = {

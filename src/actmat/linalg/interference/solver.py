@@ -131,8 +131,7 @@ def finish(
     records: list[Stats] = []
     retries = state.retries
     for item, reduced in enumerate(state.items):
-        shortcuts = rule.solver == "auto"
-        apply, record, new = solve(reduced, rule.spectral, state.width, state.shape[-2], allow_shortcuts=shortcuts)
+        apply, record, new = solve(reduced, rule, state.width, state.shape[-2])
         retries += new
         if out_BOI is None:
             out_BOI = state.like.new_empty(len(state.items), *state.shape[-2:])
@@ -141,6 +140,7 @@ def finish(
         if consume and not again:  # a fill takes it for its eigenvectors, or as `right`
             reduced.gram_NN = None
         apply_gain(reduced, apply, out_BOI[item], fill_OI)
+        del apply  # frees the eigenvectors of this item before the next one is solved
         if exponent := state.exponents[item]:
             scaled(out_BOI[item], exponent, out=out_BOI[item])
             record = _in_units_of_deltas(record, rule, exponent)

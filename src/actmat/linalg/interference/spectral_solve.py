@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.interference.moments import Reduced, Spectrum
-from actmat.linalg.interference.rule import Filter, gain
+from actmat.linalg.interference.rule import Filter, InterferenceRule, gain
 from actmat.linalg.krylov import SMALLEST, Largest, largest, leading
 from actmat.linalg.lapack import Retries
 
@@ -67,25 +67,24 @@ def _by_inverse(factor_NN: Tensor, dtype: torch.dtype, rows: int) -> Apply:
     return lambda left_XN: torch.cholesky_solve(left_XN.to(factor_NN.dtype).mT, factor_NN).mT.to(dtype)
 
 
-def solve(
-    reduced: Reduced, spectral: Filter, width: int, rows: int, *, allow_shortcuts: bool
-) -> tuple[Apply | None, Stats, Retries]:
+def solve(reduced: Reduced, rule: InterferenceRule, width: int, rows: int) -> tuple[Apply | None, Stats, Retries]:
     """The gain as a function, its record and the retries; None if no expert moved, so that no direction is kept.
+
+    With `solver="auto"`, a solve or a part of the spectrum replaces the whole where both give the same answer.
 
     Args:
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
         rows: that the gain is applied to, in all.
-        allow_shortcuts: let a solve, or a part of the spectrum, replace the whole where both give the same answer.
     """
-    trace = reduced.trace()
+    spectral, shortcuts, trace = rule.spectral, rule.solver == "auto", reduced.trace()
     if trace == 0.0:
         return None, {"rank": 0, "solver": f"{reduced.form}/none"}, ()
     rtol = spectral.resolved_rtol(reduced.size, width, reduced.dtype)
-    found = _by_cholesky(reduced, spectral, rtol, trace / width, rows) if allow_shortcuts else 0
+    found = _by_cholesky(reduced, spectral, rtol, trace / width, rows) if shortcuts else 0
     if not isinstance(found, int):
         return *found, ()
     cuts = spectral.kind in ("hard", "adaptive")
-    spectrum = reduced.spectrum_above(rtol, found) if allow_shortcuts and cuts else reduced.spectrum()
+    spectrum = reduced.spectrum_above(rtol, found) if shortcuts and cuts else reduced.spectrum()
     gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=trace / width)
     return _applied(spectrum, gain_K, reduced.size, rows), {**stats, **_record(reduced, spectrum)}, spectrum.retries
 
