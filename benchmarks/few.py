@@ -113,11 +113,6 @@ def merge(subject: Subject, grams: Sequence[Grams] | None, prior: float, ridge: 
     return out
 
 
-def average(subject: Subject) -> dict[str, Tensor]:
-    """The mean of the deltas."""
-    return {layer: sum(d) / len(d) for layer, d in subject.deltas.items()}  # type: ignore[misc]
-
-
 def wanted(
     draws: Sequence[Sequence[int]], priors: Mapping[float, Sequence[int]], controls: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, Any]]:
@@ -150,7 +145,7 @@ def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: fl
         if (name, *row.values()) in done or time.monotonic() > until:
             continue
         if row["kind"] == "average":
-            found = average(subject)
+            found = {layer: sum(d) / len(d) for layer, d in subject.deltas.items()}  # type: ignore[misc]
         else:
             number = range(len(subject.tasks))
             grams = [inputs(t, row["kind"], row["draw"], row["n"]) for t in number] if row["n"] else None

@@ -42,8 +42,7 @@ def first_line(repeats: int) -> float:
 
 def main() -> None:
     """Run all commands in turn and write benchmarks/results/start.json."""
-    parser = program(__doc__, "start", 5)
-    given = parser.parse_args()
+    given = program(__doc__, "start", 5).parse_args()
     rows: list[dict[str, Any]] = []
     for text in COMMANDS:
         command = [*actmat_command(), *text.split()]

@@ -42,19 +42,15 @@ TEXTS: dict[str, Recipe] = {
 }
 
 
-def _signs() -> dict[str, str]:
-    """Folder of GTSRB -> name of its sign."""
-    names: list[str] = json.loads(FACTS.read_text(encoding="utf-8"))["signs"]
-    return {str(number): name for number, name in enumerate(names)}
-
-
+_SIGNS: dict[str, str] = {str(k): name for k, name in enumerate(json.loads(FACTS.read_text(encoding="utf-8"))["signs"])}
+"""Folder of GTSRB -> name of its sign."""
 IMAGES: dict[str, Callable[[Original], Arrays]] = {
     "images/mnist.npz": Folder("mnist", "t", ".png", 1, (10000, 2000), part=0, gray=True),
     "images/usps.npz": usps("data/usps.h5"),
     "images/cifar10.npz": Folder("cifar10", "t", ".jpg", 1, (4000, 1000), part=0),
     "images/cifar100.npz": Folder("cifar100", "t", ".png", 1, (4000, 1000), part=0),
     "images/eurosat.npz": Folder("eurosat", "data/EuroSAT_RGB/", ".jpg", 2, (4000, 1000), n_test=5400),
-    "images/gtsrb.npz": Folder("gtsrb", "gtsrb/", ".ppm", 1, (4000, 998), classes=_signs()),
+    "images/gtsrb.npz": Folder("gtsrb", "gtsrb/", ".ppm", 1, (4000, 998), classes=_SIGNS),
     "images/dtd10.npz": Folder("dtd10", "images/", ".jpg", 1, (900, 300), center=True),
     "images/sign_digits.npz": Folder("sign_digits", "Dataset/", ".jpg", 1, (1662, 400), n_test=400),
 }

@@ -323,19 +323,20 @@ def held_rows(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[list[st
         group, points = held.one.group, held.one.group.points(held.row)
         if (gap := paired(points, group.points("average"))) is None:
             continue
-        means = [_mean_of(group.points(row), points) for row in ("base", "average", held.row, "experts")]
+        means = [mean_of(group.points(row), points) for row in ("base", "average", held.row, "experts")]
         best = max(
             (r for r in held.one.rows() if group.points(r).keys() >= points.keys()),
-            key=lambda r: _mean_of(group.points(r), points),
+            key=lambda r: mean_of(group.points(r), points),
         )
         base, average, auto, experts = (f"{value:.1f}" for value in means)
         size = "" if held.one.size is None else f"{100 * held.one.size:.2f} %"
-        other = f"`{best}` {_mean_of(group.points(best), points):.1f}"
+        other = f"`{best}` {mean_of(group.points(best), points):.1f}"
         found.append([held.one.title, size, f"`{held.row}`", base, average, auto, gap.text(sign=True), other, experts])
     return found
 
 
-def _mean_of(points: Points, seeds: Points) -> float:
+def mean_of(points: Points, seeds: Points) -> float:
+    """Mean over tasks and some seeds."""
     return mean(value for seed in seeds for value in points[seed].values())
 
 

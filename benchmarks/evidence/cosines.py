@@ -29,11 +29,8 @@ def _means(rows: list[Row]) -> list[str]:
         f"{mean(r['estimate'] for r in rows):.2f}",
         f"{mean(r['identity'] for r in rows):.2f}",
         f"{100 * mean(r['estimate'] > r['identity'] for r in rows):.0f} %",
+        f"{100 * mean(r['change'] for r in rows):.2f} %",
     ]
-
-
-def _change(rows: list[Row]) -> str:
-    return f"{100 * mean(r['change'] for r in rows):.2f} %"
 
 
 def kind_rows(folder: Path) -> list[list[str]]:
@@ -51,9 +48,7 @@ def kind_rows(folder: Path) -> list[list[str]]:
             kind = ".".join(p for p in row["tensor"].split(".") if not p.isdigit() and p != "weight")
             title = f"{row['suite']}, {row['model']}, {row['regime']}"
             by_kind.setdefault((title, kind.removeprefix("encoder.layer.")), []).append(row)
-    return [
-        [title, f"`{kind}`", str(len(rows)), *_means(rows), _change(rows)] for (title, kind), rows in by_kind.items()
-    ]
+    return [[title, f"`{kind}`", str(len(rows)), *_means(rows)] for (title, kind), rows in by_kind.items()]
 
 
 def fact_of(folder: Path, group: Group, fact: str) -> float | None:
@@ -73,5 +68,5 @@ def sweep_rows(folder: Path) -> list[list[str]]:
         for (steps, rate), rows in sorted(by_run.items()):
             title = f"{suite}, {rows[0]['model']}, {rows[0]['regime']}, {rows[0]['task']}"
             own = f"{100 * rows[0]['correct'] / rows[0]['total']:.0f}"
-            found.append([title, str(steps), f"{rate:g}", own, *_means(rows), _change(rows)])
+            found.append([title, str(steps), f"{rate:g}", own, *_means(rows)])
     return found

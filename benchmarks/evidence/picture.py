@@ -5,26 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from html import escape
-from statistics import mean
+from pathlib import Path
 
-from benchmarks.evidence.choice import held_out
-from benchmarks.evidence.intervals import Points, paired
+from benchmarks.evidence.choice import held_out, mean_of
+from benchmarks.evidence.intervals import paired
 
 WIDTH, EDGE, TOP, ROW = 440, 16, 84, 46
 """Pixels, as shown by a telephone: width, margin, the first row, and the distance of rows."""
 LOW, HIGH = 10, 90
 """Accuracies in % at the ends of the scale."""
 WORDS = {"base": "base", "average": "average", "auto": "auto", "regmean": "with inputs", "experts": "each expert"}
-STYLE = """<style>
-rect { fill: white } text { fill: #222 } .muted { fill: #6b7280 } .strong { font-weight: bold }
-.grid { stroke: #e4e6ea } .way { stroke: #c9cdd3 } .base { stroke: #8a8f98 } .experts { stroke: #222 }
-.average { fill: #c98a1b } .auto { fill: #1f5fa8 } .regmean { fill: #2e8b57 }
-@media (prefers-color-scheme: dark) {
-rect { fill: #1e2129 } text { fill: #e6e8ec } .muted { fill: #a3aab6 }
-.grid { stroke: #343945 } .way { stroke: #565d6b } .experts { stroke: #e6e8ec }
-.average { fill: #e2a83d } .auto { fill: #6ea8ee } .regmean { fill: #5fc98d }
-}
-</style>"""
+STYLE = f"<style>\n{Path(__file__).with_name('picture.css').read_text()}</style>"
 
 
 def picture() -> str:
@@ -35,7 +26,7 @@ def picture() -> str:
         gap = paired(group.points(held.row), group.points("average"))
         if gap is not None and group.seeds != [10]:
             names = dict(zip(WORDS, ("base", "average", held.row, "regmean", "experts"), strict=True))
-            found = {word: _accuracy(points) for word, name in names.items() if (points := group.points(name))}
+            found = {word: mean_of(points, points) for word, name in names.items() if (points := group.points(name))}
             rows.append((_short(held.one.title), gap.text(sign=True), found))
     rows.sort(key=lambda row: "LoRA" in row[0])
     height = TOP + ROW * len(rows) + 24
@@ -60,10 +51,6 @@ def picture() -> str:
 def _short(title: str) -> str:
     """The title without steps and without the form in which the base was found; "full" for full fine-tuning."""
     return re.sub(r"-Instruct from Q4_1|(?<=full) fine-tuning", "", re.sub(r"\d+ steps at", "rate", title))
-
-
-def _accuracy(points: Points) -> float:
-    return mean(value for tasks in points.values() for value in tasks.values())
 
 
 def _place(accuracy: float) -> float:

@@ -53,10 +53,8 @@ def _missed(rows: Rows) -> Rows:
 
 
 def _whole(rows: Rows) -> str:
-    lines = []
-    for row in _missed(rows):
-        name, _, pieces = row["missed"][0].partition(": ")
-        lines.append([f"`{row['class']}`", f"`{name}`", pieces])
+    parts = [(row["class"], *row["missed"][0].partition(": ")) for row in _missed(rows)]
+    lines = [[f"`{kind}`", f"`{name}`", pieces] for kind, name, _, pieces in parts]
     return table(["class", "first tensor", "pieces in the code"], lines)
 
 
@@ -71,11 +69,8 @@ def _classes(rows: Rows) -> str:
 
 
 def _refused(rows: Rows) -> str:
-    lines = []
-    for row in rows:
-        if row["stage"] in ("merged", "failed", "built"):
-            lines.append([f"`{row['class']}`", str(row.get("why", "")).splitlines()[0][:160]])
-    return table(["class", "why"], lines)
+    some = [row for row in rows if row["stage"] in ("merged", "failed", "built")]
+    return table(["class", "why"], [[f"`{r['class']}`", str(r.get("why", "")).splitlines()[0][:160]] for r in some])
 
 
 def _unbuilt(rows: Rows) -> str:

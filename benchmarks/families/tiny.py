@@ -161,14 +161,9 @@ def shrunk(values: Mapping[str, Any], kind: Any = None) -> dict[str, Any]:
         key = next((a for a, target in aliases.items() if target == name and _tiny(a, _SIZES) is not None), name)
         out[name] = _shrunk_value(key, value)
     if isinstance(out.get("layer_types"), list):
-        out["layer_types"] = _varied(out["layer_types"], out.get("num_hidden_layers", 2))
+        kinds, count = out["layer_types"], out.get("num_hidden_layers", 2)
+        out["layer_types"] = [*dict.fromkeys(kinds), *kinds][:count] if count else kinds  # different ones first
     return out
-
-
-def _varied(kinds: list[Any], count: int) -> list[Any]:
-    """So many kinds of layers, different ones first."""
-    distinct = list(dict.fromkeys(kinds))
-    return (distinct + kinds)[:count] if count else kinds
 
 
 def _shrunk_value(name: str, value: Any) -> Any:

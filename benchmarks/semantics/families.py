@@ -60,17 +60,6 @@ class Family:
         return model
 
 
-def _llava(library: Any, fields: dict[str, Any]) -> Any:
-    return library.LlavaConfig(
-        text_config=library.LlamaConfig(**_LLAMA), vision_config=library.CLIPVisionConfig(**_VISION), **fields
-    )
-
-
-def _qwen2_vl(library: Any, fields: dict[str, Any]) -> Any:
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
-    return library.Qwen2VLConfig(text_config=dict(_LLAMA), vision_config=vision, **fields)
-
-
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA),
     "mistral": Family("MistralForCausalLM", _LLAMA),
@@ -158,11 +147,16 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(
         "LlavaForConditionalGeneration",
         {"image_token_index": 39, "vision_feature_layer": -1, "tie_word_embeddings": False},
-        ("q_proj", "v_proj", "down_proj"), convolutions=("patch_embedding",), config=_llava,
+        ("q_proj", "v_proj", "down_proj"), convolutions=("patch_embedding",),
+        config=lambda library, fields: library.LlavaConfig(
+            text_config=library.LlamaConfig(**_LLAMA), vision_config=library.CLIPVisionConfig(**_VISION), **fields),
     ),
     "qwen2_vl": Family(
-        "Qwen2VLForConditionalGeneration", {"image_token_id": 39, "video_token_id": 38, "tie_word_embeddings": False},
-        ("q_proj", "qkv", "down_proj"), convolutions=("patch_embed.proj",), config=_qwen2_vl,
+        "Qwen2VLForConditionalGeneration",
+        {"image_token_id": 39, "video_token_id": 38, "tie_word_embeddings": False, "text_config": dict(_LLAMA),
+         "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 4, "mlp_ratio": 2,
+                           "patch_size": 4}},
+        ("q_proj", "qkv", "down_proj"), convolutions=("patch_embed.proj",),
     ),
     "mamba, tied": Family(
         "MambaForCausalLM", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 4},

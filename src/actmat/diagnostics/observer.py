@@ -26,7 +26,7 @@ from actmat.engine.observer import ObservedMerge
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
-from actmat.planning.model import Item, MethodCall
+from actmat.planning.model import Item
 from actmat.planning.regions import Region, cut, matrix_label
 from actmat.recipe import Recipe
 
@@ -65,12 +65,6 @@ def check_mutes(recipes: Iterable[Recipe]) -> None:
     check_codes(tuple(dict.fromkeys(code for r in recipes for code in r.mute)))
 
 
-def sums_plainly(call: MethodCall) -> bool:
-    """True if the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate."""
-    method = get_method(call.method)
-    return method.sums_own_grams(call.options) and all(w == 1.0 for w in call.weights or ())
-
-
 class ItemObserver:
     """Implements `engine.observer.Observer`."""
 
@@ -78,7 +72,9 @@ class ItemObserver:
         assert item.call is not None
         self.name, self.call = item.name, item.call
         self.role = str(item.layout.role) if item.factors is None else item.factors.kind
-        self.plain = sums_plainly(item.call)
+        # the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate
+        own = get_method(item.call.method).sums_own_grams(item.call.options)
+        self.plain = own and all(w == 1.0 for w in item.call.weights or ())
         self._item, self._seed = item, seed
         whole = item.factors is None and item.layout.role.is_matrix
         self._regions = cut(item.shape, item.layout, "matrix") if whole else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from actmat.layout.types import Block, Config
@@ -126,19 +127,13 @@ def _falcon(rows: int, config: Config) -> Packing | str:
     return (_per_kv_group if config.get("new_decoder_architecture", False) else _bigcode)(rows, config)
 
 
-def _linear_attention(rows: int, config: Config) -> Packing | str:
+def _linear_attention(rows: int, config: Config, with_z: bool = False) -> Packing | str:
     sizes = _linear_attention_sizes(config)
     if isinstance(sizes, str):
         return sizes
     heads, key, value = sizes
-    return Packing((("q", heads * key), ("k", heads * key), ("v", heads * value)), unit=1, words="q, k, v")
-
-
-def _linear_attention_qkvz(rows: int, config: Config) -> Packing | str:
-    sizes = _linear_attention_sizes(config)
-    if isinstance(sizes, str):
-        return sizes
-    heads, key, value = sizes
+    if not with_z:
+        return Packing((("q", heads * key), ("k", heads * key), ("v", heads * value)), unit=1, words="q, k, v")
     parts = (("q", key), ("k", key), ("v", value), ("z", value))
     return Packing(parts, groups=heads, unit=1, words=f"q, k, v, z (interleaved in each of {heads} key heads)")
 
@@ -226,7 +221,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "key_and_value": _fixed(Packing((("k", 1), ("v", 1)), words="k, v (halves)")),
     "short_convolution": _fixed(Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")),
     "linear_attention": _linear_attention,
-    "linear_attention_qkvz": _linear_attention_qkvz,
+    "linear_attention_qkvz": partial(_linear_attention, with_z=True),
     "linear_attention_ba": _linear_attention_ba,
     "hyper_connection": _hyper_connection,
 }

@@ -184,11 +184,6 @@ def at_mean_norm(merged: Tensor, deltas: Sequence[Tensor]) -> Merged:
     return _at_mean(merged, deltas)
 
 
-def at_mean_norm_lowrank(merged: LowRank, deltas: Sequence[LowRank]) -> MergedLowRank:
-    """The same on factors, whose `b` takes the gain. Exact, in float64."""
-    return _at_mean_lowrank(merged, deltas)
-
-
 def at_kappa(merged: Tensor, deltas: Sequence[Tensor], *, kappa: Annotated[float, Bounds(low=0)] = 1.15) -> Merged:
     """Give every merged matrix kappa times the root mean square of the norms of the experts' deltas.
 
@@ -221,7 +216,7 @@ def _at_mean(merged: Tensor, deltas: Sequence[Tensor], factor: float = 1.0, powe
 
 
 def _at_mean_lowrank(merged: LowRank, deltas: Sequence[LowRank], factor: float = 1.0, power: int = 1) -> MergedLowRank:
-    """The same on factors, whose `b` takes the gain."""
+    """The same on factors, whose `b` takes the gain. Exact, in float64."""
     gain = factor * _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)], power)
     b_OR = merged.b_OR * gain[..., None, None].to(merged.b_OR.dtype)
     return MergedLowRank(LowRank(b_OR, merged.a_RI), _gain_stats(gain))
@@ -243,7 +238,7 @@ STEPS: Mapping[str, PostStep] = {
     for step in (
         PostStep("isotropize", isotropize, isotropize_lowrank),
         PostStep("kappa", at_kappa, at_kappa_lowrank),
-        PostStep("mean_norm", at_mean_norm, at_mean_norm_lowrank),
+        PostStep("mean_norm", at_mean_norm, _at_mean_lowrank),
         PostStep("subspace_boosting", boost, boost_lowrank),
     )
 }

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, field_validator, model_validator
-from pydantic.fields import FieldInfo
 
 from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.flag import Flag
@@ -197,12 +196,9 @@ STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", "notes", "war
 
 def settable_fields(recipe: type[BaseModel]) -> tuple[str, ...]:
     """Names of the fields of a recipe and of its output that hold a value or a list and are not flags of commands."""
-    found = [n for model in (recipe, *KINDS.values()) for n, f in model.model_fields.items() if not _has_flag(f)]
+    fields = [of for model in (recipe, *KINDS.values()) for of in model.model_fields.items()]
+    found = [n for n, field in fields if not any(isinstance(mark, Flag) for mark in field.metadata)]
     return (*dict.fromkeys(n for n in found if n not in STRUCTURES), "stacks")
-
-
-def _has_flag(field: FieldInfo) -> bool:
-    return any(isinstance(mark, Flag) for mark in field.metadata)
 
 
 def _kind(given: Mapping[str, Any], *, has_base: bool) -> str:

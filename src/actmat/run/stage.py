@@ -133,7 +133,8 @@ class StagedOutput:
         """
         folder = self._staging
         if isinstance(self.writer, SpoolWriter):
-            self.plan = settled_plan(self.plan, self._is_changed)
+            changed = {n for n, r in self.records.items() if not r.unchanged and r.stats.get("norm") != 0.0}
+            self.plan = settled_plan(self.plan, changed)
             (shard,) = self.plan.shards
             self.writer.join(shard)
         else:
@@ -183,11 +184,6 @@ class StagedOutput:
         config = self.plan.configs.get("config.json", inputs.base.config)
         found = missing_notes(config, written, others, inputs.base.location)
         self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
-
-    def _is_changed(self, item: Item) -> bool:
-        """True if an expert changes the tensor of an extraction's item."""
-        record = self.records[item.name]
-        return not record.unchanged and record.stats.get("norm") != 0.0
 
     def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""

@@ -168,11 +168,6 @@ def _shifts(dtype: torch.dtype) -> range:
     return range(8 * dtype.itemsize - DIGIT, -1, -DIGIT)
 
 
-def _magnitude_bits(chunk_P: Tensor) -> Tensor:
-    kind = INTEGERS[chunk_P.dtype.itemsize]
-    return chunk_P.view(kind) & torch.iinfo(kind).max
-
-
 class _Histogram:
     """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`.
 
@@ -193,7 +188,8 @@ class _Histogram:
     def add(self, flat_N: Tensor) -> None:
         """Count the entries of a tensor."""
         for _, chunk_P in chunks_of(flat_N):
-            bits_P = _magnitude_bits(chunk_P)
+            kind = INTEGERS[chunk_P.dtype.itemsize]
+            bits_P = chunk_P.view(kind) & torch.iinfo(kind).max  # of magnitudes
             if self._prefix is None:
                 self._tally(bits_P.bitwise_right_shift_(self._shift))
                 continue

@@ -14,7 +14,7 @@ Source: Eckart and Young (https://doi.org/10.1007/BF02288367); PEFT's `LoraConfi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
@@ -78,17 +78,17 @@ def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert],
     )
 
 
-def settled_plan(plan: MergePlan, is_changed: Callable[[Item], bool]) -> MergePlan:
+def settled_plan(plan: MergePlan, changed: Collection[str]) -> MergePlan:
     """The plan of an extraction's output, without the tensors that no expert changes.
 
     Args:
         plan: of an extraction.
-        is_changed: True for an item of a tensor that an expert changes.
+        changed: names of the items of tensors that an expert changes.
 
     Raises:
         AlignmentError: no tensor is left.
     """
-    items = [item if is_changed(item) else dataclasses.replace(item, outputs=()) for item in plan.items]
+    items = [item if item.name in changed else dataclasses.replace(item, outputs=()) for item in plan.items]
     specs = tuple(s for item in items for s in item.outputs)
     if not specs:
         error = AlignmentError(
