@@ -78,9 +78,7 @@ def plan_tensors(
     check(problems)
     planner = _TensorPlanner(recipe, base, experts, room)
     items = planner.items(alignment, decided, given)
-    pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
-    of_adapters = recipe.model_copy(update={"experts": tuple(e for e, _ in pairs)})
-    check(adapter_problems(of_adapters, [a for _, a in pairs]) if pairs else [])
+    check(_adapter_problems(recipe, experts))
     return Draft(
         items=items,
         specs=tuple(planner.out_spec(spec) for spec in base.specs.values()),
@@ -359,6 +357,12 @@ def _storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) 
         for label, e in zip(recipe.labels, experts, strict=True)
         if dtypes(e.specs) != mine
     ] + quantization_notes(recipe, base, experts)
+
+
+def _adapter_problems(recipe: Recipe, experts: Sequence[Expert]) -> list[str]:
+    pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
+    chosen = recipe.model_copy(update={"experts": tuple(e for e, _ in pairs)})
+    return adapter_problems(chosen, [a for _, a in pairs]) if pairs else []
 
 
 def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequence[Item]) -> list[str]:
