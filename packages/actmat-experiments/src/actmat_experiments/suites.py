@@ -133,6 +133,12 @@ SUITES: tuple[Suite, ...] = (
         "pretrained.text",
     ),
     Suite(
+        "text-mpnet",
+        "the same tasks on a pretrained mpnet, twice as wide and as deep",
+        "a GPU; local texts, the hub or a local copy",
+        "pretrained.text",
+    ),
+    Suite(
         "vision-vits14",
         "seven image tasks on a pretrained ViT-S/14",
         "two cores; local images, a wheel by pip",

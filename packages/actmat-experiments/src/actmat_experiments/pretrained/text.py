@@ -1,7 +1,7 @@
-"""`text-minilm`: text tasks on a pretrained MiniLM, behind heads that are fitted on the base and frozen.
+"""`text-minilm`, `text-mpnet`: text tasks on a pretrained encoder, behind heads that are fitted on the base and frozen.
 
-The encoder is all-MiniLM-L6-v2, see `wheels.MINILM`; tasks are local data, see `text_tasks`. Every size is chosen so
-that a seed fits two cores.
+The encoders are all-MiniLM-L6-v2, see `wheels.MINILM`, and all-mpnet-base-v2; tasks are local data, see `text_tasks`.
+Every size is chosen so that a seed of the first fits two cores.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ from actmat_experiments.pretrained.text_tasks import FRESH, TASKS, TextSet, load
 from actmat_experiments.pretrained.wheels import MINILM
 from actmat_experiments.suites import RunRequest
 
-NAME = "MiniLM-L6"
+MPNET = "sentence-transformers/all-mpnet-base-v2"
+"""Base of `text-mpnet` on the hub: 109M weights, 768 wide, 12 layers, trained for sentence embeddings."""
+NAMES = {"text-minilm": "MiniLM-L6", "text-mpnet": "mpnet"}
+"""Suite -> name of its base."""
 _BATCH = 32
 
 
@@ -170,13 +173,14 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(TextSettings(), request.settings)
-    names = chosen_tasks(request, list(TASKS), "BERT", more=list(FRESH))
+    names = chosen_tasks(request, list(TASKS), NAMES[request.suite], more=list(FRESH))
     if request.data is None:
         raise RecipeError(
             f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
         )
     cache, tasks = Cache(request.cache), load_texts(request.data, names, **settings.sizes)
-    base = base_of(cache, settings.base, MINILM, write_base, ("transformers",), copy=write_base)
+    given = settings.base or (MPNET if request.suite == "text-mpnet" else "")
+    base = base_of(cache, given, MINILM, write_base, ("transformers",), copy=write_base)
     reader = Reader(base.path, settings.length)
     heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}
     for fields in _variants(request, watch, settings, base):
@@ -192,12 +196,12 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
 
 def _variants(request: RunRequest, watch: Watch, settings: TextSettings, base: Made) -> Iterator[dict[str, Any]]:
     """See `variants`; all of an adapter's training that is not the suite's own is in the name of the model."""
-    mixed = settings.ranks if settings.mixed else ()
-    for fields in variants(request, watch, replace(settings, ranks=mixed[:1] or settings.ranks), base, NAME):
+    mixed, name = settings.ranks if settings.mixed else (), NAMES[request.suite]
+    for fields in variants(request, watch, replace(settings, ranks=mixed[:1] or settings.ranks), base, name):
         if fields["regime"] == "full":
             yield fields
             continue
-        model = f"{NAME}, r = {', '.join(map(str, mixed))}" if mixed else fields["model"]
+        model = f"{name}, r = {', '.join(map(str, mixed))}" if mixed else fields["model"]
         about = ", ".join((model, *_other_training(settings)))
         how = {name: getattr(settings, name) for name in ("alpha", "start", "drawn")}
         yield fields | {"model": about, "mixed": mixed, **how}

@@ -37,7 +37,7 @@ class Reader:
         self._tokenizer, self._length = AutoTokenizer.from_pretrained(folder), length
 
     def __call__(self, examples: Sequence[Example], device: str = "cpu") -> dict[str, Tensor]:
-        """`input_ids`, `attention_mask` and `token_type_ids`, each `N L`."""
+        """`input_ids`, `attention_mask` and, of a BERT, `token_type_ids`, each `N L`."""
         second = [e.second for e in examples]
         found = self._tokenizer(
             [e.text for e in examples],
@@ -51,7 +51,7 @@ class Reader:
 
 
 def write_base(folder: Path, out: Path) -> None:
-    """Write encoder and tokenizer of a BERT without its pooler, which no task uses."""
+    """Write encoder and tokenizer of a BERT or MPNet without its pooler, which no task uses."""
     from transformers import AutoTokenizer
 
     model = load_encoder(folder)
@@ -61,7 +61,7 @@ def write_base(folder: Path, out: Path) -> None:
 
 def load_encoder(folder: Path) -> Any:
     """The encoder of a checkpoint."""
-    return load_model("BertModel", folder, add_pooling_layer=False)
+    return load_model("AutoModel", folder, add_pooling_layer=False)
 
 
 def pooled(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
