@@ -36,7 +36,11 @@ from benchmarks.tune.tables import tune_table
 def result(name: str, folder: Path | None = None) -> str:
     """The table of one result file, under a line that says how and where it was made."""
     found = read_result(name, folder)
-    columns = found.get("columns") or list(found["rows"][0])
+    columns = list(found.get("columns") or found["rows"][0])
+    if name == "floor":  # the ratios of another machine beside those of this one
+        other = {tuple(map(r.get, columns[:5])): r["times_floor"] for r in read_result("floor-second")["rows"]}
+        found["rows"] = [r | {"elsewhere": other.get(tuple(map(r.get, columns[:5])))} for r in found["rows"]]
+        columns.insert(columns.index("times_floor") + 1, "elsewhere")
     return f"{made_by(found)}.\n\n{markdown(found['rows'], columns)}\n"
 
 
@@ -47,28 +51,33 @@ def made_by(found: dict[str, Any]) -> str:
 
 
 def gpu(part: str) -> str:
-    """Rates, layers or merges of `benchmarks.gpu`; merges also from the run with one thread per device."""
-    now, before = (read_result(f"gpu{end}") for end in ("", "-one-thread"))
-    now_rows, before_rows = (
-        {tuple(map(r.get, NAMES)): r for p in found["rows"] if part[:-1] in p["part"] for r in p["rows"]}
-        for found in (now, before)
-    )
+    """Rates, layers or merges of `benchmarks.gpu`; layers and merges also of an earlier run, on another card."""
+    found = {card: read_result(f"gpu{end}") for card, end in (("H200", ""), ("H100", "-h100"))}
+    rows = {
+        card: {tuple(map(r.get, NAMES)): r for p in run["rows"] if part[:-1] in p["part"] for r in p["rows"]}
+        for card, run in found.items()
+    }
+    now, before = rows.values()
     if part == "rates":
-        return table(["rate", "value"], [[title(r["fact"]), cell("", r["value"])] for r in now_rows.values()])
-    ended = [f"{p['part']}: {p['ended']}" for p in now["rows"] if part[:-1] in p["part"] and p["ended"]]
-    said = "; ".join([made_by(now), *ended])
-    if part == "layers":
-        columns = ["model", "shape", "method", "matrix_s", "times_products", "peak_b", "difference"]
-        return f"{said}.\n\n{markdown(list(now_rows.values()), columns)}\n"
-    rows = [
-        before_rows.get(name, {})
-        | (row := now_rows.get(name, {}))
-        | {"one_thread_s": before_rows.get(name, {}).get("merge_s"), "now_s": row.get("merge_s")}
-        for name in dict.fromkeys([*now_rows, *before_rows])
-        if "inputs made" not in name
+        return table(["rate", "value"], [[title(r["fact"]), cell("", r["value"])] for r in now.values()])
+    whole = dict.fromkeys(name for name in (*now, *before) if "inputs made" not in name)
+    time = "wall_s" if part == "merges" else "times_products"
+    joined = [
+        before.get(name, {})
+        | now.get(name, {})
+        | {f"{card}_{time}": rows[card].get(name, {}).get(time) for card in rows}
+        for name in whole
     ]
-    columns = ["size", "what", "one_thread_s", "now_s", "device_peak_b", "planned_b", "difference"]
-    return f"{said}. One thread: {made_by(before)}.\n\n{markdown(rows, columns)}\n"
+    said = [
+        f"{card}: {made_by(run)}" + "".join(f"; {p['part']}: {p['ended']}" for p in run["rows"] if p["ended"])
+        for card, run in found.items()
+    ]
+    columns = ["size", "what"] if part == "merges" else ["model", "shape", "method", "matrix_s"]
+    columns += [
+        *(f"{card}_{time}" for card in rows),
+        *(["device_peak_b", "planned_b"] if part == "merges" else ["peak_b"]),
+    ]
+    return f"{'. '.join(said)}.\n\n{markdown(joined, [*columns, 'difference'])}\n"
 
 
 def chaos(_: str) -> str:

@@ -35,6 +35,7 @@ from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.regions import Region
+from actmat.planning.statistics import ExpertStatistics
 
 # Places of items in a plan: device or host, why, and the memory of each.
 
@@ -309,6 +310,15 @@ def test_the_plan_says_who_merges_what_and_units_share_a_device_that_holds_them(
     assert most["host"] <= 8 * host
     assert max(most["cpu:0"], most["cpu:1"]) <= fit * there
     assert (max(most["cpu:0"], most["cpu:1"]) > there) == (fit > 1), "two units on one device, if both fit"
+
+
+def test_one_thread_loads_linear_algebra_before_others_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls on a GPU, made by two threads at once, raised "lazy wrapper should be called at most once"."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.linalg, "cholesky", seen.append)
+    for device, calls in (("cpu", 0), ("cpu:0,1", 1)):
+        ThreadExecutor(Inputs((), None, (), ExpertStatistics.none(())), (), Resources(2, 1 << 30, device))
+        assert len(seen) == calls, "in the thread that makes the executor, once for all devices"
 
 
 def test_files_are_finished_one_after_another_where_they_are_sent(tmp_path: Path) -> None:

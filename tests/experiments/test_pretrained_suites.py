@@ -208,6 +208,15 @@ def test_results_are_collected_once_and_make_tables(finished, tmp_path):
     assert list(full.points("base")[0]) == list(finished.tasks)
 
 
+def test_mpnet_is_a_base_as_well(requests, tmp_path):
+    settings = {"base": str(write_bert(tmp_path / "mpnet", "MPNet"))}
+    asked = requests("text-minilm", regimes=("full", "lora"), tasks=("mr",), settings=settings)
+    get_suite("text-mpnet").run(asked := replace(asked, suite="text-mpnet", cache=tmp_path / "cache"))
+    scores = read_scores(score_file(asked.cache, asked.suite))
+    assert {s.model for s in scores} == {"mpnet", "mpnet, r = 2"}
+    assert {s.method for s in scores if "rule" in s.detail} == set(METHODS)
+
+
 def test_sweep_changes_length_and_rate_only(requests, tmp_path):
     asked = requests("text-minilm", tasks=("mr",))
     rows = list(sweep(asked, runs=((1, 1e-3), (2, 1e-3), (4, 1e-2))))

@@ -70,18 +70,19 @@ def write_graph(checkpoint: Path, path: Path, *, without: str = "") -> None:
     onnx.save(helper.make_model(helper.make_graph(nodes, "encoder", [], [], constants)), str(path))
 
 
-def write_bert(folder: Path) -> Path:
-    """A tiny BERT with a pooler and its tokenizer."""
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+def write_bert(folder: Path, kind: str = "Bert") -> Path:
+    """A tiny BERT (or MPNet) with a pooler and its tokenizer."""
+    import transformers
 
     folder.mkdir(parents=True)
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters), *WORDS]
     (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    getattr(transformers, f"{kind}TokenizerFast")(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    BertModel(BertConfig(vocab_size=len(tokens), max_position_embeddings=48, **sizes)).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokens) + 5, max_position_embeddings=48, **sizes)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
     return folder
 
 

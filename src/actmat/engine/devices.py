@@ -37,10 +37,9 @@ class DeviceNames:
     kind: str
     numbers: tuple[int, ...] | None = None
 
-    @property
-    def is_host(self) -> bool:
-        """True if everything is computed by threads on the host."""
-        return self.kind == "cpu" and self.numbers is None
+
+ON_HOST = DeviceNames("cpu")
+"""Everything is computed by threads on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def parse_devices(text: str) -> DeviceNames:
 
     >>> parse_devices("cuda:0,2")
     DeviceNames(kind='cuda', numbers=(0, 2))
-    >>> parse_devices("cpu").is_host
+    >>> parse_devices("cpu") == ON_HOST
     True
     """
     kind, colon, listed = text.partition(":")
@@ -104,9 +103,8 @@ def open_devices(text: str) -> list[Device]:
     names = parse_devices(text)
     if names.kind == "mps":
         return [Device("mps")]
-    if names.numbers is None:
-        return [Device(f"cuda:{n}") for n in range(torch.cuda.device_count())] if names.kind == "cuda" else []
-    return [Device(f"{names.kind}:{n}") for n in names.numbers]
+    count = torch.cuda.device_count() if names.kind == "cuda" else 0
+    return [Device(f"{names.kind}:{n}") for n in (range(count) if names.numbers is None else names.numbers)]
 
 
 def check_device(text: str) -> None:
@@ -144,7 +142,7 @@ def device_room(text: str, memory: str | int | None = None) -> DeviceRoom:
         RecipeError: a limit without devices, or invalid text.
     """
     limit = None if memory is None else parse_size(memory)
-    if parse_devices(text).is_host:
+    if parse_devices(text) == ON_HOST:
         if limit is not None:
             raise RecipeError(f"--device-memory {memory} limits devices, and none is given: add --device")
         return HOST

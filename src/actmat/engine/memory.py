@@ -145,8 +145,7 @@ def available_memory() -> int:
     """
     available = free_memory()
     with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
-        line = next(x for x in file if x.startswith("MemAvailable:"))
-        available = int(line.split()[1]) * 1024
+        available = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit, used = (int((CGROUP / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
         parts = dict(line.split() for line in (CGROUP / "memory.stat").read_text("ascii").splitlines())

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from actmat.engine.devices import open_devices
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import MemoryBudget
@@ -43,6 +45,8 @@ class ThreadExecutor:
         self._resources = resources
         self._devices = [(d, MemoryBudget(resources.device_memory)) for d in open_devices(resources.device)]
         self._local = threading.local()
+        for device, _ in self._devices[:1]:  # torch loads a library on its first use, and fails in two threads at once
+            torch.linalg.cholesky(torch.eye(1, device=device.torch_device))
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
@@ -126,8 +130,8 @@ class ThreadExecutor:
         """The session of this thread."""
         session = getattr(self._local, "session", None)
         if session is None or session.spec is not spec:
-            device = getattr(self._local, "device", None)
-            session = self._local.session = Session(spec, self._inputs, self._writers, device)
+            session = Session(spec, self._inputs, self._writers, getattr(self._local, "device", None))
+            self._local.session = session
         return session
 
 
