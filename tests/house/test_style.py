@@ -24,7 +24,7 @@ ROOMS: dict[str, int] = {
     "src": 41_800,
     "packages": 11_560,
     "tests": 45_510,
-    "benchmarks": 6_250,
+    "benchmarks": 6_270,
     "whole tree": 107_800,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
