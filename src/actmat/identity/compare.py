@@ -145,7 +145,8 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
     ours, theirs = meaning(base), meaning(expert)
     kinds = [c.get("_class_name") or c.get("model_type") or "absent" for c in (base, expert)]
     if kinds[0] != kinds[1]:
-        yield _Difference("model_type", label, *(ConfigEntry(k, "unknown", ("model_type",)) for k in kinds))
+        if "absent" not in kinds:  # else the class is known from the other
+            yield _Difference("model_type", label, *(ConfigEntry(k, "unknown", ("model_type",)) for k in kinds))
         one, two = ({k for k, e in of_one.items() if e.given} for of_one in (ours, theirs))
         alone = {k for k in one ^ two if (ours.get(k) or theirs[k]).kind in ("function", "unknown")}
         ours, theirs = (

@@ -121,9 +121,8 @@ def _told(recipe: Recipe, given: Given) -> Recipe:
     if recipe.method == "actmat":
         better, beyond = TABLE[form, "any"], _beyond(given, _kind(given.config))
         note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
-    if note in recipe.notes or len(given.experts) == 1 or (recipe.method != "actmat" and not start):
-        return recipe
-    return recipe.model_copy(update={"notes": (*recipe.notes, note)})
+    is_known = note in recipe.notes or len(given.experts) == 1 or (recipe.method != "actmat" and not start)
+    return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
 def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], str]:

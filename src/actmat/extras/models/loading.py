@@ -69,7 +69,9 @@ def from_files(kind: Literal["AutoTokenizer", "AutoImageProcessor"], loaded: Loa
     """
     try:
         if kind not in loaded.read:
-            loaded.read[kind] = getattr(extra("transformers"), kind).from_pretrained(loaded.files, **options)
+            transformers = extra("transformers")
+            with _silent(transformers):
+                loaded.read[kind] = getattr(transformers, kind).from_pretrained(loaded.files, **options)
         return loaded.read[kind]
     except (OSError, ValueError, ImportError) as error:
         what = "tokenizer" if kind == "AutoTokenizer" else "image processor"
@@ -234,7 +236,7 @@ def load_tensors(
         with Adapter(MemoryCheckpoint(tensors, location="the merged adapter"), parsed, problems) as opened:
             _check_for_peft(opened, opened.location)
     architecture = model_class or next(iter(config.get("architectures") or ()), None)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _silent(extra("transformers")):
         if adapter is not None:
             with named_base("the merged adapter", location):
                 loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
@@ -272,7 +274,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
         raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
     path, revision = (None, {}) if "state_dict" in more else local_files(location)
     try:
-        with _without_bars(transformers):
+        with _silent(transformers):
             model, found = kind.from_pretrained(
                 path, dtype=torch_dtype(dtype), output_loading_info=True, **revision, **more
             )
@@ -300,8 +302,8 @@ def _is_optional_pooler(kind: Any, missing: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _without_bars(transformers: Any) -> Iterator[None]:
-    """Silence transformers' progress bars and its table of missing parameters, which `_load` reports."""
+def _silent(transformers: Any) -> Iterator[None]:
+    """Silence progress bars, remarks on configs, and the table of missing parameters, which `_load` reports."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
