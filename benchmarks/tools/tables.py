@@ -27,7 +27,8 @@ def tools_table(part: str) -> str:
 
 def _cell(row: dict[str, Any]) -> str:
     if "wall_s" not in row:
-        return "-" if row["refused"] == "no such method" else "refused"
+        _, is_late, limit = row["refused"].partition("not done after ")
+        return "-" if row["refused"] == "no such method" else f"more than {limit}" if is_late else "refused"
     costs = f"{row['wall_s']:.1f} s, {row['cpu_s']:.1f} s, {row['peak_anonymous_b'] / GIB:.2f} GiB"
     return f"{costs}, {row['read_b'] / 1e9:.2f} GB" + (f", {row['error']:.0e}" if "error" in row else "")
 
@@ -39,4 +40,4 @@ def _refusals(rows: list[dict[str, Any]]) -> str:
         if row.get("refused", "no such method") != "no such method":
             reasons.setdefault((row["tool"], row["refused"]), []).append(f"{row['input']} ({row['method']})")
     lines = [f"* {tool}: `{reason}`: {', '.join(where)}." for (tool, reason), where in reasons.items()]
-    return "\nRefused:\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return "\nRefused, or not done:\n\n" + "\n".join(lines) + "\n" if lines else ""
