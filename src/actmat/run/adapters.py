@@ -36,7 +36,7 @@ def size_and_overlap(given: Given) -> tuple[float | None, float] | None:
             cosines += [c for a, b in pairwise(cores) for c in economy_svd(a[2].mT @ b[2]).s_R.tolist()]
     except MergeError:  # the run opens the inputs again, and says what is wrong
         return None
-    return (mean(sizes) if sizes else None, median(cosines)) if sizes or cosines else None
+    return (mean(sizes) if sizes else None, median(cosines or [0.0])) if sizes or cosines else None
 
 
 def _modules(given: Given) -> Iterator[tuple[float, list[LowRank]]]:
