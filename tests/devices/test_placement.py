@@ -316,7 +316,7 @@ def test_one_thread_loads_linear_algebra_before_others_use_it(monkeypatch: pytes
     """The first calls on a GPU, made by two threads at once, raised "lazy wrapper should be called at most once"."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(torch.linalg, "cholesky", seen.append)
-    for device, calls in (("cpu", 0), ("cpu:0,1", 1)):
+    for device, calls in (("cpu", 0), ("mps", 0), ("cpu:0,1", 1)):  # spectra of `mps` are found on the host
         ThreadExecutor(Inputs((), None, (), ExpertStatistics.none(())), (), Resources(2, 1 << 30, device))
         assert len(seen) == calls, "in the thread that makes the executor, once for all devices"
 

@@ -45,8 +45,8 @@ class ThreadExecutor:
         self._resources = resources
         self._devices = [(d, MemoryBudget(resources.device_memory)) for d in open_devices(resources.device)]
         self._local = threading.local()
-        for device, _ in self._devices[:1]:  # torch loads a library on its first use, and fails in two threads at once
-            torch.linalg.cholesky(torch.eye(1, device=device.torch_device))
+        if self._devices and resources.device != "mps":  # torch loads a library on its first use, by one thread only
+            torch.linalg.cholesky(torch.eye(1, device=self._devices[0][0].torch_device))
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
