@@ -179,9 +179,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
             f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
         )
     cache, tasks = Cache(request.cache), load_texts(request.data, names, **settings.sizes)
-    base = base_of(
-        cache, settings.base or on_hub, MINILM, write_base, ("transformers",), copy=write_base
-    )
+    base = base_of(cache, settings.base or on_hub, MINILM, write_base, ("transformers",), copy=write_base)
     reader = Reader(base.path, settings.length)
     heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}
     for fields in _variants(request, watch, settings, base):
