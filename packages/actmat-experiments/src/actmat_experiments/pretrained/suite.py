@@ -18,7 +18,7 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.rows import more_rows
 from actmat_experiments.harness.suite import Experiments, known_tasks, run_experiments, score_file
-from actmat_experiments.harness.training import Schedule
+from actmat_experiments.harness.training import Schedule, Start
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.pretrained.staged import REGMEAN_PP, staged_inputs
 from actmat_experiments.pretrained.wheels import Wheel, unpacked
@@ -85,6 +85,30 @@ class PretrainedSettings:
         if regime == "full":
             return Schedule(self.epochs, self.batch_size, self.rate)
         return Schedule(self.lora_epochs, self.batch_size, self.lora_rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings(PretrainedSettings):
+    """Settings of suites whose adapters are trained in several regimes.
+
+    Args:
+        alpha: of LoRA; 0: the rank.
+        start: of LoRA's `A`: drawn `apart`, `shared` by all tasks, or apart and `small`, at 0.05 of its size.
+    """
+
+    alpha: int = 0
+    start: Start = "apart"
+
+    def adapters(self, model: str) -> dict[str, Any]:
+        """Fields of an experiment on adapters; the model's name says what of their training is not the suite's own."""
+        plain, about = type(self)(), [model]
+        if self.alpha:
+            about.append(f"alpha = {self.alpha}")
+        if (self.lora_rate, self.lora_epochs) != (plain.lora_rate, plain.lora_epochs):
+            about.append(f"{self.schedule('lora').steps(self.train)} steps at {self.lora_rate:g}")
+        if self.start != "apart":
+            about.append(f"A {self.start}")
+        return {"model": ", ".join(about), "alpha": self.alpha, "start": self.start}
 
 
 def base_of(

@@ -26,7 +26,7 @@ from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.training import Schedule, Start, Training
 from actmat_experiments.pretrained.suite import (
-    PretrainedSettings,
+    AdapterSettings,
     base_of,
     chosen_tasks,
     run_pretrained,
@@ -52,15 +52,13 @@ _BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSettings(PretrainedSettings):
+class TextSettings(AdapterSettings):
     """Settings of the suite, for `--set name=value`.
 
     Args:
         length: longest input, in tokens.
         head_examples: training examples that the heads are fitted on; few, so that experts have something to learn.
         mixed: one experiment with adapters of all these ranks: a task after the other gets the next.
-        alpha: of LoRA; 0: the rank.
-        start: of LoRA's `A`: drawn `apart`, `shared` by all tasks, or apart and `small`, at 0.05 of its size.
         drawn: a control: adapters drawn at random with the norms of the trained ones.
         ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
     """
@@ -68,8 +66,6 @@ class TextSettings(PretrainedSettings):
     length: int = 40
     head_examples: int = 200
     mixed: bool = False
-    alpha: int = 0
-    start: Start = "apart"
     drawn: bool = False
     ridge: float = 0.3
     logit_scale: float = 10.0
@@ -194,28 +190,16 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
 
 
 def _variants(request: RunRequest, watch: Watch, settings: TextSettings, base: Made) -> Iterator[dict[str, Any]]:
-    """See `variants`; all of an adapter's training that is not the suite's own is in the name of the model."""
+    """See `variants`; the name of the model has the training of its adapters."""
     mixed, name = settings.ranks if settings.mixed else (), BASES[request.suite][0]
     for fields in variants(request, watch, replace(settings, ranks=mixed[:1] or settings.ranks), base, name):
         if fields["regime"] == "full":
             yield fields
             continue
         model = f"{name}, r = {', '.join(map(str, mixed))}" if mixed else fields["model"]
-        about = ", ".join((model, *_other_training(settings)))
-        how = {name: getattr(settings, name) for name in ("alpha", "start", "drawn")}
-        yield fields | {"model": about, "mixed": mixed, **how}
-
-
-def _other_training(settings: TextSettings) -> list[str]:
-    plain, found = TextSettings(), list[str]()
-    if settings.alpha:
-        found.append(f"alpha = {settings.alpha}")
-    if (settings.lora_rate, settings.lora_epochs) != (plain.lora_rate, plain.lora_epochs):
-        steps = settings.schedule("lora").steps(settings.train)
-        found.append(f"{steps} steps at {settings.lora_rate:g}")
-    if settings.start != "apart":
-        found.append(f"A {settings.start}")
-    return [*found, "drawn at random"] if settings.drawn else found
+        how = settings.adapters(model)
+        model = f"{how['model']}, drawn at random" if settings.drawn else how["model"]
+        yield fields | how | {"model": model, "mixed": mixed, "drawn": settings.drawn}
 
 
 def _head(cache: Cache, reader: Reader, settings: TextSettings, base: Made, task: TextSet, device: str) -> Path:

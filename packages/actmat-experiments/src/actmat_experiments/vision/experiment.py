@@ -17,7 +17,7 @@ from actmat_experiments.harness.heads import ClipHead, counted, load_head
 from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import Precision, Schedule, Training
+from actmat_experiments.harness.training import Precision, Schedule, Start, Training
 from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import Backbone, features
 from actmat_experiments.vision.images import ImageTask
@@ -35,6 +35,7 @@ class Vision(Experiment):
     Args:
         heads: task -> folder of its head, in the cache.
         schedules: regime -> task -> schedule of its expert.
+        alpha, start: of LoRA, see `Training`.
         precision: of the forward passes in training.
         test_precision: of the forward passes in tests.
         public: task -> folder of a ready-made expert, in place of full fine-tuning.
@@ -46,6 +47,8 @@ class Vision(Experiment):
     heads: Mapping[str, Path]
     schedules: Mapping[Regime, Mapping[str, Schedule]]
     rank: int = 16
+    alpha: int = 0
+    start: Start = "apart"
     precision: Precision = "float32"
     test_precision: Precision = "float32"
     public: Mapping[str, Path] = field(default_factory=dict)
@@ -66,7 +69,7 @@ class Vision(Experiment):
             "rank": self.rank if self.regime == "lora" else None,
             "schedule": self.schedules[self.regime][task.name],
             "precision": self.precision,
-        }
+        } | ({"alpha": self.alpha, "start": self.start} if self.alpha or self.start != "apart" else {})
 
     def steps(self, task: ImageTask) -> int:
         """See `Experiment`."""
@@ -75,8 +78,9 @@ class Vision(Experiment):
     def train(self, task: ImageTask, out: Path, stage: Stage) -> None:
         """See `Experiment`."""
         schedule = self.schedules[self.regime][task.name]
+        lora: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "start": self.start}
         how = Training(
-            *(task.name, self.seed, schedule, self.regime, self.rank), device=self.device, precision=self.precision
+            *(task.name, self.seed, schedule, self.regime), device=self.device, precision=self.precision, **lora
         )
         finetune(self.backbone, self.base.path, self.head(task.name), task.train, how, out, stage.advance)
 
