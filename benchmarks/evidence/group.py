@@ -26,7 +26,7 @@ FRESH = ("fresh-vision-vits14", "fresh-text-minilm", "fresh-llm-tasks", "fresh-v
 first three are of the same suites with other tasks, ranks and seeds, the others have bases of their own."""
 RANKS = ("ranks-text-minilm",)
 """Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
-REGIMES = ("regimes-text-minilm", "regimes-text-mpnet")
+REGIMES = ("regimes-text-minilm", "regimes-text-mpnet", "regimes-vision-vits14")
 """Files of adapters that were trained at other rates, for other lengths, from other starts: see docs/regimes.md."""
 CONTROLS = ("controls-text-minilm",)
 """Files of adapters that were drawn at random at the norms of trained ones: they choose nothing."""

@@ -63,7 +63,8 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
 
 SHAPE_ROWS = ("dc_merge@pico", "dc_merge", "cart", "tsv", "actmat")
 """Rows of adapters of other ranks."""
-CELLS = {"shared": "shared", "small": "small", "alpha": "`alpha` 32", "0.0001": "mild", "256 ": "gentle", "": "hot"}
+CELLS = {"shared": "shared", "small": "small", "alpha": "`alpha` 32"}
+CELLS |= {"1024 ": "long", "0.0001": "mild", "256 ": "gentle", "": "hot"}
 """Part of a title -> name of the cell on docs/regimes.md."""
 FRESH_ROWS = ("dc_merge", "tsv", "actmat_ridge", "actmat", "cart", "dc_merge@pico", "tsv@pico")
 """Rows of sets that were merged after a table of `auto` was fixed."""
@@ -107,7 +108,12 @@ def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
 
 def _cell(group: Group) -> str:
     cell = next(cell for part, cell in CELLS.items() if part in group.title)
-    return cell if group.suite == "text-minilm" else f"{group.model.partition(',')[0]}, {cell}"
+    return f"{group.model.partition(',')[0]}, {cell}" if group.suite == "text-mpnet" else cell
+
+
+def _regimes(folder: Path, kind: str) -> tuple[list[str], Callable[[], list[list[str]]]]:
+    some = [group for group in groups(folder, REGIMES) if group.suite.startswith(kind)]
+    return ["", *(f"{_cell(g)}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)
 
 
 def method_rows(group: Group) -> list[list[str]]:
@@ -153,8 +159,8 @@ def rank(some: Sequence[Candidate]) -> float:
 def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `claims`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `regimes`;
-    `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
+    Names: `references`, `claims`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `texts`,
+    `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
     "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a table is of those files.
     """
     suites = MORE.get(name.partition("_")[0], SUITES)
@@ -166,7 +172,8 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         ),
         "shapes": (row_heads(SHAPE_ROWS), lambda: shape_rows(some, SHAPE_ROWS)),
         "candidates": (row_heads(FRESH_ROWS), lambda: shape_rows(some, FRESH_ROWS)),
-        "regimes": (["", *(f"{_cell(g)}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)),
+        "texts": _regimes(folder, "text"),
+        "images": _regimes(folder, "vision"),
         "claims": (
             ["experts", "tasks, seeds", "`actmat` - average", "- TSV", "- sum"],
             lambda: claim_rows([*some, *groups(folder, (*REGIMES, *CONTROLS))]),
