@@ -7,7 +7,8 @@
 `results/evidence/<suite>.jsonl`, for suites at laptop size `results/small/<suite>.jsonl`, has one line per number:
 suite, model, regime, row, task, seed, number right and of how many, and in `detail` the rule, its options, the scale,
 the split, versions and the SHA-256 of the merged weights. `<suite>-gram.jsonl` has the cosines of `D^T D` with measured
-Gram matrices. Lines that are there already stay, unless the cache has the same number anew.
+Gram matrices, `<suite>-sizes.jsonl` the size of adapters. Lines that are there already stay, unless the cache has the
+same number anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from actmat_experiments.harness.results import read_scores
+from actmat_experiments.harness.sizes import size_file
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
 from benchmarks.common import own_command
@@ -36,14 +38,15 @@ def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, f
         fresh: beginning of the names of files, where the runs choose nothing: see `group.FRESH` and `group.RANKS`.
     """
     if fresh:
-        written = [_scores(cache, suite, folder, f"{fresh}-") for suite in (*SUITES, *SMALL, "text-mpnet")]
-        written += [
-            _cosines(cache, suite, folder, f"{fresh}-") for suite in (*SUITES, "text-mpnet") if fresh == "regimes"
-        ]
+        every = (*SUITES, *SMALL, "text-mpnet")
+        written = [_scores(cache, suite, folder, f"{fresh}-") for suite in every]
+        written += [_lines(size_file(cache, suite), folder, f"{fresh}-") for suite in every]
+        written += [_lines(gram_file(cache, suite), folder, f"{fresh}-") for suite in every if fresh == "regimes"]
         return [path for path in written if path is not None]
     written = [_scores(cache, suite, folder) for suite in SUITES]
     written += [_scores(cache, suite, small) for suite in SMALL]
-    return [path for path in (*written, *(_cosines(cache, suite, folder) for suite in SUITES)) if path is not None]
+    written += [_lines(of(cache, suite), folder) for suite in SUITES for of in (gram_file, size_file)]
+    return [path for path in written if path is not None]
 
 
 def _scores(cache: Path, suite: str, folder: Path, prefix: str = "") -> Path | None:
@@ -56,20 +59,20 @@ def _scores(cache: Path, suite: str, folder: Path, prefix: str = "") -> Path | N
     return path
 
 
-def _cosines(cache: Path, suite: str, folder: Path, prefix: str = "") -> Path | None:
-    found, path = gram_file(cache, suite), folder / f"{prefix}{suite}-gram.jsonl"
+def _lines(found: Path, folder: Path, prefix: str = "") -> Path | None:
+    path = folder / f"{prefix}{found.name}"
     if not found.is_file():
         return None
     before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    lines = {_matrix(line): line for line in (*before, *found.read_text(encoding="utf-8").splitlines())}
+    lines = {_measured(line): line for line in (*before, *found.read_text(encoding="utf-8").splitlines())}
     path.write_text("".join(f"{line}\n" for line in lines.values()), encoding="utf-8")
     return path
 
 
-def _matrix(line: str) -> tuple[str, ...]:
-    """What a line measured: a matrix that was measured again, with other rounding, counts once."""
-    row = json.loads(line)
-    return tuple(str(row[name]) for name in ("model", "regime", "seed", "settings", "samples", "task", "tensor"))
+def _measured(line: str) -> tuple[str, ...]:
+    """What a line measured: what was measured again, with other rounding, counts once."""
+    row, names = json.loads(line), ("model", "regime", "seed", "settings", "samples", "task", "tensor")
+    return tuple(str(row.get(name)) for name in names)
 
 
 def main() -> None:
@@ -79,7 +82,7 @@ def main() -> None:
     parser.add_argument("--fresh", choices=list(MORE), default="", help="runs with files of their own")
     given = parser.parse_args()
     for path in collect(given.cache, fresh=given.fresh):
-        suite = path.stem.removesuffix("-gram").removeprefix(f"{given.fresh}-")
+        suite = path.stem.removesuffix("-gram").removesuffix("-sizes").removeprefix(f"{given.fresh}-")
         record(path, f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}", note=NOTE)
         print(path)
 

@@ -8,8 +8,9 @@ measured in every set of the row, at their defaults, as they are and (adapters w
 row takes the one with the largest mean gain over the average that is in no set and seed more than a point below the
 average or the base; where none holds that, the one whose worst set is best. The mean is over bases, of each over its
 sets and the seeds that all candidates have. The method in force stays where another is less than `LEVEL` points better.
-Adapters are gentle where their deltas are below a share of the base's weights, which is fitted, too. For every base,
-threshold and rows are fitted without it, and its sets show what that table gives.
+Adapters that start from different `A` have three rows, by the size of their deltas relative to the base's weights; the
+two borders are fitted, too. Those that share the start are with the largest.
+For every base, borders and rows are fitted without it, and its sets show what that table gives.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 
 from docs.markdown import table
 
 from actmat.methods.spaces import Space
-from actmat.run.automatic import FEW, GENTLE, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
+from actmat.run.automatic import APART, FEW, GENTLE, HOT, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
 from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import read_lines
 from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
@@ -53,8 +54,10 @@ BASES: Mapping[str, tuple[str, ModelKind]] = {
 """Suite -> its base, and the kind of that."""
 WANTED: tuple[tuple[ModelForm, ModelKind], ...] = (
     *(("full", "encoder"), ("full", "decoder"), ("full", "any"), ("few", "any")),
-    *(("gentle", "any"), ("adapters", "any"), ("changes", "any"), ("mixed", "any")),
+    *(("gentle", "any"), ("adapters", "any"), ("other", "any"), ("mixed", "any")),
 )
+Borders = tuple[float, float]
+"""Sizes of deltas from which adapters are no longer gentle, and from which they count among the others."""
 SPACES: Mapping[str, Space] = {"pico": "pico"}
 """Spaces whose rows count for adapters with factors."""
 
@@ -65,12 +68,14 @@ class ExpertSet:
 
     Args:
         size: mean of `||D|| / ||W_0||` over matrices and experts; None: not recorded.
+        is_shared: whether adapters share the start of `A`.
     """
 
     group: Group
     base: str
     kind: ModelKind
     size: float | None
+    is_shared: bool = False
 
     @property
     def title(self) -> str:
@@ -79,11 +84,13 @@ class ExpertSet:
         found = found if self.base in found else f"{self.base}, {found}"
         return found + ", seed 10" * (self.group.seeds == [10])
 
-    def form(self, threshold: float) -> ModelForm:
-        """Full, or adapters by the size of their deltas."""
+    def form(self, borders: Borders) -> ModelForm:
+        """Full, or adapters by the size of their deltas and their starts."""
         if self.group.regime == "full":
             return "few" if self.kind != "decoder" and len(self.group.tasks) < FEW else "full"
-        return "gentle" if self.size is not None and self.size < threshold else "adapters"
+        if self.size is None or self.size >= borders[1] or self.is_shared:
+            return "other"
+        return "gentle" if self.size < borders[0] else "adapters"
 
     def gains(self, row: str, over: str = "average") -> list[float]:
         """Points of a row above another, in every seed that has both."""
@@ -105,19 +112,25 @@ class ExpertSet:
 @cache
 def expert_sets(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[ExpertSet, ...]:
     """All sets with head-room."""
-    sizes: dict[tuple[str, ...], list[float]] = {}
-    for path in sorted(folder.glob("*-gram.jsonl")):
-        for line in read_lines(path):
-            sizes.setdefault((line["suite"], line["model"], line["regime"]), []).append(line["change"])
+    sizes = _facts(folder, "sizes", "size") | _facts(folder, "gram", "change")
+    overlaps = _facts(folder, "sizes", "overlap") | _facts(folder, "gram", "overlap")
     known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES)), *groups(small, SMALL)]
     known += [some for group in known if group.regime == "full" for some in _subsets(group, folder)]
     found = []
     for group in known:
-        size = sizes.get((group.suite, group.model, group.regime))
-        some = ExpertSet(group, *BASES[group.suite], mean(size) if size else None)
+        key = (group.suite, group.model, group.regime)
+        some = ExpertSet(group, *BASES[group.suite], sizes.get(key), overlaps.get(key, 0.0) >= APART)
         if (above := some.gains("experts", "base")) and mean(above) >= LEAST_HEADROOM and some.gains("average"):
             found.append(some)
     return tuple(found)
+
+
+def _facts(folder: Path, kind: str, field: str) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], list[float]] = {}
+    for path in sorted(folder.glob(f"*-{kind}.jsonl")):
+        for line in (line for line in read_lines(path) if field in line):
+            found.setdefault((line["suite"], line["model"], line["regime"]), []).append(line[field])
+    return {key: mean(values) for key, values in found.items()}
 
 
 def _subsets(group: Group, folder: Path) -> list[Group]:
@@ -157,7 +170,7 @@ def candidates(some: Sequence[ExpertSet], form: ModelForm) -> list[str]:
     """Rows that were measured in all of these sets."""
     rows = [{row for one in unit for row in one.measured} for unit in units(some)]
     plain = set.intersection(*rows)
-    return sorted(row for row in plain if "@" not in row or form in ("gentle", "adapters"))
+    return sorted(row for row in plain if "@" not in row or form in ("gentle", "adapters", "other"))
 
 
 def chosen(some: Sequence[ExpertSet], rows: Sequence[str], in_force: str = "") -> str:
@@ -181,33 +194,47 @@ Fitted = Mapping[tuple[ModelForm, ModelKind], str]
 """Row of the table -> row of the evidence."""
 
 
-def fitted(every: Sequence[ExpertSet], threshold: float, without: str = "") -> Fitted:
+def fitted(every: Sequence[ExpertSet], borders: Borders, without: str = "") -> Fitted:
     """The table of all sets but those of a base; a row is left out that then has no set."""
     found = {}
     for form, kind in WANTED:
-        own = [s for s in every if _belongs(s, form, kind, threshold)]
+        own = [s for s in every if _belongs(s, form, kind, borders)]
         if used := [s for s in own if s.base != without]:
             now = "" if without or (form, kind) not in TABLE else TABLE[form, kind].name
             found[form, kind] = chosen(used, candidates(own, form), now)
     return found
 
 
-def _belongs(one: ExpertSet, form: ModelForm, kind: ModelKind, threshold: float) -> bool:
-    forms: Mapping[str, bool] = {"mixed": True, "changes": one.group.regime == "lora"}
-    return forms.get(form, form == one.form(threshold)) and kind in ("any", one.kind)
+def _belongs(one: ExpertSet, form: ModelForm, kind: ModelKind, borders: Borders) -> bool:
+    return form in ("mixed", one.form(borders)) and kind in ("any", one.kind)
 
 
-def threshold_of(every: Sequence[ExpertSet], without: str = "") -> float:
-    """The size between two measured ones that parts gentle adapters from others with the largest mean gain."""
-    sizes = sorted({s.size for s in every if s.size is not None and s.base != without and s.group.regime == "lora"})
+def borders_of(every: Sequence[ExpertSet], without: str = "", count: int = 2) -> Borders:
+    """The sizes between measured ones that part adapters with the largest mean gain; fewer than two: equal, or 0."""
+    some = [s for s in every if s.group.regime == "lora" and s.size is not None]
+    sizes = sorted({s.size for s in some if s.size is not None and s.base != without})
+    cuts = [(a * b) ** 0.5 for a, b in pairwise(sizes)]
+    tried: list[Borders] = [(0.0, 0.0)] if count == 0 else [(c, c) for c in cuts]
+    if count == 2:
+        tried = list(combinations(cuts, 2)) or tried
 
-    def gain(threshold: float) -> float:
-        table, by_base = fitted(every, threshold, without), dict[str, list[float]]()
-        for one in (s for s in every if s.base != without and s.group.regime == "lora"):
-            by_base.setdefault(one.base, []).extend(one.gains(table[one.form(threshold), "any"]))
-        return mean(mean(gains) for gains in by_base.values())
+    @cache
+    def gains(low: float, high: float, form: ModelForm) -> Mapping[str, list[float]]:
+        own, by_base = [s for s in some if s.form((low, high)) == form], dict[str, list[float]]()
+        used = [s for s in own if s.base != without]
+        now = "" if without or (form, "any") not in TABLE else TABLE[form, "any"].name
+        row = chosen(used, candidates(own, form), now) if used else ""
+        for one in used:
+            by_base.setdefault(one.base, []).extend(one.gains(row))
+        return by_base
 
-    return max(((a * b) ** 0.5 for a, b in pairwise(sizes)), key=gain)
+    def gain(borders: Borders) -> float:
+        low, high = borders
+        parts = gains(low, low, "gentle"), gains(low, high, "adapters"), gains(high, high, "other")
+        bases = {s.base for s in some} - {without}
+        return mean(mean(g for part in parts for g in part.get(base, [])) for base in bases)
+
+    return max(tried, key=gain)
 
 
 @dataclass(frozen=True)
@@ -220,31 +247,31 @@ class HeldOut:
 
 
 @cache
-def held_out(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[HeldOut, ...]:
-    """Every set by the table of the other bases."""
+def held_out(folder: Path = FOLDER, small: Path = SMALL_FOLDER, count: int = 2) -> tuple[HeldOut, ...]:
+    """Every set by the table of the other bases, with so many borders."""
     every, found = expert_sets(folder, small), []
     for base in dict.fromkeys(s.base for s in every):
-        threshold = threshold_of(every, base)
-        table = fitted(every, threshold, base)
+        borders = borders_of(every, base, count)
+        table = fitted(every, borders, base)
         for one in (s for s in every if s.base == base):
-            form = one.form(threshold)
-            row = table.get((form, one.kind)) or table[form, "any"]
+            form = one.form(borders)
+            row = table.get((form, one.kind)) or table.get((form, "any")) or table["mixed", "any"]
             found.append(HeldOut(one, form, row))
     return tuple(found)
 
 
 def choices(
     folder: Path = FOLDER, small: Path = SMALL_FOLDER
-) -> tuple[float, dict[tuple[ModelForm, ModelKind], AutoChoice]]:
-    """The threshold and the table of `actmat.run.automatic`: fitted on all sets, with what held-out bases gave."""
+) -> tuple[Borders, dict[tuple[ModelForm, ModelKind], AutoChoice]]:
+    """The borders and the table of `actmat.run.automatic`: fitted on all sets, with what held-out bases gave."""
     every = expert_sets(folder, small)
-    threshold = round(threshold_of(every), 4)
-    found = {}
-    for (form, kind), row in fitted(every, threshold).items():
-        fixed = row if form in ("changes", "mixed") else ""
-        by_base = _by_base([h for h in held_out(folder, small) if _belongs(h.one, form, kind, threshold)], fixed)
+    low, high = borders_of(every)
+    borders, found = (round(low, 4), round(high, 3)), {}
+    for (form, kind), row in fitted(every, borders).items():
+        fixed = row if form == "mixed" else ""
+        by_base = _by_base([h for h in held_out(folder, small) if _belongs(h.one, form, kind, borders)], fixed)
         found[form, kind] = measured(row, [gain for gain, *_ in by_base.values()])
-    return threshold, found
+    return borders, found
 
 
 def _by_base(some: Sequence[HeldOut], fixed: str = "") -> dict[str, tuple[float, list[str], float]]:
@@ -267,7 +294,7 @@ def on_adapters(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> dict[Model
     """`ON_ADAPTERS` of `actmat.run.automatic`."""
     found: dict[ModelForm, dict[str, list[float]]] = {form: {} for form in ON_ADAPTERS}
     for one in expert_sets(folder, small):
-        if (form := one.form(GENTLE)) in found:
+        if (form := one.form((GENTLE, HOT))) in found:
             found[form].setdefault(one.base, []).extend(one.gains("actmat"))
     return {form: measured("actmat", [mean(gains) for gains in some.values()]) for form, some in found.items()}
 
@@ -289,9 +316,9 @@ WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
     "few": (f"fewer than {FEW} fine-tuned models, no decoders", ""),
     "gentle": ("LoRA adapters", f"below {100 * GENTLE:g} % of the base's weights"),
-    "adapters": ("LoRA adapters", "larger, or no base is given"),
-    "changes": ("adapters without factors, or in another space", ""),
-    "mixed": ("models and adapters together", ""),
+    "adapters": ("LoRA adapters", f"{100 * GENTLE:g} to {100 * HOT:g} %"),
+    "other": ("LoRA adapters", "larger, `A` shared, or no base is given"),
+    "mixed": ("adapters without factors, in another space, or together with models", ""),
 }
 
 
@@ -301,7 +328,7 @@ def rule_rows() -> list[list[str]]:
     for (form, kind), row in TABLE.items():
         what, deltas = WORDS[form]
         of = f", {kind}s" if kind != "any" else ", other kinds" if form == "full" else ""
-        own = [] if row.method == "average" else [h for h in held_out() if _belongs(h.one, form, kind, GENTLE)]
+        own = [] if row.method == "average" else [h for h in held_out() if _belongs(h.one, form, kind, (GENTLE, HOT))]
         each = [
             f"{base} {Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)}"
             + (rows != [row.name]) * f" by {' or '.join(f'`{name}`' for name in rows)}"
@@ -356,8 +383,8 @@ def measured_table(name: str) -> str:
 
 def main() -> None:
     """Print threshold and table, to be put into `actmat.run.automatic`, and every set by the table of other bases."""
-    threshold, table = choices()
-    print(f"GENTLE = {threshold}")
+    (gentle, hot), table = choices()
+    print(f"GENTLE, HOT = {gentle}, {hot}")
     for key, choice in (*table.items(), *on_adapters().items()):
         print(f"    {key!r}: {choice!r},".replace("'", '"'))
     for row in held_rows():

@@ -17,7 +17,7 @@ from actmat.extras.models.loading import load_model
 from actmat.recipe import Recipe
 from actmat.run import automatic
 from actmat.run.adapters import size_and_overlap
-from actmat.run.automatic import GENTLE, ON_ADAPTERS, SHARED, SHARED_START, TABLE, AutoChoice, choice_for
+from actmat.run.automatic import APART, GENTLE, ON_ADAPTERS, SHARED_START, TABLE, AutoChoice, choice_for
 from actmat.run.locate import located
 
 
@@ -38,7 +38,7 @@ def test_checkpoints_of_a_decoder(models: Path) -> None:
 @pytest.mark.parametrize("with_base", [True, False])
 def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
     plan = actmat.plan(models / "base" if with_base else None, pair(models, "adapters"))
-    choice = TABLE["adapters", "any"]
+    choice = TABLE["other", "any"]
     assert (plan.recipe.method, plan.recipe.space) == (choice.method, choice.space)
     assert ("change the weights by " if with_base else "of a decoder of unknown size") in plan.recipe.notes[-1]
 
@@ -56,15 +56,20 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path) -
     size, overlap = found
     assert size is not None
     assert 0 < size < GENTLE
-    assert overlap < SHARED
+    assert overlap < APART
     plan = actmat.plan(models / "base", adapters)
     assert (plan.recipe.method, plan.recipe.space) == (TABLE["gentle", "any"].method, TABLE["gentle", "any"].space)
     assert "that change the weights by 0.0" in plan.recipe.notes[-1]
+    math, code = (load_file(a / "adapter_model.safetensors") for a in adapters)
+    shared = {n: math[n] if "lora_A" in n else t for n, t in code.items()}
+    save_file(shared, adapters[1] / "adapter_model.safetensors")
+    plan = actmat.plan(models / "base", adapters)
+    assert (plan.recipe.method, plan.recipe.space) == (TABLE["other", "any"].method, TABLE["other", "any"].space)
 
 
 def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated = AutoChoice("tsv", sets=3, gain=2.0, worst=1.0, space="pico")
-    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): calibrated})
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("other", "any"): calibrated})
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
     assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder that change the we")
@@ -124,12 +129,16 @@ def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path
     assert again.was_finished
 
 
-def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> None:
+def test_the_papers_method_on_adapters_comes_with_its_record(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "HOTTEST", 0.2)
     plan = actmat.plan(models / "base", pair(models, "adapters"), method="actmat")
     assert plan.recipe.method == "actmat"
     note = plan.recipe.notes[-1]
     assert note.startswith("actmat on adapters that change the weights by ")
-    assert f"%, more than any measured ones: {ON_ADAPTERS['adapters']}; auto would choose dc_merge@pico" in note
+    assert (
+        f"%, more than any measured ones: {ON_ADAPTERS['other']}; auto would choose {TABLE['other', 'any'].name}:"
+        in note
+    )
     assert "share the start" not in note
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
 
@@ -147,10 +156,10 @@ def test_adapters_that_share_the_start_of_a_come_with_what_was_measured(
     for share, words in ((0.999, f"the start of A (overlap 1.00; {SHARED_START})"), (0.5, "a part of A (overlap 0.")):
         mixed = {n: start[n] * share + t * (1 - share) if "lora_A" in n else t for n, t in tensors.items()}
         save_file(mixed, files[1])
-        for method in ("auto", "actmat", "actmat_ridge", "wudi"):
+        for method in ("auto", "actmat", "actmat_ridge", "wudi", "ct_merging", "tsv"):
             notes = actmat.plan(base, adapters, method=method).recipe.notes
             assert [f"; they share {words}" in note for note in notes] == [True], (method, notes)
-        assert not actmat.plan(base, adapters, method="tsv").recipe.notes
+        assert not actmat.plan(base, adapters, method="ties").recipe.notes
     assert words in actmat.diagnose(base, adapters, method="actmat_ridge").recipe["notes"][-1]
 
 

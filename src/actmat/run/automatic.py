@@ -20,20 +20,21 @@ from actmat.run.adapters import size_and_overlap
 from actmat.run.locate import Given
 
 AUTO = "auto"
-ModelForm = Literal["full", "few", "gentle", "adapters", "changes", "mixed"]
+ModelForm = Literal["full", "few", "gentle", "adapters", "other", "changes", "mixed"]
 """All experts are checkpoints; so, but fewer than `FEW`, and no decoders; all are adapters with factors, whose deltas
-are below `GENTLE`, or not or nobody knows; all are adapters, and some have no factors; some of each."""
+are below `GENTLE`, below `HOT`, or larger, of unknown size or from a shared start; all are adapters, and some have no
+factors; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
-GENTLE = 0.009
-"""Mean of `||D|| / ||W_0||` below which adapters are gentle."""
+GENTLE, HOT = 0.009, 0.045
+"""Mean of `||D|| / ||W_0||` below which adapters are gentle, and from which they are larger than common ones."""
 
 FEW = 5
 """Number of checkpoints from which a method that shares directions out among them is taken."""
 LARGEST: Mapping[str, int] = {"encoder": 50_000_000, "decoder": 200_000_000}
 """Parameters from which models are larger than those that were measured, of 22 and of 135 million."""
-MOST, HOTTEST = 8, 0.02
+MOST, HOTTEST = 8, 0.3
 """Experts, and mean `||D|| / ||W_0||` of adapters, that were measured, at most."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -64,7 +65,7 @@ class AutoChoice:
 
     def __str__(self) -> str:
         """The measurement in words."""
-        if self.method == "average":
+        if self.name == "average":
             return "no other method was measured in all sets and was safe there"
         return f"{self.gain:+.1f} points over the average on {self.sets} bases, {self.worst:+.1f} on the worst"
 
@@ -75,20 +76,23 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
     ("full", "any"): AutoChoice("dc_merge", sets=6, gain=9.9, worst=0.7),
     ("few", "any"): AutoChoice("actmat_ridge", sets=2, gain=7.2, worst=7.1),
     ("gentle", "any"): AutoChoice("dc_merge", sets=3, gain=10.6, worst=3.8),
-    ("adapters", "any"): AutoChoice("dc_merge", sets=5, gain=0.5, worst=-0.9, space="pico"),
-    ("changes", "any"): AutoChoice("average", sets=6, gain=0.0, worst=0.0),
+    ("adapters", "any"): AutoChoice("ct_merging", sets=3, gain=3.5, worst=0.9),
+    ("other", "any"): AutoChoice("average", sets=4, gain=0.5, worst=-0.9, space="pico"),
     ("mixed", "any"): AutoChoice("average", sets=7, gain=0.0, worst=0.0),
 }
 
 
 ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
     "gentle": AutoChoice("actmat", sets=3, gain=7.7, worst=-5.8),
-    "adapters": AutoChoice("actmat", sets=5, gain=-17.4, worst=-33.4),
+    "adapters": AutoChoice("actmat", sets=3, gain=-10.1, worst=-16.0),
+    "other": AutoChoice("actmat", sets=4, gain=-17.4, worst=-33.4),
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
 
 SOLVING = ("actmat", "actmat_ridge", "wudi", "swudi", "aswudi")
 """Methods that solve for the merge by the deltas' own Gram matrices."""
+ORTHOGONAL = ("tsv", "dc_merge", "ct_merging")
+"""Methods that make the experts' directions orthogonal to each other."""
 APART, SHARED = 0.5, 0.9
 """Overlap from which adapters share the start of `A`, and below which they do not; measured: 0.99, and 0.10 to 0.16."""
 SHARED_START = "points over the average in one set, of an encoder: actmat -6.8, actmat_ridge -0.7, dc_merge +5.7"
@@ -96,8 +100,8 @@ SHARED_START = "points over the average in one set, of an encoder: actmat -6.8, 
 
 
 def choice_for(form: ModelForm, kind: ModelKind) -> AutoChoice:
-    """The row of the table: that of the kind of model, or of all kinds."""
-    return TABLE.get((form, kind)) or TABLE[form, "any"]
+    """The row of the table: that of the kind of model, of all kinds, or of all forms."""
+    return TABLE.get((form, kind)) or TABLE.get((form, "any")) or TABLE["mixed", "any"]
 
 
 def with_method(recipe: Recipe, given: Given) -> Recipe:
@@ -108,14 +112,15 @@ def with_method(recipe: Recipe, given: Given) -> Recipe:
         given: its inputs.
     """
     if recipe.method != AUTO:
-        return _told(recipe, given) if recipe.method in SOLVING and given.only_adapters else recipe
+        is_told = recipe.method in (*SOLVING, *ORTHOGONAL) and given.only_adapters
+        return _told(recipe, given) if is_told else recipe
     method, space, options, reason = _chosen(recipe, given)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
 def _told(recipe: Recipe, given: Given) -> Recipe:
-    """The recipe of a method that solves, on adapters, with measurements among the notes."""
+    """The recipe of a method that solves or orthogonalizes, on adapters, with measurements among the notes."""
     form, size, start = _by_size(given)
     note = f"{recipe.method} on adapters{size}{start}"
     if recipe.method == "actmat":
@@ -162,9 +167,10 @@ def _by_size(given: Given) -> tuple[ModelForm, str, str]:
     shared, found = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
     start = f"; they share {shared} of A (overlap {overlap:.2f}; {found})" if overlap >= APART else ""
     if size is None:
-        return "adapters", " of unknown size", start
+        return "other", " of unknown size", start
     words = f" that change the weights by {100 * size:.2g} %" + ", more than any measured ones" * (size > HOTTEST)
-    return "gentle" if size < GENTLE else "adapters", words, start
+    form: ModelForm = "other" if start or size >= HOT else "gentle" if size < GENTLE else "adapters"
+    return form, words, start
 
 
 def _beyond(given: Given, kind: ModelKind) -> str:

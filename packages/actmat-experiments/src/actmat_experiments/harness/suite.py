@@ -12,6 +12,7 @@ from actmat_experiments.harness.merging import KINDS, Candidate
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.rows import candidates
+from actmat_experiments.harness.sizes import size_file, store_size
 from actmat_experiments.suites import RunRequest
 
 Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
@@ -67,6 +68,7 @@ def run_experiments(
                     continue
             chosen = rows[experiment.regime][0]
             scores += experiment.compare(chosen, score_file(request.cache, request.suite))
+            store_size(experiment, size_file(request.cache, request.suite))
             more(experiment, chosen)
         left_out = {name: why for _, some in rows.values() for name, why in some.items()}
         watch.note(f"left out: {name} ({why})" for name, why in left_out.items())

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from actmat_experiments.analyses.angles import cosine
-from actmat_experiments.core import located, make_recipe, open_statistics, size_and_overlap
+from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.models import is_adapter, read_tensors
+from actmat_experiments.harness.sizes import adapter_size
 
 
 def gram_file(cache: Path, suite: str) -> Path:
@@ -41,18 +42,10 @@ def store_gram(experiment: Experiment, path: Path) -> None:
     if any({n: row[n] for n in about} == about for row in rows):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    starts = overlap(experiment)
+    starts = {n: v for n, v in adapter_size(experiment).items() if n == "overlap"}
     text = "".join(json.dumps(about | row | starts) + "\n" for row in gram_rows(experiment))
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
-
-
-def overlap(experiment: Experiment) -> dict[str, float]:
-    """Overlap of the adapters' `A`, see `size_and_overlap`; empty for full models."""
-    experts = [{"path": str(made.path), "name": task} for task, made in experiment.experts().items()]
-    with located(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
-        found = size_and_overlap(given)
-    return {"overlap": round(found[1], 3)} if found else {}
 
 
 def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
