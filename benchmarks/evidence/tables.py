@@ -61,12 +61,12 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
     return found
 
 
-SHAPE_ROWS = ("dc_merge@pico", "dc_merge", "cart", "tsv", "actmat")
+SHAPE_ROWS = ("ct_merging", "dc_merge@pico", "dc_merge", "cart", "tsv", "actmat")
 """Rows of adapters of other ranks."""
-CELLS = {"shared": "shared", "small": "small", "alpha": "`alpha` 32"}
+CELLS = {"16, A shared": "hot, shared", "shared": "shared", "small": "small", "alpha": "`alpha` 32"}
 CELLS |= {"1024 ": "long", "0.0001": "mild", "256 ": "gentle", "": "hot"}
 """Part of a title -> name of the cell on docs/regimes.md."""
-FRESH_ROWS = ("dc_merge", "tsv", "actmat_ridge", "actmat", "cart", "dc_merge@pico", "tsv@pico")
+FRESH_ROWS = ("dc_merge", "ct_merging", "tsv", "actmat_ridge", "actmat", "cart", "dc_merge@pico", "tsv@pico")
 """Rows of sets that were merged after a table of `auto` was fixed."""
 
 
