@@ -8,8 +8,8 @@ measured in every set of the row, at their defaults, as they are and (adapters w
 row takes the one with the largest mean gain over the average that is in no set and seed more than a point below the
 average or the base; where none holds that, the one whose worst set is best. The mean is over bases, of each over its
 sets and the seeds that all candidates have. The method in force stays where another is less than `LEVEL` points better.
-Adapters that start from different `A` have three rows, by the size of their deltas relative to the base's weights; the
-two borders are fitted, too. Those that share the start are with the largest.
+Adapters have rows by the size of their deltas relative to the base's weights, one of them for unknown sizes; both borders
+are fitted, too. Above the first, those that share the start of `A` are with the largest, for which nothing is safe.
 For every base, borders and rows are fitted without it, and its sets show what that table gives.
 """
 
@@ -54,7 +54,7 @@ BASES: Mapping[str, tuple[str, ModelKind]] = {
 """Suite -> its base, and the kind of that."""
 WANTED: tuple[tuple[ModelForm, ModelKind], ...] = (
     *(("full", "encoder"), ("full", "decoder"), ("full", "any"), ("few", "any")),
-    *(("gentle", "any"), ("adapters", "any"), ("other", "any"), ("mixed", "any")),
+    *(("gentle", "any"), ("adapters", "any"), ("unknown", "any"), ("mixed", "any")),
 )
 Borders = tuple[float, float]
 """Sizes of deltas from which adapters are no longer gentle, and from which they count among the others."""
@@ -88,9 +88,11 @@ class ExpertSet:
         """Full, or adapters by the size of their deltas and their starts."""
         if self.group.regime == "full":
             return "few" if self.kind != "decoder" and len(self.group.tasks) < FEW else "full"
-        if self.size is None or self.size >= borders[1] or self.is_shared:
-            return "other"
-        return "gentle" if self.size < borders[0] else "adapters"
+        if self.size is None:
+            return "unknown"
+        if self.size < borders[0]:
+            return "gentle"
+        return "other" if self.size >= borders[1] or self.is_shared else "adapters"
 
     def gains(self, row: str, over: str = "average") -> list[float]:
         """Points of a row above another, in every seed that has both."""
@@ -170,7 +172,7 @@ def candidates(some: Sequence[ExpertSet], form: ModelForm) -> list[str]:
     """Rows that were measured in all of these sets."""
     rows = [{row for one in unit for row in one.measured} for unit in units(some)]
     plain = set.intersection(*rows)
-    return sorted(row for row in plain if "@" not in row or form in ("gentle", "adapters", "other"))
+    return sorted(row for row in plain if "@" not in row or form in ("gentle", "adapters", "other", "unknown"))
 
 
 def chosen(some: Sequence[ExpertSet], rows: Sequence[str], in_force: str = "") -> str:
@@ -206,6 +208,8 @@ def fitted(every: Sequence[ExpertSet], borders: Borders, without: str = "") -> F
 
 
 def _belongs(one: ExpertSet, form: ModelForm, kind: ModelKind, borders: Borders) -> bool:
+    if form == "unknown":
+        return one.group.regime == "lora" and not one.is_shared
     return form in ("mixed", one.form(borders)) and kind in ("any", one.kind)
 
 
@@ -223,7 +227,7 @@ def borders_of(every: Sequence[ExpertSet], without: str = "", count: int = 2) ->
         own, by_base = [s for s in some if s.form((low, high)) == form], dict[str, list[float]]()
         used = [s for s in own if s.base != without]
         now = "" if without or (form, "any") not in TABLE else TABLE[form, "any"].name
-        row = chosen(used, candidates(own, form), now) if used else ""
+        row = "average" if form == "other" else chosen(used, candidates(own, form), now) if used else ""
         for one in used:
             by_base.setdefault(one.base, []).extend(one.gains(row))
         return by_base
@@ -247,17 +251,31 @@ class HeldOut:
 
 
 @cache
+def tables(folder: Path = FOLDER, small: Path = SMALL_FOLDER, count: int = 2) -> Mapping[str, tuple[Borders, Fitted]]:
+    """Base -> borders and table that are fitted without it."""
+    every = expert_sets(folder, small)
+    borders = {base: borders_of(every, base, count) for base in dict.fromkeys(s.base for s in every)}
+    return {base: (some, fitted(every, some, base)) for base, some in borders.items()}
+
+
+@cache
 def held_out(folder: Path = FOLDER, small: Path = SMALL_FOLDER, count: int = 2) -> tuple[HeldOut, ...]:
     """Every set by the table of the other bases, with so many borders."""
-    every, found = expert_sets(folder, small), []
-    for base in dict.fromkeys(s.base for s in every):
-        borders = borders_of(every, base, count)
-        table = fitted(every, borders, base)
-        for one in (s for s in every if s.base == base):
-            form = one.form(borders)
-            row = table.get((form, one.kind)) or table.get((form, "any")) or table["mixed", "any"]
-            found.append(HeldOut(one, form, row))
+    found = []
+    for one in expert_sets(folder, small):
+        borders, table = tables(folder, small, count)[one.base]
+        form = one.form(borders)
+        row = table.get((form, one.kind)) or table.get((form, "any")) or table["mixed", "any"]
+        found.append(HeldOut(one, form, row))
     return tuple(found)
+
+
+def _held_of(folder: Path, small: Path, form: ModelForm, kind: ModelKind, borders: Borders) -> list[HeldOut]:
+    """The sets of a row of the table, by the tables of the other bases; of adapters as if their size were unknown."""
+    some = [held for held in held_out(folder, small) if _belongs(held.one, form, kind, borders)]
+    if form != "unknown":
+        return some
+    return [replace(held, row=tables(folder, small)[held.one.base][1][form, kind]) for held in some]
 
 
 def choices(
@@ -269,7 +287,7 @@ def choices(
     borders, found = (round(low, 4), round(high, 3)), {}
     for (form, kind), row in fitted(every, borders).items():
         fixed = row if form == "mixed" else ""
-        by_base = _by_base([h for h in held_out(folder, small) if _belongs(h.one, form, kind, borders)], fixed)
+        by_base = _by_base(_held_of(folder, small, form, kind, borders), fixed)
         found[form, kind] = measured(row, [gain for gain, *_ in by_base.values()])
     return borders, found
 
@@ -316,9 +334,9 @@ WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
     "few": (f"fewer than {FEW} fine-tuned models, no decoders", ""),
     "gentle": ("LoRA adapters", f"below {100 * GENTLE:g} % of the base's weights"),
-    "adapters": ("LoRA adapters", f"{100 * GENTLE:g} to {100 * HOT:g} %"),
-    "other": ("LoRA adapters", "larger, `A` shared, or no base is given"),
-    "mixed": ("adapters without factors, in another space, or together with models", ""),
+    "adapters": ("LoRA adapters from different `A`", f"{100 * GENTLE:g} to {100 * HOT:g} %"),
+    "unknown": ("LoRA adapters from different `A`", "no base is given"),
+    "mixed": ("all else: larger adapters, or from one `A`, without factors, together with models", ""),
 }
 
 
@@ -328,7 +346,7 @@ def rule_rows() -> list[list[str]]:
     for (form, kind), row in TABLE.items():
         what, deltas = WORDS[form]
         of = f", {kind}s" if kind != "any" else ", other kinds" if form == "full" else ""
-        own = [] if row.method == "average" else [h for h in held_out() if _belongs(h.one, form, kind, (GENTLE, HOT))]
+        own = [] if row.method == "average" else _held_of(FOLDER, SMALL_FOLDER, form, kind, (GENTLE, HOT))
         each = [
             f"{base} {Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)}"
             + (rows != [row.name]) * f" by {' or '.join(f'`{name}`' for name in rows)}"

@@ -20,10 +20,10 @@ from actmat.run.adapters import size_and_overlap
 from actmat.run.locate import Given
 
 AUTO = "auto"
-ModelForm = Literal["full", "few", "gentle", "adapters", "other", "changes", "mixed"]
+ModelForm = Literal["full", "few", "gentle", "adapters", "unknown", "other", "changes", "mixed"]
 """All experts are checkpoints; so, but fewer than `FEW`, and no decoders; all are adapters with factors, whose deltas
-are below `GENTLE`, below `HOT`, or larger, of unknown size or from a shared start; all are adapters, and some have no
-factors; some of each."""
+are below `GENTLE`, below `HOT` and start from different `A`, or are so but of unknown size, or neither; all are
+adapters, and some have no factors; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
@@ -77,7 +77,7 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
     ("few", "any"): AutoChoice("actmat_ridge", sets=2, gain=7.2, worst=7.1),
     ("gentle", "any"): AutoChoice("dc_merge", sets=3, gain=10.6, worst=3.8),
     ("adapters", "any"): AutoChoice("ct_merging", sets=3, gain=3.5, worst=0.9),
-    ("other", "any"): AutoChoice("average", sets=4, gain=0.5, worst=-0.9, space="pico"),
+    ("unknown", "any"): AutoChoice("dc_merge", sets=4, gain=0.5, worst=-0.9, space="pico"),
     ("mixed", "any"): AutoChoice("average", sets=7, gain=0.0, worst=0.0),
 }
 
@@ -124,7 +124,7 @@ def _told(recipe: Recipe, given: Given) -> Recipe:
     form, size, start = _by_size(given)
     note = f"{recipe.method} on adapters{size}{start}"
     if recipe.method == "actmat":
-        better, beyond = TABLE[form, "any"], _beyond(given, _kind(given.config))
+        better, beyond = choice_for(form, "any"), _beyond(given, _kind(given.config))
         note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
     is_known = note in recipe.notes or len(given.experts) == 1 or (recipe.method != "actmat" and not start)
     return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
@@ -167,9 +167,9 @@ def _by_size(given: Given) -> tuple[ModelForm, str, str]:
     shared, found = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
     start = f"; they share {shared} of A (overlap {overlap:.2f}; {found})" if overlap >= APART else ""
     if size is None:
-        return "other", " of unknown size", start
+        return "other" if start else "unknown", " of unknown size", start
     words = f" that change the weights by {100 * size:.2g} %" + ", more than any measured ones" * (size > HOTTEST)
-    form: ModelForm = "other" if start or size >= HOT else "gentle" if size < GENTLE else "adapters"
+    form: ModelForm = "gentle" if size < GENTLE else "other" if start or size >= HOT else "adapters"
     return form, words, start
 
 
