@@ -8,8 +8,9 @@ measured in every set of the row, at their defaults, as they are and (adapters w
 row takes the one with the largest mean gain over the average that is in no set and seed more than a point below the
 average or the base; where none holds that, the one whose worst set is best. The mean is over bases, of each over its
 sets and the seeds that all candidates have. The method in force stays where another is less than `LEVEL` points better.
-Adapters have rows by the size of their deltas relative to the base's weights, one of them for unknown sizes; both borders
-are fitted, too. Above the first, those that share the start of `A` are with the largest, for which nothing is safe.
+Adapters have rows by the size of their deltas relative to the base's weights, one of them for unknown sizes; both
+borders are fitted, too. Above the first, those that share the start of `A` are with the largest, for which nothing is
+safe.
 For every base, borders and rows are fitted without it, and its sets show what that table gives.
 """
 
