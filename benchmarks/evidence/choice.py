@@ -219,9 +219,7 @@ def borders_of(every: Sequence[ExpertSet], without: str = "", count: int = 2) ->
     some = [s for s in every if s.group.regime == "lora" and s.size is not None]
     sizes = sorted({s.size for s in some if s.size is not None and s.base != without})
     cuts = [(a * b) ** 0.5 for a, b in pairwise(sizes)]
-    tried: list[Borders] = [(0.0, 0.0)] if count == 0 else [(c, c) for c in cuts]
-    if count == 2:
-        tried = list(combinations(cuts, 2)) or tried
+    tried = {0: [(0.0, 0.0)], 1: [(c, c) for c in cuts], 2: [*combinations(cuts, 2)] or [(c, c) for c in cuts]}[count]
 
     @cache
     def gains(low: float, high: float, form: ModelForm) -> Mapping[str, list[float]]:
@@ -239,7 +237,7 @@ def borders_of(every: Sequence[ExpertSet], without: str = "", count: int = 2) ->
         bases = {s.base for s in some} - {without}
         return mean(mean(g for part in parts for g in part.get(base, [])) for base in bases)
 
-    return max(tried, key=gain)
+    return max(tried, key=gain, default=(0.0, 0.0))
 
 
 @dataclass(frozen=True)
