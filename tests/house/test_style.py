@@ -19,12 +19,12 @@ MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
 ROOMS: dict[str, int] = {
     "core": 22_800,
-    "extras": 15_400,
+    "extras": 15_430,
     "api and cli": 3_300,
     "src": 41_800,
-    "packages": 11_570,
-    "tests": 45_510,
-    "benchmarks": 6_270,
+    "packages": 11_590,
+    "tests": 45_530,
+    "benchmarks": 6_310,
     "whole tree": 107_800,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from torch import Tensor
 
+from actmat.extras.research.drop import Drop
 from actmat.linalg import chunks
 from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend, walk
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.mask import Drop
 from actmat.linalg.masks.threshold import true_indices
 from actmat.methods import all_methods, get_method
 

@@ -7,7 +7,7 @@ import torch
 from tests.helpers.spectra import random_deltas, random_lowrank
 from tests.tolerances import F32_SOLVE, F64_ORACLE, relative_error
 
-from actmat.extras.research.ct_merging import merge
+from actmat.methods.ct_merging import merge
 
 
 def polar(columns):

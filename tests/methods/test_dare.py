@@ -13,7 +13,7 @@ from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods.dare import DARE
+from actmat.extras.research.dare import DARE
 
 
 def masked(deltas: list[Tensor], t: int, **given: Any) -> Tensor:

@@ -7,12 +7,12 @@ import torch
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
-from actmat.extras.research.ct_merging import CT_MERGING
 from actmat.extras.research.iso_c import ISO_C
 from actmat.extras.research.iso_cts import ISO_CTS
 from actmat.extras.research.knots import KNOTS
 from actmat.extras.research.tsv import TSV
 from actmat.methods.contract import MergeMethod
+from actmat.methods.ct_merging import CT_MERGING
 
 CASES = [
     (TSV, {}),

@@ -21,10 +21,10 @@ from tests.tolerances import F32_PRODUCT, F32_SOLVE, F64_IDENTITY, F64_ORACLE, r
 from torch import Tensor
 
 from actmat.extras.research.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
+from actmat.extras.research.dare import DARE
 from actmat.extras.research.della import DELLA
 from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
-from actmat.methods.dare import DARE
 
 ACTMAT = get_method("actmat")
 ACTMAT_RIDGE = get_method("actmat_ridge")

@@ -116,6 +116,18 @@ SpectrumMean = Literal["all", "rank", "rms"]
 """SpectrumMean of the singular values in an isotropic matrix, see `isotropic`."""
 
 
+def orthogonalized_sum(
+    u_OJ: Tensor, s_J: Tensor, v_IJ: Tensor, accuracy: torch.dtype
+) -> tuple[Tensor, Tensor, Retries]:
+    """`polar(U) diag(s) polar(V)^T` as its two factors `O x J` (with `s` inside) and `J x I`, and `retries`.
+
+    A column that is zero (beyond an expert's rank) stays zero in the polar factor, so it contributes nothing.
+    A flip of the signs of `u_j` and `v_j` together changes nothing: `polar(U S) = polar(U) S` for diagonal signs.
+    """
+    left, right = polar_factor(u_OJ, accuracy=accuracy), polar_factor(v_IJ, accuracy=accuracy)
+    return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retries + right.retries
+
+
 def isotropic(
     total_OI: Tensor,
     directions: int,

@@ -13,7 +13,7 @@ from actmat.methods.actmat import ACTMAT
 from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.average import AVERAGE
 from actmat.methods.contract import Bounds, MergeMethod, Option
-from actmat.methods.dare import DARE
+from actmat.methods.ct_merging import CT_MERGING
 from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.facets import Access, LowRankForm, Merged, MergedLowRank, MethodCost, Stages, Survey
 from actmat.methods.linear import LINEAR
@@ -46,11 +46,11 @@ METHODS: tuple[MergeMethod, ...] = (
     TASK_ARITHMETIC,
     LINEAR,
     TIES,
-    DARE,
     ACTMAT,
     REGMEAN,
     ACTMAT_RIDGE,
     DC_MERGE,
+    CT_MERGING,
 )
 """Methods of the core, in the order of the tables. Adding one: a file in this folder and an entry here."""
 

@@ -12,9 +12,10 @@ from tests.helpers.masking import awkward_deltas, naive_elect, naive_top
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
+from actmat.extras.research.drop import Drop
 from actmat.linalg import chunks
 from actmat.linalg.masks.election import elect, masked_sum, sign_balance
-from actmat.linalg.masks.mask import Drop, Keep, top_trims
+from actmat.linalg.masks.mask import Keep, top_trims
 
 
 @pytest.fixture(autouse=True)

@@ -18,16 +18,15 @@ from torch import Tensor
 from actmat.extras.research import della
 from actmat.extras.research.breadcrumbs import Band
 from actmat.extras.research.della import magnitude_sampled, normalized_ranks
+from actmat.extras.research.drop import Drop, random_int32
 from actmat.extras.research.sce import Where
 from actmat.linalg import chunks
 from actmat.linalg.masks import threshold
 from actmat.linalg.masks.mask import (
-    Drop,
     Keep,
     Mask,
     Trim,
     l1_factors,
-    random_int32,
     top_trims,
 )
 from actmat.linalg.masks.threshold import Cut, StreamedCut, kth_magnitudes

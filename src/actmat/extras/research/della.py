@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
+from actmat.extras.research.drop import random_int32
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Keep, random_int32
+from actmat.linalg.masks.mask import Keep
 from actmat.linalg.operations import Operation, entries
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights

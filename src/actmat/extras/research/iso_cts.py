@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.extras.research.joint import orthogonalized_sum
 from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import join
+from actmat.linalg.singular import join, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights

@@ -1,7 +1,7 @@
-"""Singular vectors of all experts together: a joint column basis, and triplets side by side made orthogonal.
+"""Singular vectors of all experts together: a joint column basis.
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `J` singular triplets of all experts, `R` directions of the
-joint basis. Leading batch axes are allowed. Everything is float64 inside; callers round once, at the end.
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` directions of the joint
+basis. Leading batch axes are allowed. Everything is float64 inside; callers round once, at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries
-from actmat.linalg.singular import polar_factor
 from actmat.linalg.svd import (
     RANK_RTOL,
     accuracy_of,
@@ -24,18 +23,6 @@ from actmat.linalg.svd import (
     row_gram,
     thin_svd,
 )
-
-
-def orthogonalized_sum(
-    u_OJ: Tensor, s_J: Tensor, v_IJ: Tensor, accuracy: torch.dtype
-) -> tuple[Tensor, Tensor, Retries]:
-    """`polar(U) diag(s) polar(V)^T` as its two factors `O x J` (with `s` inside) and `J x I`, and `retries`.
-
-    A column that is zero (beyond an expert's rank) stays zero in the polar factor, so it contributes nothing.
-    A flip of the signs of `u_j` and `v_j` together changes nothing: `polar(U S) = polar(U) S` for diagonal signs.
-    """
-    left, right = polar_factor(u_OJ, accuracy=accuracy), polar_factor(v_IJ, accuracy=accuracy)
-    return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retries + right.retries
 
 
 @dataclass(frozen=True, slots=True)

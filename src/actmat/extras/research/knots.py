@@ -15,17 +15,17 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.extras.research.joint import JointBasis, joint_basis, orthogonalized_sum
+from actmat.extras.research.dare import drops
+from actmat.extras.research.joint import JointBasis, joint_basis
 from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.singular import SpectrumMean, isotropic, join, slots_per_expert
+from actmat.linalg.singular import SpectrumMean, isotropic, join, orthogonalized_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.dare import drops
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.extras.research.joint import orthogonalized_sum
 from actmat.linalg import operations as ops
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import join, slots_per_expert, trimmed
+from actmat.linalg.singular import join, orthogonalized_sum, slots_per_expert, trimmed
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.extras.research.joint import orthogonalized_sum
 from actmat.linalg import operations as ops
-from actmat.linalg.singular import join
+from actmat.linalg.singular import join, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.extras.research.drop import Drop
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.mask import Drop, l1_factors
+from actmat.linalg.masks.mask import l1_factors
 from actmat.methods._shared.per_expert import per_expert, sum_problem, weights_and_sum, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost, PlanChecks
@@ -32,7 +33,7 @@ def merge(
 
     `E[m D / d] = D`, and sparse deltas of different experts overlap less. The masks depend only on the generator: one
     seed per expert is drawn from it, in expert order, and each mask is drawn in the order of the entries, exact to
-    2^-50 in probability (see `linalg.masks.mask.Drop`).
+    2^-50 in probability (see `drop.Drop`).
 
     Args:
         weights: one per expert, applied after masking; 1 unless given.
