@@ -69,14 +69,19 @@ class ExpertSet:
 
     Args:
         size: mean of `||D|| / ||W_0||` over matrices and experts; None: not recorded.
-        is_shared: whether adapters share the start of `A`.
+        overlap: of the adapters' `A`, see `size_and_overlap`; None: not recorded, of adapters drawn apart.
     """
 
     group: Group
     base: str
     kind: ModelKind
     size: float | None
-    is_shared: bool = False
+    overlap: float | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether adapters share the start of `A`, or a part of it."""
+        return self.overlap is not None and self.overlap >= APART
 
     @property
     def title(self) -> str:
@@ -122,7 +127,7 @@ def expert_sets(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[Expe
     found = []
     for group in known:
         key = (group.suite, group.model, group.regime)
-        some = ExpertSet(group, *BASES[group.suite], sizes.get(key), overlaps.get(key, 0.0) >= APART)
+        some = ExpertSet(group, *BASES[group.suite], sizes.get(key), overlaps.get(key))
         if (above := some.gains("experts", "base")) and mean(above) >= LEAST_HEADROOM and some.gains("average"):
             found.append(some)
     return tuple(found)

@@ -151,6 +151,24 @@ def claim_rows(some: Sequence[Group]) -> list[list[str]]:
     return [[g.title, f"{len(g.tasks)}, {len(g.seeds)}", *own] for g, own in zip(some, gaps, strict=True)]
 
 
+CT_ROWS = ("ct_merging", "dc_merge", "dc_merge@pico")
+CT_HEAD = ["experts", "size", "overlap of the `A`", "seeds", "average", *(f"`{row}`" for row in CT_ROWS)]
+
+
+def ct_rows(folder: Path) -> list[list[str]]:
+    """Points above the average of every set of adapters that CT-Merging was run on, in its seeds, by size."""
+    found = []
+    for one in sorted(auto.expert_sets(folder), key=lambda one: one.size or 0.0):
+        own, average = one.group.points("ct_merging"), one.group.points("average")
+        if one.group.regime == "lora" and own:
+            gaps = [difference({s: p for s, p in one.group.points(r).items() if s in own}, average) for r in CT_ROWS]
+            size = "" if one.size is None else f"{100 * one.size:.2f} %"
+            overlap = "" if one.overlap is None else f"{one.overlap:.2f}"
+            seeds = ", ".join(map(str, own))
+            found.append([one.title, size, overlap, seeds, f"{auto.mean_of(average, own):.1f}", *gaps])
+    return found
+
+
 def rank(some: Sequence[Candidate]) -> float:
     """Spearman's correlation of small divergence with test accuracy."""
     return -float(spearmanr([c.divergence for c in some], [c.test for c in some])[0])
@@ -159,7 +177,7 @@ def rank(some: Sequence[Candidate]) -> float:
 def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `claims`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `texts`,
+    Names: `references`, `claims`, `ct`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `texts`,
     `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
     "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a table is of those files.
     """
@@ -181,6 +199,7 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "rule": (auto.RULE_HEAD, auto.rule_rows),
         "held": (auto.HELD_HEAD, lambda: auto.held_rows(folder)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
+        "ct": (CT_HEAD, lambda: ct_rows(folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (SUBSET_HEAD, lambda: subset_rows(folder)),
     }
