@@ -182,7 +182,7 @@ def candidates(some: Sequence[ExpertSet], form: ModelForm) -> list[str]:
 
 
 def chosen(some: Sequence[ExpertSet], rows: Sequence[str], in_force: str = "") -> str:
-    """The row that the criterion takes of these sets, in the seeds that all rows have."""
+    """The row that the criterion takes of these sets, in the seeds that all rows have; without one, the average."""
     above: dict[str, dict[str, list[float]]] = {row: {} for row in rows}
     worst = dict.fromkeys(rows, 99.0)
     for one in some:
@@ -192,6 +192,8 @@ def chosen(some: Sequence[ExpertSet], rows: Sequence[str], in_force: str = "") -
             for row in rows:
                 above[row].setdefault(one.base, []).append(means[row] - means["average"])
                 worst[row] = min(worst[row], means[row] - max(means["average"], means["base"]))
+    if not any(above.values()):
+        return "average"
     gain = {row: mean(mean(gains) for gains in above[row].values()) for row in rows}
     safe = [row for row in rows if worst[row] >= TOLERATED]
     best = max(safe, key=gain.__getitem__) if safe else max(rows, key=worst.__getitem__)
@@ -291,12 +293,12 @@ def choices(
     borders, found = (round(low, 4), round(high, 3)), {}
     for (form, kind), row in fitted(every, borders).items():
         fixed = row if form == "mixed" else ""
-        by_base = _by_base(_held_of(folder, small, form, kind, borders), fixed)
-        found[form, kind] = measured(row, [gain for gain, *_ in by_base.values()])
+        own = by_base(_held_of(folder, small, form, kind, borders), fixed)
+        found[form, kind] = measured(row, [gain for gain, *_ in own.values()])
     return borders, found
 
 
-def _by_base(some: Sequence[HeldOut], fixed: str = "") -> dict[str, tuple[float, list[str], float]]:
+def by_base(some: Sequence[HeldOut], fixed: str = "") -> dict[str, tuple[float, list[str], float]]:
     """Base -> mean gain of the rows that the other bases chose, or of a fixed one; these rows; half its interval.
 
     The half is the mean of the sets' ones: sets of one base share tasks. NaN where a set has none.
@@ -354,7 +356,7 @@ def rule_rows() -> list[list[str]]:
         each = [
             f"{base} {Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)}"
             + (rows != [row.name]) * f" by {' or '.join(f'`{name}`' for name in rows)}"
-            for base, (gain, rows, half) in _by_base(own).items()
+            for base, (gain, rows, half) in by_base(own).items()
         ]
         found.append([what + of, deltas, f"`{row.name}`", f"{row.gain:+.1f}" if own else "", "; ".join(each)])
     return found

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import mean
 
-from benchmarks.evidence.choice import held_out, mean_of
-from benchmarks.evidence.intervals import paired
+from actmat.run.automatic import GENTLE, HOT
+from benchmarks.evidence.choice import HeldOut, by_base, held_out, mean_of
+from benchmarks.evidence.intervals import Interval
 
 WIDTH, EDGE, TOP, ROW = 440, 16, 84, 37
 """Pixels, as shown by a telephone: width, margin, the first row, and the distance of rows."""
 LOW, HIGH = 10, 90
 """Accuracies in % at the ends of the scale."""
 WORDS = {"base": "base", "average": "average", "auto": "auto", "regmean": "with inputs", "experts": "each expert"}
+FORMS = {
+    "full": "full fine-tuning",
+    "few": "2 to 4 experts, full",
+    "gentle": f"LoRA below {100 * GENTLE:g} %",
+    "adapters": f"LoRA, {100 * GENTLE:g} to {100 * HOT:g} %",
+    "other": "LoRA, larger or from one A",
+}
+"""Form of a set -> its words."""
 STYLE = f"<style>\n{Path(__file__).with_name('picture.css').read_text()}</style>"
 
 
 def picture() -> str:
-    """An SVG with two lines per set of experts; a gain whose interval has 0 in it is gray."""
-    rows = []
+    """An SVG with two lines per base and kind of experts; a gain whose interval has 0 in it is gray."""
+    kinds: dict[tuple[str, str], list[HeldOut]] = {}
     for held in held_out():
-        group = held.one.group
-        gap = paired(group.points(held.row), group.points("average"))
-        if gap is not None:
-            names = dict(zip(WORDS, ("base", "average", held.row, "regmean", "experts"), strict=True))
-            found = {word: mean_of(points, points) for word, name in names.items() if (points := group.points(name))}
-            rows.append((_short(held.one.title), gap.text(sign=True), found))
-    rows.sort(key=lambda row: "LoRA" in row[0])
+        kinds.setdefault((held.one.base, FORMS[held.one.form((GENTLE, HOT))]), []).append(held)
+    rows = []
+    for (base, kind), some in kinds.items():
+        gain, _, half = by_base(some)[base]
+        text = Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)
+        sets = f" ({len(some)} sets)" if len(some) > 1 else ""
+        rows.append((f"{base}, {kind}{sets}", text, _accuracies(some)))
+    order = list(FORMS.values())
+    rows.sort(key=lambda row: next(n for n, kind in enumerate(order) if kind in row[0]))
     height = TOP + ROW * len(rows) + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH * 1.25:.0f}" '
@@ -48,9 +61,18 @@ def picture() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _short(title: str) -> str:
-    """The title without steps and without the form in which the base was found; "full" for full fine-tuning."""
-    return re.sub(r"-Instruct from Q4_1|(?<=full) fine-tuning", "", re.sub(r"\d+ steps at", "rate", title))
+def _accuracies(some: Sequence[HeldOut]) -> dict[str, float]:
+    """Means over sets, in the seeds that `auto` has; merges with inputs by their gain where they were made."""
+    found: dict[str, list[float]] = {}
+    gains = []
+    for held in some:
+        seeds, average = held.one.group.points(held.row), held.one.group.points("average")
+        for word, row in (("base", "base"), ("average", "average"), ("auto", held.row), ("experts", "experts")):
+            found.setdefault(word, []).append(mean_of(held.one.group.points(row), seeds))
+        if (points := held.one.group.points("regmean")).keys() >= seeds.keys():
+            gains.append(mean_of(points, seeds) - mean_of(average, seeds))
+    places = {word: mean(values) for word, values in found.items()}
+    return places | ({"regmean": places["average"] + mean(gains)} if gains else {})
 
 
 def _place(accuracy: float) -> float:
