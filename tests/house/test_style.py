@@ -24,7 +24,7 @@ ROOMS: dict[str, int] = {
     "src": 41_800,
     "packages": 11_590,
     "tests": 45_530,
-    "benchmarks": 6_310,
+    "benchmarks": 6_350,
     "whole tree": 107_800,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
