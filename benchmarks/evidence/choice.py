@@ -318,7 +318,7 @@ def on_adapters(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> dict[Model
     """`ON_ADAPTERS` of `actmat.run.automatic`."""
     found: dict[ModelForm, dict[str, list[float]]] = {form: {} for form in ON_ADAPTERS}
     for one in expert_sets(folder, small):
-        if (form := one.form((GENTLE, HOT))) in found:
+        for form in (f for f in found if _belongs(one, f, "any", (GENTLE, HOT))):
             found[form].setdefault(one.base, []).extend(one.gains("actmat"))
     return {form: measured("actmat", [mean(gains) for gains in some.values()]) for form, some in found.items()}
 

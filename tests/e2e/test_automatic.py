@@ -140,6 +140,8 @@ def test_the_papers_method_on_adapters_comes_with_its_record(models: Path, monke
     assert note.startswith("actmat on adapters that change the weights by ")
     assert f"%, more than any measured ones: {ON_ADAPTERS['other']}; auto would choose average: +0.0" in note
     assert "share the start" not in note
+    (note,) = actmat.plan(None, pair(models, "adapters"), method="actmat").recipe.notes
+    assert f"of unknown size: {ON_ADAPTERS['unknown']}; auto would choose {TABLE['unknown', 'any'].name}: " in note
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
 
 

@@ -85,6 +85,7 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
 ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
     "gentle": AutoChoice("actmat", sets=3, gain=8.3, worst=-4.0),
     "adapters": AutoChoice("actmat", sets=3, gain=-9.8, worst=-17.9),
+    "unknown": AutoChoice("actmat", sets=5, gain=-7.5, worst=-33.4),
     "other": AutoChoice("actmat", sets=4, gain=-32.5, worst=-54.0),
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
