@@ -97,7 +97,7 @@ def test_plan_lists_what_adapters_change(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "base")
     for n in (1, 2):
         save_adapter(tmp_path / f"a{n}", "llama", n, **LLAMA)
-    plan = actmat.plan(tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"])
+    plan = actmat.plan(tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"], method="ct_merging")
     assert plan.output == "model"
     changed = [t for t in plan.items if t.action == "merge"]
     assert len(changed) == 6
