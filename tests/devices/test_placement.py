@@ -134,7 +134,7 @@ def test_adapters_stay_on_the_host(tmp_path: Path) -> None:
     assert not plan.on_device
     assert "adapters are merged on the host, not on a device: their factors are small" in map(str, plan.notes)
     tiny("llama").save_pretrained(tmp_path / "base")
-    into_model = library.plan(tmp_path / "base", adapters, device="cuda")
+    into_model = library.plan(tmp_path / "base", adapters, device="cuda", method="dc_merge")
     assert any(i.reason.endswith("in factored form, on the host: factors are small") for i in into_model.items)
     dense = library.plan(tmp_path / "base", adapters, device="cuda", method="ties")
     assert dense.on_device, "deltas that are formed are merged where the method computes"
