@@ -281,7 +281,7 @@ def _held_of(folder: Path, small: Path, form: ModelForm, kind: ModelKind, border
     some = [held for held in held_out(folder, small) if _belongs(held.one, form, kind, borders)]
     if form != "unknown":
         return some
-    return [replace(held, row=tables(folder, small)[held.one.base][1][form, kind]) for held in some]
+    return [replace(held, row=tables(folder, small, 2)[held.one.base][1][form, kind]) for held in some]
 
 
 def choices(

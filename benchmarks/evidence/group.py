@@ -102,6 +102,7 @@ class Group:
         self.seeds = sorted({s.seed for s in self.scores})
         self.tasks = list(dict.fromkeys(s.task for s in self.scores))
         self._points: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+        self._whole: dict[tuple[str, str], Points] = {}
         for s in self.scores:
             self._points.setdefault((s.method, s.scale), {}).setdefault(s.seed, {})[s.task] = 100 * s.share
 
@@ -117,9 +118,11 @@ class Group:
 
     def points(self, method: str, kind: str = "default") -> Points:
         """Of a row, for the seeds in which it has all tasks."""
-        found = self._points.get((method, kind), {})
-        whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
-        return {seed: {task: some[task] for task in self.tasks} for seed, some in whole.items()}
+        if (method, kind) not in self._whole:
+            found = self._points.get((method, kind), {})
+            whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
+            self._whole[method, kind] = {s: {task: some[task] for task in self.tasks} for s, some in whole.items()}
+        return self._whole[method, kind]
 
     def rows(self, *, varied: bool = False) -> list[str]:
         """Methods, or variants of methods, the best first at the default scale in the seeds that all of them have."""
