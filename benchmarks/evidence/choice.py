@@ -240,7 +240,7 @@ def borders_of(every: Sequence[ExpertSet], without: str = "", count: int = 2) ->
 
     def gain(borders: Borders) -> float:
         low, high = borders
-        parts = gains(low, low, "gentle"), gains(low, high, "adapters"), gains(high, high, "other")
+        parts = gains(low, low, "gentle"), gains(low, high, "adapters"), gains(low, high, "other")
         bases = {s.base for s in some} - {without}
         return mean(mean(g for part in parts for g in part.get(base, [])) for base in bases)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -14,6 +15,7 @@ from benchmarks.evidence.choice import (
     choices,
     chosen,
     expert_sets,
+    fitted,
     held_out,
     held_rows,
     on_adapters,
@@ -43,6 +45,22 @@ def test_the_note_of_a_shared_start_is_of_the_sets_that_have_it() -> None:
         gains = [gain.mean for gain in found if gain is not None]
         assert len(gains) == len(shared)
         assert f" {row} {min(gains):+.1f} to {max(gains):+.1f}" in SHARED_START, "as on docs/regimes.md"
+
+
+def test_the_borders_are_those_of_the_largest_gain_of_all_sets_of_adapters() -> None:
+    """Recomputed from the table, for every lower border: sets that get the average count with 0."""
+    some = [one for one in expert_sets() if one.group.regime == "lora"]
+    low, high = borders_of(expert_sets())
+
+    def gain(low: float) -> float:
+        table, by_base = fitted(some, (low, high)), dict[str, list[float]]()
+        for one in some:
+            row = table.get((one.form((low, high)), "any")) or "average"
+            by_base.setdefault(one.base, []).extend(one.gains(row))
+        return mean(map(mean, by_base.values()))
+
+    sizes = sorted({one.size for one in some if one.size is not None and one.size < high})
+    assert gain(low) == pytest.approx(max(gain((a * b) ** 0.5) for a, b in pairwise(sizes)))
 
 
 def test_a_border_gains_a_point_on_bases_that_were_held_out() -> None:
