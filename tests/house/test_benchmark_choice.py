@@ -10,7 +10,9 @@ from statistics import mean
 import pytest
 from benchmarks.evidence.choice import (
     TOLERATED,
+    HeldOut,
     borders_of,
+    by_base,
     candidates,
     choices,
     chosen,
@@ -53,11 +55,10 @@ def test_the_borders_are_those_of_the_largest_gain_of_all_sets_of_adapters() -> 
     low, high = borders_of(expert_sets())
 
     def gain(low: float) -> float:
-        table, by_base = fitted(some, (low, high)), dict[str, list[float]]()
-        for one in some:
-            row = table.get((one.form((low, high)), "any")) or "average"
-            by_base.setdefault(one.base, []).extend(one.gains(row))
-        return mean(map(mean, by_base.values()))
+        table = fitted(some, (low, high))
+        rows = [table.get((one.form((low, high)), "any")) or "average" for one in some]
+        held = [HeldOut(one, "other", row) for one, row in zip(some, rows, strict=True)]
+        return mean(found for found, *_ in by_base(held).values())
 
     sizes = sorted({one.size for one in some if one.size is not None and one.size < high})
     assert gain(low) == pytest.approx(max(gain((a * b) ** 0.5) for a, b in pairwise(sizes)))
@@ -66,11 +67,8 @@ def test_the_borders_are_those_of_the_largest_gain_of_all_sets_of_adapters() -> 
 def test_a_border_gains_a_point_on_bases_that_were_held_out() -> None:
     gains = []
     for count in (0, 1, 2):
-        by_base: dict[str, list[float]] = {}
-        for held in held_out(count=count):
-            if held.one.group.regime == "lora":
-                by_base.setdefault(held.one.base, []).extend(held.one.gains(held.row))
-        gains.append(mean(map(mean, by_base.values())))
+        adapters = [held for held in held_out(count=count) if held.one.group.regime == "lora"]
+        gains.append(mean(found for found, *_ in by_base(adapters).values()))
     assert gains[0] + 1 < gains[1] < gains[2] - 1
 
 
@@ -82,11 +80,9 @@ def test_the_default_works_without_data_and_of_adapters_without_a_base() -> None
 
 
 def test_no_base_that_was_held_out_lies_far_below_the_average() -> None:
-    by_base: dict[str, list[float]] = {}
-    for held in held_out():
-        by_base.setdefault(held.one.base, []).extend(held.one.gains(held.row))
-    assert len(by_base) == 7
-    assert min(map(mean, by_base.values())) >= TOLERATED
+    found = by_base(held_out())
+    assert len(found) == 7
+    assert min(gain for gain, *_ in found.values()) >= TOLERATED
 
 
 LOW, HIGH = 0.002, 0.02
