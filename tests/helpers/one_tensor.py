@@ -11,7 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.deltas import Deltas
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
@@ -44,16 +44,16 @@ class OneTensor:
         inputs = Inputs(labels, checkpoint, opened, ExpertStatistics.none(labels))
         self.reader = TensorReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
-    def first_part(self, strategy: Strategy = "each") -> Deltas:
+    def first_part(self, strategy: Strategy = "each") -> RegionDeltas:
         """The deltas of the first region, for a method that takes tensors whole."""
         region = cut(self.item.shape, VECTOR, "tensor")[0]
-        return Deltas(self.reader, region, self.reader.read_base(region), strategy)
+        return RegionDeltas(self.reader, region, self.reader.read_base(region), strategy)
 
     def read(self, acts_on: Any = "tensor") -> list[Tensor]:
         """The deltas, put together from all regions."""
         found: list[list[Tensor]] = []
         for region in cut(self.item.shape, VECTOR, acts_on):
-            deltas = Deltas(self.reader, region, self.reader.read_base(region))
+            deltas = RegionDeltas(self.reader, region, self.reader.read_base(region))
             found.append([d.flatten().clone() for d in deltas.each()])
         return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
 

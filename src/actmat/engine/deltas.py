@@ -1,7 +1,7 @@
 """Deltas of one region of a tensor, as methods take them: one by one, all together, chunk by chunk, or as rows.
 
-`Deltas` reads by the strategies of `planning.item.Strategy`; `RowDeltas` gives the base and all deltas as rows of one
-matrix: row by row, an expert is read, hashed, converted and reduced by the base while it is in the cache, and inner
+`RegionDeltas` reads by the strategies of `planning.item.Strategy`; `RowDeltas` gives the base and all deltas as rows of
+one matrix: row by row, an expert is read, hashed, converted and reduced by the base while it is in the cache, and inner
 products are then those of one matrix.
 
 Shapes: `T` experts, `K = 1 + T` with the base, `S` entries of a chunk.
@@ -50,7 +50,7 @@ class LazySequence(Sequence[Tensor]):
         return (self._make(t) for t in range(self._count))
 
 
-class Deltas(LazySequence):
+class RegionDeltas(LazySequence):
     """Deltas of one region, read by one of the strategies of `plan.reading`.
 
     A sequence of tensors in the shape of the region; and, for methods that stream, `linalg.chunks.Streamed`. Each byte

@@ -21,7 +21,7 @@ from actmat.checkpoints.base import CheckpointHandle, torch_dtype
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.engine.content import broken_ties, foreign_tensors
-from actmat.engine.deltas import Deltas
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.devices import Device, device_memory_errors, open_devices
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
@@ -187,7 +187,7 @@ class Session:
         ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
         reader = self._tensor_reader(item, ignored, on_device=on_device)
         for region in cut(item.shape, item.layout, acts_on):
-            deltas = Deltas(reader, region, reader.read_base(region), "held")
+            deltas = RegionDeltas(reader, region, reader.read_base(region), "held")
             split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
             for k in range(len(split[0])):
                 yield [s[k] for s in split]

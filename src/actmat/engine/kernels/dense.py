@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from actmat.engine.calls import CallContext, apply_method, narrowed
-from actmat.engine.deltas import Deltas
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.kernels.factored import merged_by_factors
 from actmat.engine.kernels.regions import BaseEntries, by_regions
 from actmat.engine.observer import ObservedMerge
@@ -33,7 +33,7 @@ def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
 def _merge(tasks: Sequence[Task], region: Region, base_raw: BaseEntries, reader: TensorReader) -> bool:
     """Merge a region that was read for all tasks; each gets the regions of its own in it."""
     assert reader.reading is not None, "the plan says how deltas are read"
-    deltas = Deltas(reader, region, base_raw, reader.reading.strategy)
+    deltas = RegionDeltas(reader, region, base_raw, reader.reading.strategy)
     alike: dict[tuple[Region, ...], list[Task]] = {}
     for task in tasks:
         alike.setdefault(task.regions, []).append(task)
@@ -77,6 +77,6 @@ def _merge_group(
             assert isinstance(base_raw, Tensor), "an observer is given everything whole"
             stages = context.first_stages(task)
             task.observer.region(ObservedMerge(region, deltas, factors, base_raw, value, stages, task.stats))
-        moved = deltas.changed if isinstance(deltas, Deltas) else bool(changed)
+        moved = deltas.changed if isinstance(deltas, RegionDeltas) else bool(changed)
         moved = moved or task.method.moves_base(task.call.options)
         task.output.take(region, base_raw, value if moved else None, reader)

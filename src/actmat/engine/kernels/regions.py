@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from actmat.checkpoints.hashing import hash_names
-from actmat.engine.deltas import Deltas
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.memory import Room
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.size import products_of, size_of
@@ -44,7 +44,7 @@ def by_regions(tasks: Sequence[Task], reader: TensorReader, merge: MergeRegion |
             if merge is not None and not reader.is_futile:
                 changed |= merge(merging, region, base_raw, reader)
             elif merging and reader.reading is not None:
-                deltas = Deltas(reader, region, base_raw)  # results are discarded; the rest is read for bad values
+                deltas = RegionDeltas(reader, region, base_raw)  # results are discarded; this finds bad values
                 for _ in deltas if isinstance(base_raw, Tensor) else deltas.walk():
                     pass
     if reader.is_futile:
