@@ -16,7 +16,7 @@ from safetensors import deserialize
 from safetensors.torch import save
 
 from actmat.checkpoints.header import read_header
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.experts.locate import locate
 from actmat.layout.resolve import resolve_layout
 from fuzz.doors.folder import in_folder, inspected
@@ -57,10 +57,10 @@ def _read_header(files: Files) -> None:
 
 def _opened(folder: Path) -> None:
     """Open a checkpoint, resolve its layout and read every tensor."""
-    with open_checkpoint(folder) as checkpoint:
+    with open_model(folder) as checkpoint:
         resolve_layout(checkpoint.specs, checkpoint.config)
         for name in checkpoint.specs:
-            checkpoint.read(name)
+            checkpoint.tensors.read(name)
 
 
 def _index(rng: random.Random) -> Files:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import typer
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_tensors
 from actmat.cli.inspect import inspect
 from actmat.experts.locate import LocatedAdapter, locate
 from fuzz.harness import Files
@@ -49,7 +49,7 @@ def in_folder(read: Callable[[Path], str | None]) -> Callable[[Files], str | Non
 
 def read_all(place: Path | str) -> None:
     """Read every tensor of a checkpoint; names are data here, and escaped where they are shown."""
-    with open_checkpoint(place) as checkpoint:
+    with open_tensors(place) as checkpoint:
         for name in checkpoint.specs:
             checkpoint.read(name)
 

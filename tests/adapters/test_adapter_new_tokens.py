@@ -85,7 +85,7 @@ def test_names_with_wrappers_are_read_in_other_processes_too(tmp_path: Path) -> 
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file({f"module._orig_mod.{n}": t for n, t in load_file(file).items()}, file)
     with locate(tmp_path / "adapter") as located, locate(base) as model:
-        opened, found = vocabulary_aligner()(model.model(), {"one": located.stored}, VocabularyPolicy("union"))
+        opened, found, _ = vocabulary_aligner()(model.model(), {"one": located.stored}, VocabularyPolicy("union"))
         expert = located.with_rows(found["one"]).expert(opened)
         with open_handle(pickle.loads(pickle.dumps(expert.handle()))) as again:
             table = again.read(TABLE)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from actmat.checkpoints.header import MAX_HEADER_BYTES, Header, header_length, read_header
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_tensors
 from actmat.errors import CheckpointError
 
 VALID = save(
@@ -171,7 +171,7 @@ def test_twenty_thousand_tensors_in_shards_open_in_seconds(tmp_path: Path) -> No
         (tmp_path / file).write_bytes(build(header, bytes(2000)))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     start = monotonic()
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_tensors(tmp_path) as checkpoint:
         assert len(checkpoint.specs) == 20_000
     assert monotonic() - start < 5
 
@@ -182,7 +182,7 @@ def test_a_folder_or_pipe_with_the_name_of_a_weight_file_does_not_hang(
 ) -> None:
     make(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
     if not (tmp_path / "model.safetensors").is_dir():
         with pytest.raises(CheckpointError, match="expected a file"):
-            open_checkpoint(tmp_path / "model.safetensors")
+            open_tensors(tmp_path / "model.safetensors")

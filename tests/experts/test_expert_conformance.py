@@ -15,7 +15,7 @@ from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
 
 
@@ -65,8 +65,8 @@ class Lora(InOneFolder, ExpertConformance):
         if not place.exists():
             self.save_model(tiny(self.family).state_dict(), place / "base")
             self.save_model(save_adapter(place / "adapter", self.family, seed, **self.options), place / "tuned")
-        with open_checkpoint(place / "tuned") as tuned:
-            return StoredExpert(place / "base", place / "adapter", {n: tuned.read(n) for n in tuned.specs})
+        with open_model(place / "tuned") as tuned:
+            return StoredExpert(place / "base", place / "adapter", {n: tuned.tensors.read(n) for n in tuned.specs})
 
     def save_model(self, state: dict[str, Tensor], folder: Path) -> None:
         model = tiny(self.family)

@@ -30,7 +30,7 @@ from tests.helpers.located import open_expert
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import MergeError
 from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
 from actmat.report.verify import verify
@@ -73,7 +73,7 @@ class Family(InOneFolder, ExpertConformance):
             base = save_base(self.model, place / "base", self.dtype)
             config = self.config(**self.options)
             tuned = save_peft(place / "adapter", self.model, seed, config, dtype=self.dtype, scale=self.scale)
-            with open_checkpoint(base) as opened:  # transformers writes some names otherwise
+            with open_tensors(base) as opened:  # transformers writes some names otherwise
                 named = {n: tuned[n] for n in opened.specs}
             save_file({n: t.clone() for n, t in named.items()}, place / "tuned.safetensors")
         return StoredExpert(place / "base", place / "adapter", dict(load_file(place / "tuned.safetensors")))
@@ -315,7 +315,7 @@ def test_damage_is_named(
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text((place / name / "adapter_config.json").read_text())
     edit_config(tmp_path, **fields)
-    with open_checkpoint(place / "base") as base, pytest.raises(MergeError) as error:
+    with open_model(place / "base") as base, pytest.raises(MergeError) as error:
         open_expert(tmp_path, base)
     assert words in str(error.value)
 
@@ -324,7 +324,7 @@ def test_a_deltas_rows_do_not_depend_on_the_rest(place: Path) -> None:
     """Slabs of a few rows give the bits of all rows at once."""
     from actmat.experts.changes import expert as module
 
-    with open_checkpoint(place / "base") as base, open_expert(place / "dora", base) as expert:
+    with open_model(place / "base") as base, open_expert(place / "dora", base) as expert:
         name = "model.layers.0.mlp.down_proj.weight"
         whole = expert.delta(name, 0, 16 * 24, torch.float64)
         with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ from safetensors.torch import load
 from tests.helpers.samples import Samples
 from torch import Tensor
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.base import Executor
 from actmat.engine.findings import Findings
@@ -271,7 +271,7 @@ def opened_run(
     """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
-        base = None if samples.base is None else stack.enter_context(open_checkpoint(samples.base))
+        base = None if samples.base is None else stack.enter_context(open_model(samples.base))
         experts = [stack.enter_context(locate(e).expert(base)) for e in samples.experts]
         statistics = stack.enter_context(opened_statistics(recipes[0]))
         room = DeviceRoom(device)
@@ -281,7 +281,7 @@ def opened_run(
             folder.mkdir(parents=True, exist_ok=True)
             writers.append(ShardWriter(folder, plan.shards, durable=False))
             stack.callback(writers[-1].close)
-        handle = None if base is None else base.handle()
+        handle = None if base is None else base.tensors.handle()
         spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
         units = plan_units(plans, [()] * len(plans), observers)
         yield ExecutorRun(

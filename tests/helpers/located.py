@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 
 
-def open_expert(place: Any, base: Checkpoint | None = None) -> Expert:
+def open_expert(place: Any, base: Model | None = None) -> Expert:
     """The expert at a place, on its base."""
     return locate(place).expert(base)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.deltas import RegionDeltas
 from actmat.engine.findings import Findings
@@ -34,14 +34,14 @@ class OneTensor:
     def __init__(self, base: Tensor, *experts: Tensor, compute: torch.dtype = torch.float32, **settings: Any) -> None:
         self.findings = Findings(tolerated=settings.get("tolerated", False))
         labels = tuple(f"e{t}" for t in range(len(experts)))
-        checkpoint = MemoryCheckpoint({"w": base})
-        opened = [CheckpointExpert(MemoryCheckpoint({"w": t})) for t in experts]
-        dtype = checkpoint.specs["w"].dtype
+        model = hold_model({"w": base})
+        opened = [CheckpointExpert(hold_model({"w": t})) for t in experts]
+        dtype = model.specs["w"].dtype
         self.item = Item(
             "w", tuple(base.shape), VECTOR, "merge", "", (TensorSpec("w", tuple(base.shape), dtype, ""),),
             base_dtype=dtype, sources=tuple(e.source("w") for e in opened),
         )  # fmt: skip
-        inputs = Inputs(labels, checkpoint, opened, ExpertStatistics.none(labels))
+        inputs = Inputs(labels, model, opened, ExpertStatistics.none(labels))
         self.reader = TensorReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
     def first_part(self, strategy: Strategy = "each") -> RegionDeltas:

@@ -1,4 +1,4 @@
-"""Merge checkpoints that are open already (in memory, counting), and merge plain tensors on disk."""
+"""Merge models that are open already (in memory, counting), and merge plain tensors on disk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.counting import CountingCheckpoint
+from tests.helpers.counting import CountingTensors
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
@@ -29,20 +29,21 @@ from actmat.recipe import make_recipe
 Tensors = Mapping[str, Tensor]
 
 
-def counted(tensors: Tensors, config: Mapping[str, Any] | None = None) -> CountingCheckpoint:
-    """Tensors in memory behind a counter."""
-    return CountingCheckpoint(MemoryCheckpoint(tensors, config=config))
+def counted(tensors: Tensors, config: Mapping[str, Any] | None = None) -> Model:
+    """A model of tensors in memory behind a counter."""
+    model = hold_model(tensors, config=config)
+    return dataclasses.replace(model, tensors=CountingTensors(model.tensors))
 
 
 def merge_open(
-    base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    base: Model,
+    experts: Sequence[Model],
     out: Path,
     variants: Sequence[Mapping[str, Any]] = ({},),
     *,
     workers: int = 1,
 ) -> list[dict[str, Tensor]]:
-    """Plan and execute variants of one merge, as the public functions do, over open checkpoints."""
+    """Plan and execute variants of one merge, as the public functions do, over open models."""
     names = [{"path": f"expert{i}"} for i in range(len(experts))]
     opened = [CheckpointExpert(e) for e in experts]
     plans, writers = [], []

@@ -42,7 +42,7 @@ def run_here(
         for plan, folder in zip(plans, folders, strict=True):
             folder.mkdir(parents=True)
             writers.append(ShardWriter(folder, plan.shards, durable=False))
-        base = None if inputs.base is None else inputs.base.handle()
+        base = None if inputs.base is None else inputs.base.tensors.handle()
         spec = SessionSpec(plans, base, tuple(e.handle() for e in inputs.experts), tuple(folders), observers)
         executor = ThreadExecutor(inputs, writers, Resources(1, 1 << 33))
         spec = dataclasses.replace(spec, surveys=executor.survey(spec))

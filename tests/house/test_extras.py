@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 import typer
 
-from actmat.checkpoints.base import CheckpointHandle
+from actmat.checkpoints.base import TensorsHandle
 from actmat.checkpoints.codecs.base import Codec
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.source import Format
+from actmat.checkpoints.memory import MemoryTensors, hold_model
+from actmat.checkpoints.model import Format, Model
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.experts.base import AdapterFamily
 from actmat.experts.changes.base import Change, Content, Reader
@@ -42,7 +42,7 @@ def greet() -> None:
     typer.echo("hello of the toy")
 
 
-class HexCheckpoint(MemoryCheckpoint):
+class HexTensors(MemoryTensors):
     """Tensors in JSON."""
 
     def __init__(self, source):
@@ -54,14 +54,18 @@ class HexCheckpoint(MemoryCheckpoint):
         return self.source.identity(names_of(self.source))
 
     def handle(self):
-        return CheckpointHandle(self.source.address, "toytensors", self.location)
+        return TensorsHandle(self.source.address, "toytensors", self.location)
 
 
 def names_of(source):
     return [n for n in source.weights if n.endswith(".toytensors")]
 
 
-TOYTENSORS = Format("toytensors", ("*.toytensors",), lambda source: bool(names_of(source)), HexCheckpoint)
+def open_toy(source):
+    return Model(HexTensors(source))
+
+
+TOYTENSORS = Format("toytensors", ("*.toytensors",), lambda source: bool(names_of(source)), open_toy)
 
 
 def find(spec, headers):
@@ -89,7 +93,7 @@ class Ones(Change):
 def look(candidate):
     if "toy_adapter.json" in candidate.source.names:
         target = json.loads(candidate.source.fetch("toy_adapter.json").read_text())["tensor"]
-        return Adapter.of_tensors(MemoryCheckpoint({target: torch.ones(1)}, location=candidate.source.location))
+        return Adapter.of_tensors(hold_model({target: torch.ones(1)}, location=candidate.source.location))
 
 
 def fit(adapter, base):

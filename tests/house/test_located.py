@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.repository import PACKAGE, modules, tree
 
 LOOKS = frozenset({"locate", "located", "locate_recipes"})
-OPENS = frozenset({"open_checkpoint", "open_source", "find_source", "open_repository", "open_remote"})
+OPENS = frozenset({"open_model", "open_tensors", "open_source", "find_source", "open_repository", "open_remote"})
 
 ENTRIES: dict[str, str] = {
     "run.locate._Looks._look": "every input of a recipe",
@@ -35,7 +35,7 @@ ENTRIES: dict[str, str] = {
     "extras.models.loading.switched": "an adapter that is switched on",
     "extras.pages.comparison.merges._opened_base": "the base that two manifests name",
     "extras.pages.comparison.merges.open_output": "an output",
-    "extras.stack.adapted.merged": "the adapter of model+adapter",
+    "extras.stack.adapted.open_adapted": "the adapter of model+adapter",
     "extras.tune.kept._looked_at": "a base that is given for full models, and its config",
     "extras.tune.merges.search_inputs": "the start of a search",
     "extras.tune.with_inputs.merge_with_inputs": "the start of a merge with inputs",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import LayoutMap, Role, TensorLayout
 from actmat.planning.align import Alignment, align
@@ -25,7 +25,7 @@ def run(
 ) -> Alignment:
     layouts = {n: TensorLayout((roles or {}).get(n, Role.LINEAR), "") for n in base}
     labels = [f"e{t}" for t in range(len(experts))]
-    in_memory = [MemoryCheckpoint({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
+    in_memory = [hold_model({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
     return align(in_memory[0], in_memory[1:], labels, LayoutMap(layouts, ties or {}), frozenset(kept))
 
 

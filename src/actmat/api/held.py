@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experts.locate import Located, LocatedAdapter, LocatedModel
 from actmat.experts.lora.adapter import Adapter
@@ -71,7 +71,7 @@ def _opener(place: str, given: Any) -> Callable[[], Located] | None:
 
 
 def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Located:
-    return LocatedModel(place, decoded(MemoryCheckpoint(tensors, location=place, config=config)))
+    return LocatedModel(place, decoded(hold_model(tensors, location=place, config=config)))
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
@@ -90,7 +90,7 @@ def _adapter(place: str, model: Any, name: str) -> Located:
         tensors = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         fields = {**model.peft_config[name].to_dict(), "peft_version": peft.__version__}
     parsed, problems = parse_adapter_config(json.loads(json.dumps(fields, default=list)))
-    weights = canonical(MemoryCheckpoint(tensors, location=place))
+    weights = canonical(hold_model(tensors, location=place))
     return LocatedAdapter(place, Adapter(weights, parsed, problems), PEFT)
 
 

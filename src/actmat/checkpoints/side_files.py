@@ -11,10 +11,10 @@ from __future__ import annotations
 import fnmatch
 import mimetypes
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from actmat.bounds import parse_json, read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
@@ -56,21 +56,6 @@ PIPELINE = "model_index.json"
 """Names the components of a pipeline of diffusers, each in a folder."""
 SCHEDULER_CONFIG = "scheduler_config.json"
 """In the folder of a pipeline's scheduler: tells what the model was trained to predict."""
-
-
-class ModelFiles(Protocol):
-    """Files of one model by name, wherever they are; see `source.Source`."""
-
-    location: str
-    hub_id: str
-    named: str | None
-    names: Sequence[str]
-
-    def fetch(self, name: str) -> Path:
-        """Path of a file, downloaded first if it is not local."""
-
-    def whole(self) -> ModelFiles:
-        """The folder of a named file."""
 
 
 @dataclass(frozen=True, slots=True)

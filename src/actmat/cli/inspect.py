@@ -13,7 +13,7 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.base import Checkpoint
+    from actmat.checkpoints.model import Model
     from actmat.experts.locate import LocatedAdapter
     from actmat.layout.types import LayoutMap
 
@@ -84,8 +84,8 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
         show(data, every=every)
 
 
-def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
-    ties = {a: c for a, c in {**layouts.ties, **opened.aliases}.items() if a in opened.specs}
+def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:
+    ties = {a: c for a, c in {**layouts.ties, **opened.tensors.aliases}.items() if a in opened.specs}
     tensors = []
     for name, spec in opened.specs.items():
         layout = layouts.tensors[name]
@@ -98,8 +98,8 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
             "role": str(layout.role),
             "reason": layout.reason,
         }
-        if scheme := opened.scheme(name):
-            row["stored"] = {"scheme": scheme, "bytes": opened.stored_bytes(name)}
+        if (parts := opened.tensors.parts(name)).scheme:
+            row["stored"] = {"scheme": parts.scheme, "bytes": parts.nbytes}
         if layout.orientation != "OI":
             row["orientation"] = layout.orientation
         if layout.blocks:
@@ -114,13 +114,13 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
         "tensors": tensors,
         "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in ties),
         "bytes": sum(s.nbytes for s in specs),
-        "stored_bytes": sum(opened.stored_bytes(s.name) for s in specs),
+        "stored_bytes": sum(opened.tensors.parts(s.name).nbytes for s in specs),
         "dtypes": dict(Counter(s.dtype for s in specs)),
         "schemes": dict(Counter(r["stored"]["scheme"] for r in tensors if "stored" in r)),
         "roles": dict(Counter(r["role"] for r in tensors)),
         "files": dict(Counter(s.file for s in specs)),
         "ties": ties,
-        "notes": list(opened.notes),
+        "notes": list(opened.folder.notes),
     }
 
 

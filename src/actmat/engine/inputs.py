@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.model import Model
 from actmat.experts.base import Expert
 from actmat.planning.item import Item
 from actmat.planning.statistics import ExpertStatistics
@@ -23,20 +24,25 @@ class Inputs:
     """
 
     labels: tuple[str, ...]
-    base: Checkpoint | None
+    base: Model | None
     experts: Sequence[Expert]
     statistics: ExpertStatistics
+
+    @property
+    def base_tensors(self) -> Tensors | None:
+        """The bytes of the base."""
+        return None if self.base is None else self.base.tensors
 
     @property
     def buffer_bytes(self) -> int:
         """Memory that one worker takes to read the inputs ahead: those in remote storage."""
         held = sum(expert.buffer_bytes for expert in self.experts)
-        return held + (0 if self.base is None else self.base.buffer_bytes)
+        return held + (0 if self.base is None else self.base.tensors.buffer_bytes)
 
     def prefetch(self, item: Item) -> None:
         """Ask the system to read ahead what the item needs."""
         if self.base is not None:
-            self.base.prefetch([item.name])
+            self.base.tensors.prefetch([item.name])
         for expert, source in zip(self.experts, item.sources, strict=False):
             if source is not None:
                 expert.prefetch([source.name])

@@ -70,7 +70,10 @@ class TensorReader:
         self.planned_bytes = 0
         self.inspect_only = False
         self._sources = [s for s in item.sources if s is not None]  # none for a copy
-        self._stored = [(inputs.base, item.name), *zip(inputs.experts, (s.name for s in self._sources), strict=False)]
+        self._stored = [
+            (inputs.base_tensors, item.name),
+            *zip(inputs.experts, (s.name for s in self._sources), strict=False),
+        ]
         self._hashes = [ContentHash() for _ in self._stored]
         self.base_dtype = torch_dtype(item.base_dtype)
         self._wide_key: tuple[int, int] | None = None

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import CheckpointHandle, torch_dtype
-from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
+from actmat.checkpoints.base import TensorsHandle, torch_dtype
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import open_handle as open_tensors_handle
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import RegionDeltas
@@ -60,7 +61,7 @@ class SessionSpec:
     """
 
     plans: tuple[MergePlan, ...]
-    base: CheckpointHandle | None
+    base: TensorsHandle | None
     experts: tuple[ExpertHandle, ...]
     outputs: tuple[Path | None, ...]
     observers: ObserverFactory | None = None
@@ -129,7 +130,7 @@ class Session:
         """
         recipe = spec.plans[0].recipe
         with contextlib.ExitStack() as stack:
-            base = None if spec.base is None else stack.enter_context(open_checkpoint_handle(spec.base))
+            base = None if spec.base is None else stack.enter_context(Model(open_tensors_handle(spec.base)))
             experts = [stack.enter_context(open_handle(handle)) for handle in spec.experts]
             statistics = stack.enter_context(opened_statistics(recipe))
             writers: list[SinkSource] = []

@@ -10,15 +10,14 @@ import abc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
-from actmat.checkpoints.side_files import ModelFiles, SideFiles
+from actmat.checkpoints.base import FileIdentity, TensorsHandle, TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
@@ -49,23 +48,20 @@ class Expert(AbstractContextManager["Expert"]):
     `specs` are the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
 
     Args:
-        checkpoint: its stored tensors, which are closed with it.
+        model: its stored tensors with their files, closed with it.
     """
 
     location: str  # what the user called it, for messages
     kind: Literal["model", "adapter"]  # for records only
     specs: Mapping[str, TensorSpec]
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
-    models: tuple[str, ...] = ()  # locations of the models it is made of, see `Checkpoint`
     notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
     warnings: tuple[str, ...] = ()  # remarks on a likely mistake
     # of an adapter that unties them: output heads of its own -> table that the base ties each to
     heads: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint, self.location = checkpoint, checkpoint.location
-        self.n_tensors = len(checkpoint.specs)
-        self.nbytes = sum(spec.nbytes for spec in checkpoint.specs.values())
+    def __init__(self, model: Model) -> None:
+        self.model, self.location = model, model.location
 
     @abc.abstractmethod
     def source(self, name: str) -> DeltaSource:
@@ -81,15 +77,15 @@ class Expert(AbstractContextManager["Expert"]):
         return self.kind == "adapter"
 
     def scheme(self, name: str) -> str:
-        """Description of a quantized source's layout, see `Checkpoint.scheme`; empty for any other source."""
+        """Description of a quantized source's layout, see `StoredParts`; empty for any other source."""
         return ""
 
     def read(self, name: str) -> Tensor:
-        """The whole `W_t` of a stored source, see `Checkpoint.read`."""
+        """The whole `W_t` of a stored source, see `Tensors.read`."""
         self._refuse(name, "read")
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a stored source from byte `start` on, see `Checkpoint.read_into`."""
+        """Fill `out` with the bytes of a stored source from byte `start` on, see `Tensors.read_into`."""
         self._refuse(name, "read")
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -129,7 +125,7 @@ class Expert(AbstractContextManager["Expert"]):
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""
-        return self.checkpoint.identity()
+        return self.model.tensors.identity()
 
     @abc.abstractmethod
     def handle(self) -> ExpertHandle:
@@ -144,32 +140,21 @@ class Expert(AbstractContextManager["Expert"]):
 
     @property
     def buffer_bytes(self) -> int:
-        """See `Checkpoint.buffer_bytes`."""
-        return self.checkpoint.buffer_bytes
+        """See `Tensors.buffer_bytes`."""
+        return self.model.tensors.buffer_bytes
 
-    def sources(self) -> tuple[ModelFiles, ...]:
-        """Files of every model that it is made of, see `Checkpoint.sources`."""
-        return self.checkpoint.sources()
-
-    def side_files(self) -> SideFiles:
-        """Files of its folder other than the weights."""
-        return self.checkpoint.side_files()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of the side files; None without one."""
-        return self.checkpoint.fetch_sidecars()
-
-    def adopt(self, base: Checkpoint) -> None:
+    def adopt(self, base: Model) -> None:
         """Take ownership of its base: close it with the expert, or at once if it is not read again."""
         base.close()
 
     def close(self) -> None:
         """Release files. Reading afterwards is an error. May be called twice."""
-        self.checkpoint.close()
+        self.model.close()
 
     def __repr__(self) -> str:
-        size = format_size(self.nbytes)
-        return f"<{type(self).__name__} {terminal(self.location)}: {self.kind}, {self.n_tensors} tensors, {size}>"
+        specs = self.model.specs
+        size = format_size(sum(spec.nbytes for spec in specs.values()))
+        return f"<{type(self).__name__} {terminal(self.location)}: {self.kind}, {len(specs)} tensors, {size}>"
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -202,7 +187,7 @@ class AdapterFamily:
 
     name: str
     look: Callable[[Candidate], Adapter | None]
-    fit: Callable[[Adapter, Checkpoint], Expert]
+    fit: Callable[[Adapter, Model], Expert]
     no_factors: Callable[[Adapter], str] | None = None
     describe: Callable[[Adapter], dict[str, Any]] = field(default=lambda adapter: {})
 
@@ -220,23 +205,25 @@ class AdapterFamily:
 class AdapterHandle:
     """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
 
-    A relative `location` is one of the working directory; `base` is what the adapter was fitted to; `etags` are name,
-    size and version of remote files, which must be the same. `stacks` is the user's statement on stacked experts,
-    `layout` the one that it was converted to, `weights` its tensors if their rows are those of another vocabulary.
+    A relative `location` is one of the working directory; `base` is what the adapter was fitted to, `config` its
+    `config.json`; `etags` are name, size and version of remote files, which must be the same. `stacks` is the user's
+    statement on stacked experts, `layout` the one that it was converted to, `weights` its tensors if their rows are
+    those of another vocabulary.
     """
 
     location: str
-    base: CheckpointHandle | None = None
+    base: TensorsHandle | None = None
+    config: Mapping[str, Any] | None = None
     etags: tuple[tuple[str, int, str], ...] = ()
     stacks: tuple[StackWord, ...] = ()
     layout: AdapterLayout | None = None
-    weights: CheckpointHandle | None = None
+    weights: TensorsHandle | None = None
 
     @property
     def address(self) -> str:
-        """Place of the adapter, as for a checkpoint."""
+        """Place of the adapter, as for a full model."""
         return self.location
 
 
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
-"""Address of an expert: that of a checkpoint for a full one."""
+ExpertHandle: TypeAlias = TensorsHandle | AdapterHandle
+"""Address of an expert: that of its tensors for a full one."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.folder import ADAPTER_CONFIG, LORA_FILES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import open_source
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError
@@ -34,7 +34,7 @@ class Candidate:
         self.source, self.stacks = source, stacks
 
     @cached_property
-    def file(self) -> Checkpoint | None:
+    def file(self) -> Model | None:
         """The single file that may hold factors, open, its header read; None without such a file."""
         names = [self.source.named] if self.source.named is not None else self.source.names
         name = (_local_file if isinstance(self.source, LocalSource) else _remote_file)(names, self.source.named)
@@ -43,10 +43,10 @@ class Candidate:
         try:
             return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(self.source.only(name))
         except CheckpointError:
-            return None  # opening it as a checkpoint gives the error
+            return None  # opening it as a model gives the error
 
-    def checkpoint(self) -> Checkpoint:
-        """The full checkpoint that it is."""
+    def model(self) -> Model:
+        """The full model that it is."""
         if self.file is not None and self.source.named is not None and isinstance(self.source, LocalSource):
             return decoded(self.file)
         self.close()

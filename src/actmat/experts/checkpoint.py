@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.base import TensorsHandle
+from actmat.checkpoints.model import Model
 from actmat.experts.base import DeltaSource, Expert
 
 
@@ -16,37 +17,36 @@ class CheckpointExpert(Expert):
 
     kind = "model"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
-        self.specs, self.notes, self.models = checkpoint.specs, checkpoint.notes, checkpoint.models
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.specs, self.notes = model.specs, model.folder.notes
 
     def source(self, name: str) -> DeltaSource:
         """A stored source."""
         spec = self._spec(name)
-        nbytes = self.checkpoint.stored_bytes(name) if self.scheme(name) else spec.nbytes
-        return DeltaSource(name, "stored", spec.dtype, nbytes)
+        return DeltaSource(name, "stored", spec.dtype, self.model.tensors.parts(name).nbytes)
 
     def scheme(self, name: str) -> str:
         """Description of the layout, from the checkpoint."""
-        return self.checkpoint.scheme(name)
+        return self.model.tensors.parts(name).scheme
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
-        return self.checkpoint.read(name)
+        return self.model.tensors.read(name)
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Bytes of the tensor."""
-        self.checkpoint.read_into(name, start, out)
+        self.model.tensors.read_into(name, start, out)
 
     @property
     def config(self) -> Mapping[str, Any] | None:
         """Config of the checkpoint."""
-        return self.checkpoint.config
+        return self.model.config
 
-    def handle(self) -> CheckpointHandle:
+    def handle(self) -> TensorsHandle:
         """Address of the checkpoint."""
-        return self.checkpoint.handle()
+        return self.model.tensors.handle()
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Pass the hint on."""
-        self.checkpoint.prefetch(names)
+        self.model.tensors.prefetch(names)

@@ -6,17 +6,14 @@ import abc
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec, versions_of_files
-from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from actmat.checkpoints.base import TensorSpec, versions_of_files
 from actmat.checkpoints.hashing import hash_names
-from actmat.checkpoints.side_files import SideFiles
-from actmat.checkpoints.source import Source
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, DeltaSource, Expert
 from actmat.experts.lora.adapter import Adapter
@@ -30,8 +27,8 @@ class StoredAdapter(Expert):
     kind = "adapter"
 
     def __init__(self, stored: Adapter) -> None:
-        super().__init__(stored.weights)
-        self.specs = self.checkpoint.specs
+        super().__init__(stored.model)
+        self.specs = self.model.specs
         self.stored = stored
         self._full: Mapping[str, str] = {n: n for n in self.specs}
 
@@ -43,36 +40,22 @@ class StoredAdapter(Expert):
         """One sentence for each tensor that is merged and has NaN or Inf."""
         return self.stored.check_values(label)
 
-    @property
-    def _folder(self) -> Source | None:
-        """PEFT's folder with its files, such as a tokenizer."""
-        found = [whole for f in self.sources() if isinstance(whole := f.whole(), Source)]
-        return next((f for f in found if ADAPTER_CONFIG in f.names), None)
-
-    def side_files(self) -> SideFiles:
-        """Files of PEFT's folder other than the adapter's weights."""
-        return SideFiles() if self._folder is None else self._folder.side_files(ADAPTER_WEIGHTS)
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of these files."""
-        return None if self._folder is None else self._folder.fetch_sidecars()
-
     def read(self, name: str) -> Tensor:
         """A tensor that is stored whole."""
         if name not in self._full:
             self._refuse(name, "read")
-        return self.checkpoint.read(self._full[name])
+        return self.model.tensors.read(self._full[name])
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Bytes of a tensor that is stored whole."""
         if name not in self._full:
             self._refuse(name, "read")
-        self.checkpoint.read_into(self._full[name], start, out)
+        self.model.tensors.read_into(self._full[name], start, out)
 
     def handle(self) -> AdapterHandle:
         """The adapter's location, the versions of remote files, and the user's words that decided how it is read."""
-        etags = versions_of_files(self.identity())
-        return AdapterHandle(self.location, None, etags, self.stored.config.stacks, self.stored.converted_to)
+        etags, stored = versions_of_files(self.identity()), self.stored
+        return AdapterHandle(self.location, etags=etags, stacks=stored.config.stacks, layout=stored.converted_to)
 
 
 class UnfittedAdapter(StoredAdapter):
@@ -99,12 +82,12 @@ class FittedAdapter(StoredAdapter):
     """
 
     def __init__(
-        self, stored: Adapter, base: Checkpoint, extras: Mapping[str, str], deltas: Mapping[str, tuple[int, ...]]
+        self, stored: Adapter, base: Model, extras: Mapping[str, str], deltas: Mapping[str, tuple[int, ...]]
     ) -> None:
         super().__init__(stored)
         self._parts = tied_parts(
             base,
-            {name: self.checkpoint.specs[n] for name, n in extras.items()},
+            {name: self.model.specs[n] for name, n in extras.items()},
             deltas,
             keeps_ties=keeps_ties(stored.config.fields),
             equal=lambda a, b: stored.hashes[extras[a]] == stored.hashes[extras[b]],
@@ -132,7 +115,7 @@ class FittedAdapter(StoredAdapter):
         self._full = {name: stored for name, stored in full.items() if name not in self._parts.copies}
         specs = {name: spec for name, spec in self._base.specs.items() if name not in hidden}
         for name, stored in self._full.items():
-            spec = self.checkpoint.specs[stored]
+            spec = self.model.specs[stored]
             specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
         self.specs = MappingProxyType(specs)
 
@@ -146,7 +129,7 @@ class FittedAdapter(StoredAdapter):
 
     def source(self, name: str) -> DeltaSource:
         """Stored if it was trained in full, formed if the adapter changes it otherwise, else zero."""
-        dtype, stored = self._spec(name).dtype, self.checkpoint.specs
+        dtype, stored = self._spec(name).dtype, self.model.specs
         if name in self._full:
             return DeltaSource(name, "stored", dtype, stored[self._full[name]].nbytes)
         if (formed := self._formed_of(name)) is None:
@@ -181,8 +164,8 @@ class FittedAdapter(StoredAdapter):
 
     def handle(self) -> AdapterHandle:
         """The same with the address of the base, and of tables with the rows of another vocabulary."""
-        aligned = self.checkpoint.handle() if self.stored.has_other_rows else None
-        return replace(super().handle(), base=self._base.handle(), weights=aligned)
+        aligned = self.model.tensors.handle() if self.stored.has_other_rows else None
+        return replace(super().handle(), base=self._base.tensors.handle(), config=self._base.config, weights=aligned)
 
     def close(self) -> None:
         """Close the adapter's files."""

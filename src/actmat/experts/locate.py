@@ -11,17 +11,19 @@ import abc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
+from actmat.checkpoints.base import TensorsHandle, versions_of_files
 from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
-from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
-from actmat.checkpoints.source import LocalSource, Source
+from actmat.checkpoints.model import Model, ModelFolder
+from actmat.checkpoints.resolve import find_source, is_composed, open_model
+from actmat.checkpoints.resolve import open_handle as open_tensors_handle
+from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import AdapterFamily, AdapterHandle, Expert, ExpertHandle
 from actmat.experts.candidate import Candidate
@@ -60,7 +62,7 @@ class Located(AbstractContextManager["Located"]):
 
     place: str
     kind: ClassVar[Literal["model", "adapter"]]
-    stored: Checkpoint
+    stored: Model
     has_factors: bool
 
     @property
@@ -77,11 +79,11 @@ class Located(AbstractContextManager["Located"]):
         """Folders, files and URLs that it is read from, which no output may replace, by the user's names."""
         if os.path.exists(self.place):
             return {self.place: Path(self.place)}
-        found = (s for s in self.stored.sources() if isinstance(s, Source))
-        return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in found}
+        files = self.stored.folder.files
+        return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in files}
 
     @abc.abstractmethod
-    def model(self) -> Checkpoint:
+    def model(self) -> Model:
         """The full checkpoint that it is.
 
         Raises:
@@ -90,20 +92,20 @@ class Located(AbstractContextManager["Located"]):
 
     @property
     @abc.abstractmethod
-    def token_tables(self) -> Checkpoint | None:
+    def token_tables(self) -> Model | None:
         """Its tensors, if they have tables whose rows can be matched by token; None for an adapter without any."""
 
     @abc.abstractmethod
-    def with_rows(self, aligned: Checkpoint) -> Located:
+    def with_rows(self, aligned: Model) -> Located:
         """The same input with the rows of another vocabulary; closed with this one."""
 
     @abc.abstractmethod
-    def expert(self, base: Checkpoint | None) -> Expert:
+    def expert(self, base: Model | None) -> Expert:
         """The source of deltas on a base; without one, an adapter for outputs that are adapters.
 
         >>> import torch
-        >>> from actmat.checkpoints.memory import MemoryCheckpoint
-        >>> base = MemoryCheckpoint({"w": torch.ones(2)})
+        >>> from actmat.checkpoints.memory import hold_model
+        >>> base = hold_model({"w": torch.ones(2)})
         >>> locate({"w": torch.zeros(2)}).expert(base).source("w")
         DeltaSource(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
 
@@ -125,7 +127,7 @@ class LocatedModel(Located):
     kind = "model"
     has_factors = False
 
-    def __init__(self, place: str, stored: Checkpoint) -> None:
+    def __init__(self, place: str, stored: Model) -> None:
         self.place, self.stored = place, stored
         check_absent(stored)
 
@@ -134,7 +136,7 @@ class LocatedModel(Located):
         """Fields of `config.json`."""
         return self.stored.config or {}
 
-    def model(self) -> Checkpoint:
+    def model(self) -> Model:
         """The checkpoint."""
         if (first := first_factor(self.stored.specs, self.config)) is not None:
             raise CheckpointError(
@@ -149,15 +151,15 @@ class LocatedModel(Located):
         return self.stored
 
     @property
-    def token_tables(self) -> Checkpoint:
+    def token_tables(self) -> Model:
         """The checkpoint."""
         return self.model()
 
-    def with_rows(self, aligned: Checkpoint) -> Located:
+    def with_rows(self, aligned: Model) -> Located:
         """The checkpoint with other rows."""
         return LocatedModel(self.place, aligned)
 
-    def expert(self, base: Checkpoint | None) -> Expert:
+    def expert(self, base: Model | None) -> Expert:
         """The checkpoint as an expert, in the base's layout."""
         if base is None:
             raise CheckpointError(f"{self.place}: expected an adapter, found a full checkpoint, which needs a base")
@@ -176,7 +178,7 @@ class LocatedAdapter(Located):
 
     def __init__(self, place: str, adapter: Adapter, family: AdapterFamily) -> None:
         self.place, self.adapter, self.family = place, adapter, family
-        self.stored = adapter.weights
+        self.stored = adapter.model
         self._why_no_factors = family.why_no_factors(adapter)
         self.has_factors = not self._why_no_factors
 
@@ -185,7 +187,7 @@ class LocatedAdapter(Located):
         """Fields of `adapter_config.json`."""
         return self.adapter.config.fields
 
-    def model(self) -> Checkpoint:
+    def model(self) -> Model:
         """Raise an error: an adapter is not a model."""
         raise CheckpointError(
             f"{self.place}: expected a full checkpoint, found a {self.family.name} adapter. Fix: give it where an "
@@ -193,16 +195,16 @@ class LocatedAdapter(Located):
         )
 
     @property
-    def token_tables(self) -> Checkpoint | None:
+    def token_tables(self) -> Model | None:
         """The stored tensors, if a token table or an output head is among those trained in full."""
         trained = (*self.adapter.extras, *self.adapter.copies)
         return self.stored if any(is_token_table(n) or is_output_head(n) for n in trained) else None
 
-    def with_rows(self, aligned: Checkpoint) -> Located:
+    def with_rows(self, aligned: Model) -> Located:
         """The adapter with tables of other rows; its own stay those of its base."""
-        return LocatedAdapter(self.place, self.adapter.with_weights(aligned), self.family)
+        return LocatedAdapter(self.place, self.adapter.with_rows(aligned), self.family)
 
-    def expert(self, base: Checkpoint | None) -> Expert:
+    def expert(self, base: Model | None) -> Expert:
         """The adapter on its base, or its factors; if it has none, the reason is among its problems."""
         if base is not None:
             return self.family.fit(self.adapter, base)
@@ -210,7 +212,7 @@ class LocatedAdapter(Located):
         return UnfittedAdapter(adapter if self.has_factors else adapter.with_problems((self._why_no_factors,)))
 
 
-def locate(place: str | Path | Mapping[str, Tensor] | Checkpoint, stacks: tuple[StackWord, ...] = ()) -> Located:
+def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[StackWord, ...] = ()) -> Located:
     """Look at what a user named: a folder, file, hub id, URL, stack of layers, `model+adapter`, or tensors by name.
 
     Args:
@@ -222,7 +224,7 @@ def locate(place: str | Path | Mapping[str, Tensor] | Checkpoint, stacks: tuple[
     """
     text = str(place) if isinstance(place, str | Path) else "<memory>"
     if not isinstance(place, str | Path) or is_composed(place):
-        found: Located = LocatedModel(text, open_checkpoint(place))
+        found: Located = LocatedModel(text, open_model(place))
     else:
         found = _look(text, Candidate(find_source(place), stacks))
     if stacks and not (isinstance(found, LocatedAdapter) and found.family is PEFT):
@@ -236,7 +238,7 @@ def _look(place: str, candidate: Candidate) -> Located:
         for family in _families(candidate):
             if (adapter := family.look(candidate)) is not None:
                 return LocatedAdapter(place, adapter, family)
-        return LocatedModel(place, candidate.checkpoint())
+        return LocatedModel(place, candidate.model())
     except MergeError:
         candidate.close()
         raise
@@ -285,16 +287,16 @@ def open_handle(handle: ExpertHandle) -> Expert:
     Raises:
         CheckpointError: its files are gone or damaged, or remote ones have other versions than the handle says.
     """
-    if isinstance(handle, CheckpointHandle):
-        return CheckpointExpert(open_checkpoint_handle(handle))
+    if isinstance(handle, TensorsHandle):
+        return CheckpointExpert(Model(open_tensors_handle(handle)))
     located = locate(handle.location, handle.stacks)
     if handle.base is None:
         found = located.expert(None)
         return _as_it_was(found if handle.layout is None else in_layout(found, handle.layout), handle)
-    base = open_checkpoint_handle(handle.base)
+    base = Model(open_tensors_handle(handle.base), ModelFolder(handle.config))
     try:
         if handle.weights is not None:
-            located = located.with_rows(open_checkpoint_handle(handle.weights))
+            located = located.with_rows(replace(located.stored, tensors=open_tensors_handle(handle.weights)))
         expert = located.expert(base)
     except CheckpointError:
         base.close()

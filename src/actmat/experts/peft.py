@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.keys import unknown_note
+from actmat.checkpoints.model import Model
 from actmat.experts.base import AdapterFamily, Expert
 from actmat.experts.changes.base import Content, Reader
 from actmat.experts.changes.expert import FormedExpert
@@ -31,7 +31,7 @@ def reader_of(fields: Mapping[str, Any]) -> Reader | None:
     return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 
-def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
+def _fit(adapter: Adapter, base: Model) -> Expert:
     fields = adapter.config.fields
     reader = reader_of(fields)
     expert: Expert
@@ -55,7 +55,7 @@ def _content(reader: Reader, adapter: Adapter) -> Content:
     return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused, *ignored))))
 
 
-def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence[str]:
+def _lost_biases(adapter: Adapter, expert: Expert, base: Model) -> Sequence[str]:
     """A note if the adapter trained biases that its file lacks."""
     if adapter.config.bias != "lora_only" or any(name.endswith(".bias") for name in adapter.extras):
         return ()

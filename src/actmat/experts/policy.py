@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from actmat import plugins
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.base import Checkpoint
+    from actmat.checkpoints.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class VocabularyPolicy:
 
 @runtime_checkable
 class AlignVocabularies(Protocol):
-    """The base and the experts with the rows of one vocabulary."""
+    """Give the base and the experts the rows of one vocabulary."""
 
     def __call__(
-        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy
-    ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-        """The aligned checkpoints.
+        self, base: Model, experts: Mapping[str, Model], policy: VocabularyPolicy
+    ) -> tuple[Model, dict[str, Model], Collection[str]]:
+        """The aligned models, and labels of those whose rows are not those that are stored, with others after them.
 
         Args:
-            base, experts: open full checkpoints, each with a `tokenizer.json`.
+            base, experts: open models, each with a `tokenizer.json`; the label of the base is 'base'.
             policy: the new vocabulary.
 
         Raises:

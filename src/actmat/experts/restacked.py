@@ -1,4 +1,4 @@
-"""Full checkpoints of mixtures whose experts are stored one by one, for a base that stacks them; or the reverse.
+"""Models of mixtures whose experts are stored one by one, for a base that stacks them; or the reverse.
 
 | one by one, each `O x I` | stacked, `E x O x I` |
 |---|---|
@@ -16,8 +16,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.composed import Composed, Piece, whole
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.layout.components import single_file_of
 from actmat.layout.resolve import resolve_layout
@@ -89,79 +90,79 @@ def _misfit(stack: _Stack, names: list[str], singles: Mapping[str, TensorSpec], 
     return ""
 
 
-def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRows], list[str]]:
-    """Rows of the checkpoint in the tensors of the base that it stores otherwise; and problems."""
-    rows: dict[str, TensorRows] = {}
+def _pieces(model: Model, base: Model) -> tuple[dict[str, tuple[Piece, ...]], list[str]]:
+    """Pieces of the model's tensors that make up those of the base that it stores otherwise; and problems."""
+    pieces: dict[str, tuple[Piece, ...]] = {}
     problems = []
-    for single, stacked in ((checkpoint, base), (base, checkpoint)):
-        found = _stacks(single.specs, stacked.specs)
-        if not found:
+    for single, stacked in ((model, base), (base, model)):
+        stacks = _stacks(single.specs, stacked.specs)
+        if not stacks:
             continue
         layouts = resolve_layout(stacked.specs, stacked.config or single.config)
-        for stack in found.values():
+        for stack in stacks.values():
             names = stack.in_order()
             if problem := _misfit(stack, names, single.specs, layouts, stacked.specs[stack.name].shape):
                 problems.append(problem)
-                continue
-            height, width = single.specs[names[0]].shape
-            if stacked is base:
-                rows[stack.name] = TensorRows(tuple(RowRange(n, 0, height) for n in names))
-                continue
-            for k, name in enumerate(names):
-                part = RowRange(stack.name, k * height, (k + 1) * height)
-                rows[name] = TensorRows((part,), columns=width)
-    if rows:  # the router beside them
-        here = {_renamed(n): n for n in checkpoint.specs}
+            elif stacked is base:
+                pieces[stack.name] = tuple(piece for name in names for piece in whole(single.specs[name]))
+            else:
+                size = stacked.specs[stack.name].nbytes // len(names)
+                pieces |= {name: (Piece(0, stack.name, k * size, (k + 1) * size),) for k, name in enumerate(names)}
+    if pieces:  # the router beside them
+        stored = {_renamed(n): n for n in model.specs}
         for name, spec in base.specs.items():
-            other = here.get(_renamed(name))
-            if other is not None and other != name and name not in rows and spec.shape:
-                rows[name] = TensorRows((RowRange(other, 0, checkpoint.specs[other].shape[0]),))
-    return rows, problems
+            other = stored.get(_renamed(name))
+            if other is not None and other != name and name not in pieces and spec.shape:
+                pieces[name] = whole(model.specs[other])
+    return pieces, problems
 
 
-def _restacked(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """The checkpoint with its experts stored as in the base.
+def _restacked(model: Model, base: Model) -> Model:
+    """The model with its experts stored as in the base.
 
     Raises:
         CheckpointError: they cannot be brought into that layout; one problem per stack.
     """
-    rows, problems = _read(checkpoint, base)
+    pieces, problems = _pieces(model, base)
     if problems:
         more = f"; and {len(problems) - SHOWN} more stacks" if len(problems) > SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint.location}: stores the experts of its layers in another layout than the base "
+            f"{model.location}: stores the experts of its layers in another layout than the base "
             f"({base.location}), in which they cannot be read: {'; '.join(problems[:SHOWN])}{more}. Fix: load the one "
             "that transformers did not write in transformers and save it again (save_pretrained)"
         )
-    shapes = {n: base.specs[n].shape for n in rows}
-    found = RowsCheckpoint(checkpoint, shapes, rows)
-    count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in rows)
-    way = "one by one" if any(map(_SINGLE.fullmatch, rows)) else "stacked"
-    found.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
-    return found
+    used = {piece.name for of_tensor in pieces.values() for piece in of_tensor}
+    same = {n: s for n, s in model.specs.items() if n not in used and n not in pieces}
+    firsts = {name: model.specs[of_tensor[0].name] for name, of_tensor in pieces.items()}
+    specs = {n: TensorSpec(n, base.specs[n].shape, first.dtype, first.file) for n, first in firsts.items()}
+    tensors = Composed([model.tensors], {**{n: whole(s) for n, s in same.items()}, **pieces}, {**same, **specs})
+    count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in pieces)
+    way = "one by one" if any(map(_SINGLE.fullmatch, pieces)) else "stacked"
+    note = f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly"
+    return Model(tensors, model.folder.noted(note))
 
 
-def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint in the layout of the base; itself if it needs no conversion.
+def in_layout_of(base: Model, model: Model) -> Model:
+    """The model in the layout of the base; itself if it needs no conversion.
 
     Raises:
         CheckpointError: not all of it can be converted, or only one of them is a single file of an image tool.
     """
     # one of the two stacks experts that the other stores one by one
-    if _stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs):
-        return _restacked(checkpoint, base)
-    shares_names = 2 * sum(name in checkpoint.specs for name in base.specs) >= len(base.specs)
-    if not shares_names and _is_diffusers(checkpoint) != _is_diffusers(base):
-        single = base if _is_diffusers(checkpoint) else checkpoint
+    if _stacks(model.specs, base.specs) or _stacks(base.specs, model.specs):
+        return _restacked(model, base)
+    shares_names = 2 * sum(name in model.specs for name in base.specs) >= len(base.specs)
+    if not shares_names and _is_diffusers(model) != _is_diffusers(base):
+        single = base if _is_diffusers(model) else model
         kind = single_file_of(single.specs)
         if kind is not None:
             raise CheckpointError(
-                f"{checkpoint.location}: its layout differs from the base's ({base.location}): {single.location} is "
+                f"{model.location}: its layout differs from the base's ({base.location}): {single.location} is "
                 f"{kind.words}, the other is a folder of diffusers. Fix: convert the file with diffusers "
                 "(from_single_file, then save_pretrained), and give folders only."
             )
-    return checkpoint
+    return model
 
 
-def _is_diffusers(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config is not None and "_class_name" in checkpoint.config
+def _is_diffusers(model: Model) -> bool:
+    return model.config is not None and "_class_name" in model.config

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.untied import untie
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.layout.in_memory import find_on_disk
@@ -63,7 +64,7 @@ class TiedParts:
         notes: for the plan.
     """
 
-    base: Checkpoint
+    base: Model
     heads: Mapping[str, str]
     copies: frozenset[str] = frozenset()
     refused: Sequence[str] = ()
@@ -72,7 +73,7 @@ class TiedParts:
 
 
 def tied_parts(
-    base: Checkpoint,
+    base: Model,
     saved: Mapping[str, TensorSpec],
     deltas: Mapping[str, tuple[int, ...]],
     *,
@@ -111,11 +112,11 @@ def tied_parts(
     refused = [n for n in deltas if n in of_names and not heads]
     problems += [_delta_of_head(base, n, of_names[n]) for n in refused]
     notes = [_delta_of_table(t) for n, t in tables.items() if n in deltas and not heads]
-    untied = UntiedCheckpoint(base, heads) if heads and not problems else base
+    untied = untie(base, heads) if heads and not problems else base
     return TiedParts(untied, heads, copies, refused, problems, notes)
 
 
-def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, str]:
+def separate_heads(expert: Expert, base: Model, *, ties: bool) -> Mapping[str, str]:
     """Separate output heads of a full checkpoint -> table of the base that ties them.
 
     A checkpoint whose config ties them too stores one tensor twice, which is compared when it is read.
@@ -126,7 +127,7 @@ def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, s
     return {head_of(table) or head: table for head, table in heads.items()}
 
 
-def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], *, ties: bool) -> Checkpoint:
+def untied_base(base: Model, experts: Sequence[Expert], labels: Sequence[str], *, ties: bool) -> Model:
     """The base, with output heads of its own where an expert has one that it ties.
 
     Args:
@@ -135,28 +136,28 @@ def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[st
     Raises:
         CheckpointError: it cannot be untied; one problem per expert.
     """
-    found: dict[str, str] = {}
+    heads: dict[str, str] = {}
     whose: list[str] = []
     problems = []
     for label, expert in zip(labels, experts, strict=True):
-        heads = expert.heads if expert.needs_base else own_heads(expert, base, ties=ties)
-        problems += [f"expert '{label}': {_no_head(base, t)}" for h, t in heads.items() if not can_untie(h, t)]
-        found |= heads
-        whose += [f"'{label}'"] if heads else []
+        of_expert = expert.heads if expert.needs_base else separate_heads(expert, base, ties=ties)
+        problems += [f"expert '{label}': {_no_head(base, t)}" for h, t in of_expert.items() if not can_untie(h, t)]
+        heads |= of_expert
+        whose += [f"'{label}'"] if of_expert else []
     if not ties:
         stored = find_ties(base.specs, base.config)
-        found |= {h: t for h, t in stored.items() if can_untie(h, t)}
+        heads |= {h: t for h, t in stored.items() if can_untie(h, t)}
     if problems:
         raise CheckpointError(f"{base.location}: its output head cannot be untied.", problems)
-    if not found:
+    if not heads:
         return base
     why = f"expert {', '.join(whose)} trains them apart" if whose else "the recipe merges tied tensors apart"
-    heads_of = ", ".join(f"'{h}' from '{t}'" for h, t in found.items())
-    note = f"its output head is untied ({heads_of}), as {why}: the output has both, and tie_word_embeddings is false"
-    return UntiedCheckpoint(base, found, note)
+    listed = ", ".join(f"'{h}' from '{t}'" for h, t in heads.items())
+    note = f"its output head is untied ({listed}), as {why}: the output has both, and tie_word_embeddings is false"
+    return untie(base, heads, note)
 
 
-def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
+def _tables(base: Model, names: Sequence[str]) -> dict[str, str]:
     """Name of a token table in the model -> its name in the base."""
     try:
         located = find_on_disk(base, [[n] for n in names])[0] if names else {}
@@ -166,14 +167,14 @@ def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
     return {n: whole[n].slices[0].name for n in names if n in whole}
 
 
-def _no_head(base: Checkpoint, table: str) -> str:
+def _no_head(base: Model, table: str) -> str:
     return (
         f"it trains the output head or the table '{table}', which the base ({base.location}) ties, apart from the "
         f"other, and how this architecture loads them untied is not known. {FIX}"
     )
 
 
-def _delta_of_head(base: Checkpoint, name: str, table: str) -> str:
+def _delta_of_head(base: Model, name: str, table: str) -> str:
     return (
         f"it has a delta for '{name}', which the base ({base.location}) ties to '{table}': PEFT applies it to the head "
         f"in training, and to the table as well when it merges. {FIX}, which gives what was trained"

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle
-from actmat.checkpoints.resolve import commit_of, pinned_stack
+from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import commit_of
 from actmat.errors import CheckpointError, Note
 from actmat.experts.base import Expert
 from actmat.methods import METHODS, get_method
@@ -35,7 +36,7 @@ ADAPTERS_ON_HOST = "adapters are merged on the host, not on a device: their fact
 
 def build_plan(
     recipe: Recipe,
-    base: Checkpoint | None,
+    base: Model | None,
     experts: Sequence[Expert],
     *,
     room: DeviceRoom = HOST,
@@ -74,7 +75,7 @@ def build_plan(
         recipe=recipe,
         output="model" if is_model else "adapter",
         base=None if base is None else _summary("base", base, "model"),
-        experts=tuple(_summary(n, e, e.kind, i) for n, e, i in zip(recipe.labels, experts, ignored, strict=True)),
+        experts=tuple(_summary(n, e.model, e.kind, i) for n, e, i in zip(recipe.labels, experts, ignored, strict=True)),
         items=draft.items,
         specs=draft.specs,
         max_shard_bytes=draft.max_shard_bytes,
@@ -96,12 +97,12 @@ def build_plan(
 
 
 def _notes(
-    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decisions: Sequence[str], likely: Sequence[str]
+    recipe: Recipe, base: Model | None, experts: Sequence[Expert], decisions: Sequence[str], likely: Sequence[str]
 ) -> tuple[Note, ...]:
     """Warnings of the recipe, of likely mistakes and of the inputs; then their notes, and decisions of the plan."""
     named = [(f"expert '{label}'", e) for label, e in zip(recipe.labels, experts, strict=True)]
     warnings = (*recipe.warnings, *likely, *_remarks((name, e.warnings) for name, e in named))
-    of_base = [("base", base.notes)] if base is not None else []
+    of_base = [("base", base.folder.notes)] if base is not None else []
     notes = (*recipe.notes, *_remarks([*of_base, *((name, e.notes) for name, e in named)]), *decisions)
     return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
 
@@ -183,19 +184,20 @@ def versions_of(items: Sequence[Item]) -> dict[str, str]:
     return versions | {name: found for name in sorted(others) if (found := method_version(name)) is not None}
 
 
-def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:
-    if isinstance(source, Checkpoint):
-        n_tensors, nbytes = len(source.specs), sum(s.nbytes for s in source.specs.values())
-    else:
-        n_tensors, nbytes = source.n_tensors, source.nbytes
-    location, identity = source.location, source.identity()
-    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, *_commits(source), source.models)
+def _summary(label: str, model: Model, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:
+    files = model.tensors.identity()
+    nbytes = sum(s.nbytes for s in model.specs.values())
+    addresses = ((source.address, source.location) for source in model.folder.files)
+    models = tuple(dict.fromkeys(address if commit_of(address) else location for address, location in addresses))
+    return InputSummary(
+        label, model.location, files, len(model.specs), nbytes, kind, ignored, *_commits(model), models=models
+    )
 
 
-def _commits(source: Checkpoint | Expert) -> tuple[str, str]:
+def _commits(model: Model) -> tuple[str, str]:
     """Commit of a repository on the hub, and the text of a stack of such; empty for any other location."""
     try:
-        handle = source.handle()
+        address = model.tensors.handle().address
     except CheckpointError:  # tensors in memory have no address
         return "", ""
-    return commit_of(handle.address), pinned_stack(handle) if isinstance(handle, CheckpointHandle) else ""
+    return commit_of(address), address if any(commit_of(part.location) for part in stack_parts(address)) else ""

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import MergeError
@@ -42,7 +43,7 @@ from actmat.recipe.output import ExtractedOutput
 
 
 def plan_tensors(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics, room: DeviceRoom = HOST
+    recipe: Recipe, base: Model, experts: Sequence[Expert], statistics: ExpertStatistics, room: DeviceRoom = HOST
 ) -> Draft:
     """Decide what happens to every tensor of the base.
 
@@ -102,13 +103,13 @@ def plan_tensors(
     )
 
 
-def _kept(base: Checkpoint, chooser: Chooser) -> dict[str, str]:
+def _kept(base: Model, chooser: Chooser) -> dict[str, str]:
     """Tensors that the recipe keeps -> reason."""
     hits = {name: chooser.keeps(name) for name in base.specs}
     return {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
 
 
-def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: Collection[str]) -> InputAgreement:
+def _agreed(recipe: Recipe, base: Model, experts: Sequence[Expert], kept: Collection[str]) -> InputAgreement:
     """Comparison of the inputs beside their weights."""
     return compare_inputs(
         base,
@@ -122,7 +123,7 @@ def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: C
 
 
 def _recipe_problems(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], alignment: Alignment, chooser: Chooser
+    recipe: Recipe, base: Model, experts: Sequence[Expert], alignment: Alignment, chooser: Chooser
 ) -> Iterator[str]:
     """Reasons why a recipe does not fit these inputs."""
     yield from _lost_heads(recipe, base, experts, alignment, chooser)
@@ -132,7 +133,7 @@ def _recipe_problems(
 
 
 def _lost_heads(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], alignment: Alignment, chooser: Chooser
+    recipe: Recipe, base: Model, experts: Sequence[Expert], alignment: Alignment, chooser: Chooser
 ) -> Iterator[str]:
     """Problems of adapters that trained tensors in full that the base does not have, unless the recipe keeps it so."""
     for label, expert, extra in zip(recipe.labels, experts, alignment.ignored, strict=True):
@@ -149,9 +150,9 @@ def _lost_heads(
             )
 
 
-def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def _input_problems(recipe: Recipe, base: Model, experts: Sequence[Expert]) -> list[str]:
     """Problems of inputs: signs of codes instead of weights, or no tensors."""
-    inputs: list[tuple[str, Checkpoint | Expert]] = [
+    inputs: list[tuple[str, Model | Expert]] = [
         ("base", base),
         *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
     ]
@@ -198,7 +199,7 @@ class _TensorPlanner:
     """Makes the items, with their costs."""
 
     recipe: Recipe
-    base: Checkpoint
+    base: Model
     experts: Sequence[Expert]
     room: DeviceRoom
 
@@ -264,7 +265,7 @@ class _TensorPlanner:
         )
         placed = self.place(item)
         cost = ItemCost(
-            read_bytes=self.base.stored_bytes(spec.name) + sum(s.nbytes for s in sources),
+            read_bytes=self.base.tensors.parts(spec.name).nbytes + sum(s.nbytes for s in sources),
             write_bytes=sum(o.nbytes for o in outputs),
             flops=self.flops(item),
             host_bytes=placed.host_bytes,
@@ -344,7 +345,7 @@ def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser)
     ]
 
 
-def _storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def _storage_notes(recipe: Recipe, base: Model, experts: Sequence[Expert]) -> list[str]:
     """Notes about inputs that are stored in other forms than the base, or as codes."""
 
     def dtypes(specs: Mapping[str, TensorSpec]) -> str:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actmat.bounds import is_url
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import HASH_NAME, hash_names
+from actmat.checkpoints.marks import with_marks
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.remote import storage_of
-from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
+from actmat.checkpoints.untied import untie
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.engine.content import TensorBytes, content_hash
 from actmat.errors import CheckpointError, MergeError
@@ -121,7 +123,7 @@ def verify(
         merged = stack.enter_context(locate(location))
         problems = _form_problems(merged.stored.specs, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
-        problems += _compare(merged.stored, expected, "the output", progress)
+        problems += _compare(merged.stored.tensors, expected, "the output", progress)
         problems += _edits(manifest)
         files = {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
         of_files = _file_problems(output, manifest, files)
@@ -147,7 +149,7 @@ def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], 
     for label, place in inputs.places.items():
         try:
             stored, expected = inputs.as_read(label), inputs.expected(label)
-            problems += _compare(stored, expected, f"input '{label}' ({place})", progress, partial=True)
+            problems += _compare(stored.tensors, expected, f"input '{label}' ({place})", progress, partial=True)
             checked.append(label)
         except MergeError as error:
             problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
@@ -255,7 +257,7 @@ class ManifestInputs:
         """Stored name -> hash of all that was read."""
         return _read_from_base(self.manifest) if label == "base" else expert_hashes(self.manifest, label)
 
-    def as_read(self, label: str) -> Checkpoint:
+    def as_read(self, label: str) -> Model:
         """The tensors of an input.
 
         Raises:
@@ -279,21 +281,21 @@ class ManifestInputs:
         return self._found[label]
 
     @functools.cached_property
-    def _aligned(self) -> Mapping[str, Checkpoint]:
+    def _aligned(self) -> Mapping[str, Model]:
         if self.output.get("vocabulary") is None:
             return {}
         policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
-        found = {label: self.located(label) for label in self.places}
-        tables = {label: t for label, f in found.items() if label != "base" and (t := f.token_tables) is not None}
-        base, experts = vocabulary_aligner()(found["base"].stored, tables, policy)
+        inputs = {label: self.located(label) for label in self.places}
+        tables = {label: t for label, i in inputs.items() if label != "base" and (t := i.token_tables) is not None}
+        base, experts, _ = vocabulary_aligner()(inputs["base"].stored, tables, policy)
         return {"base": base, **experts}
 
-    def _with_heads(self, base: Checkpoint) -> Checkpoint:
+    def _with_heads(self, base: Model) -> Model:
         """The base, with copies of its token table for output heads that the merge untied."""
         read = {n: TensorSpec(n, (), "", "") for n in self.expected("base") if n not in base.specs}
         heads = tied_heads(read, base.specs, base.config)
         if heads or not read:
-            return UntiedCheckpoint(base, heads) if heads else base
+            return untie(base, heads) if heads else base
         return with_marks(
             base, {n: f.stored for n in self.places if not (f := self.located(n)).needs_base and n != "base"}
         )
@@ -328,15 +330,15 @@ def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashPr
 
 
 def _compare(
-    checkpoint: TensorBytes, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
+    tensors: TensorBytes, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
 ) -> list[str]:
-    problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
+    problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in tensors.specs]
     if not partial:
-        problems += [f"{what} has an extra tensor '{n}'" for n in checkpoint.specs if n not in expected]
-    for name, spec in checkpoint.specs.items():
+        problems += [f"{what} has an extra tensor '{n}'" for n in tensors.specs if n not in expected]
+    for name, spec in tensors.specs.items():
         if name not in expected:
             continue
-        if content_hash(checkpoint, name) != expected[name]:
+        if content_hash(tensors, name) != expected[name]:
             problems.append(f"tensor '{name}' of {what} ({spec.file}) has changed since the merge")
         progress(name, spec.nbytes)
     return problems

@@ -51,7 +51,7 @@ def _modules(given: Given) -> Iterator[tuple[float, list[LowRank]]]:
     experts = [e.expert(base) for e in given.experts]
     specs = {n: s for n, s in base.specs.items() if len(s.shape) == 2 and all(e.source(n).rank for e in experts)}
     for name in _few(list(specs)):
-        norm = float(torch.linalg.vector_norm(base.read(name).float()))
+        norm = float(torch.linalg.vector_norm(base.tensors.read(name).float()))
         yield norm, [e.factors(name, specs[name].shape, torch.float32) for e in experts]
 
 

@@ -37,7 +37,7 @@ def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progr
     shared = prepared.place.executor == THREADS  # they use the open inputs; tensors in memory have no address
     spec = SessionSpec(
         plans=plans,
-        base=None if inputs.base is None or shared else inputs.base.handle(),
+        base=None if inputs.base is None or shared else inputs.base.tensors.handle(),
         experts=() if shared else tuple(e.handle() for e in inputs.experts),
         outputs=tuple(o.folder for o in outputs),
         observers=observers,

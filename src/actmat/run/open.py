@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.marks import with_marks
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import LocalSource
-from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
-from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
+from actmat.checkpoints.writing.sidecars import check_sidecars
 from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
 from actmat.errors import CheckpointError, Problems, RecipeError
@@ -88,7 +88,7 @@ def open_inputs(
             with problems.noted():
                 base = _untied(chosen, base, experts)
                 pairs = zip(chosen[0].labels, experts, strict=True)
-                base = with_marks(base, {n: e.checkpoint for n, e in pairs if isinstance(e, CheckpointExpert)})
+                base = with_marks(base, {n: e.model for n, e in pairs if not e.needs_base})
             if len(problems.found) > known:
                 problems.check()
         inputs = Inputs(chosen[0].labels, base, experts, stack.enter_context(opened_statistics(chosen[0])))
@@ -126,7 +126,7 @@ def _stop(wanted: Wanted, problems: Problems) -> NoReturn:
 
 def _opened(
     recipe: Recipe, given: Given, stack: contextlib.ExitStack, problems: Problems
-) -> tuple[Checkpoint | None, list[Expert]]:
+) -> tuple[Model | None, list[Expert]]:
     """The base, and the experts on it; without a base, adapters in the layout of the output.
 
     Args:
@@ -140,19 +140,21 @@ def _opened(
     bases = _each([named.model], stack, problems)
     if not bases:
         return None, []
-    base, aligned = bases[0], dict[str, Checkpoint]()
+    base, aligned, moved = bases[0], dict[str, Model](), set[str]()
     if (vocabulary := recipe.model.vocabulary) is not None:
         with problems.noted(CheckpointError):
             tables = {n: e.token_tables for n, e in zip(recipe.labels, given.experts, strict=True)}
-            with_tables = {n: checkpoint for n, checkpoint in tables.items() if checkpoint is not None}
-            base, aligned = vocabulary_aligner()(base, with_tables, vocabulary.policy())
+            with_tables = {n: model for n, model in tables.items() if model is not None}
+            base, aligned, labels = vocabulary_aligner()(base, with_tables, vocabulary.policy())
+            moved = set(labels)
         if problems.found:
             return base, []  # adapters would not fit tables of the old size
     rows = zip(recipe.labels, given.experts, strict=True)
-    return base, _each([partial(_expert, aligned.get(n), e, base) for n, e in rows], stack, problems)
+    openers = [partial(_expert, aligned.get(n), e, base, moved=bool(moved & {"base", n})) for n, e in rows]
+    return base, _each(openers, stack, problems)
 
 
-T = TypeVar("T", bound=Checkpoint | Expert)
+T = TypeVar("T", bound=Model | Expert)
 
 
 def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, problems: Problems) -> list[T]:
@@ -166,8 +168,11 @@ def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, proble
     return found
 
 
-def _expert(aligned: Checkpoint | None, given: Located, base: Checkpoint) -> Expert:
+def _expert(aligned: Model | None, given: Located, base: Model, *, moved: bool) -> Expert:
     """An expert, with the rows of the new vocabulary if it has tables.
+
+    Args:
+        moved: rows of its tables, or of the base's, have other numbers there.
 
     Raises:
         CheckpointError: an adapter has deltas for rows that are in another place there.
@@ -175,17 +180,17 @@ def _expert(aligned: Checkpoint | None, given: Located, base: Checkpoint) -> Exp
     if aligned is not None and not given.needs_base:
         return CheckpointExpert(aligned)
     expert = (given if aligned is None else given.with_rows(aligned)).expert(base)
-    if given.needs_base and not (base.keeps_rows and (aligned is None or aligned.keeps_rows)):
+    if given.needs_base and moved:
         tables = [n for n in expert.specs if is_token_table(n) or is_output_head(n)]
-        if moved := [n for n in tables if expert.source(n).kind == "formed"]:
+        if changed := [n for n in tables if expert.source(n).kind == "formed"]:
             raise CheckpointError(
-                f"{given.place}: has a delta for '{moved[0]}', whose rows have another order in the new vocabulary. "
+                f"{given.place}: has a delta for '{changed[0]}', whose rows have another order in the new vocabulary. "
                 "Fix: fold the adapter into its base (merge_and_unload, save_pretrained), and merge full models"
             )
     return expert
 
 
-def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Expert]) -> Checkpoint:
+def _untied(recipes: Sequence[Recipe], base: Model, experts: Sequence[Expert]) -> Model:
     """The base, with a separate output head if experts train it apart from the table that it is tied to.
 
     Raises:
@@ -193,9 +198,9 @@ def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Exper
     """
     recipe = recipes[0]
     untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
-    if isinstance(untied, UntiedCheckpoint) and isinstance(recipe.output, ExtractedOutput):
+    if untied.folder.untied and isinstance(recipe.output, ExtractedOutput):
         raise CheckpointError(
-            f"{base.location}: {untied.notes[-1]}, which an adapter of the tied base cannot hold. {FIX}."
+            f"{base.location}: {untied.folder.notes[-1]}, which an adapter of the tied base cannot hold. {FIX}."
         )
     return untied
 
@@ -216,18 +221,12 @@ def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     Raises:
         CheckpointError: a file is a link out of its folder, or not a regular file.
     """
-    if inputs.base is None or inputs.base.directory is None or isinstance(recipes[0].output, ExtractedOutput):
+    if inputs.base is None or isinstance(recipes[0].output, ExtractedOutput):
         return
-    named = dict(zip(inputs.labels, inputs.experts, strict=True))
-    for wanted in {name for r in recipes for name in (r.model.files_of, r.model.config_from)}:
-        check_sidecars(_local_files(inputs.base), _local_files(named.get(wanted or "", inputs.base)))
-
-
-def _local_files(one: Checkpoint | Expert) -> SideFolder | None:
-    """Files in the folder of an input, without a download."""
-    local = any(isinstance(s, LocalSource) for s in one.sources()) if isinstance(one, Expert) else one.directory
-    folder = one.fetch_sidecars() if local else None
-    return None if folder is None else SideFolder(folder, one.side_files())
+    folders = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
+    wanted = {name or "" for r in recipes for name in (r.model.files_of, r.model.config_from)}
+    chosen = [inputs.base.folder, *(folders[name] for name in wanted if name in folders)]
+    check_sidecars(*(folder for folder in chosen if isinstance(next(iter(folder.files), None), LocalSource)))
 
 
 def check_values(inputs: Inputs) -> None:

@@ -223,7 +223,7 @@ def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> boo
     record = Record.from_json(entry)
     if item is None or record is None or inputs.base is None:
         return False
-    if any(content_hash(inputs.base, name) != record.base_hash for name in (item.name, *item.aliases)):
+    if any(content_hash(inputs.base.tensors, name) != record.base_hash for name in (item.name, *item.aliases)):
         return False
     if item.call is None:
         return True

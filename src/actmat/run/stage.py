@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
-from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
+from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
@@ -148,7 +148,8 @@ class StagedOutput:
                 (folder.path / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
             elif self.plan.output == "model":
                 assert inputs.base is not None, "a model is merged into a base"
-                written, own = {**inputs.base.written_configs, **self.plan.configs}, inputs.base.written_sidecars
+                folder_of_base = inputs.base.folder
+                written, own = {**folder_of_base.written, **self.plan.configs}, folder_of_base.texts
                 template = self.plan.recipe.model.chat_template
                 if template == "auto":
                     template = most_frequent_template((inputs.base, *inputs.experts))
@@ -156,7 +157,7 @@ class StagedOutput:
                     own = {**own, "chat_template.jinja": template}
                 copied = copy_sidecars(*folders, out=folder.path, dtype=self.plan.recipe.dtype, configs=written)
                 if not has_files("tokenizer", (*copied, *own)):
-                    own = {**inputs.base.converted_sidecars(), **own}
+                    own = {**folder_of_base.converted_tokenizer(), **own}
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
                 self._note_missing(inputs, (*copied, *own))
@@ -178,9 +179,9 @@ class StagedOutput:
 
     def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
         """Add notes on a tokenizer or a processor that the output lacks."""
-        if inputs.base is None or not inputs.base.sources():
+        if inputs.base is None or not inputs.base.folder.files:
             return
-        others = {n: e.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
+        others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
         config = self.plan.configs.get("config.json", inputs.base.config)
         found = missing_notes(config, written, others, inputs.base.location)
         self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
@@ -195,16 +196,13 @@ class StagedOutput:
                 draw(diagnosis, folder.path / "report.html")
         return diagnosis
 
-    def _sidecar_folders(self, inputs: Inputs) -> list[SideFolder | None]:
-        """Side files of the base, and of the inputs whose tokenizer and whose config are written."""
+    def _sidecar_folders(self, inputs: Inputs) -> list[ModelFolder]:
+        """Folders of the base, and of the inputs whose tokenizer and whose config are written."""
         if inputs.base is None:
             return []
-        named: list[tuple[str, Checkpoint | Expert]] = [("base", inputs.base)]
-        named += zip(inputs.labels, inputs.experts, strict=True)
-        chosen = ("base", self.plan.recipe.model.files_of, self.plan.recipe.model.config_from or "base")
-        found = {label: (one.fetch_sidecars(), one) for label, one in named if label in chosen}
-        folders = {n: SideFolder(folder, one.side_files()) if folder else None for n, (folder, one) in found.items()}
-        return [folders[label] for label in chosen]
+        folders = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
+        chosen = (self.plan.recipe.model.files_of, self.plan.recipe.model.config_from)
+        return [inputs.base.folder, *(folders.get(label or "base", inputs.base.folder) for label in chosen)]
 
 
 @contextlib.contextmanager
@@ -305,7 +303,7 @@ def _is_record_of(record: Record, item: Item) -> bool:
     return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
 
 
-def most_frequent_template(inputs: Sequence[Checkpoint | Expert]) -> str | None:
+def most_frequent_template(inputs: Sequence[Model | Expert]) -> str | None:
     """The chat template that most inputs have, the first of several; None if no input has one."""
     found = [text for one in inputs if (text := chat_template(files_of(one), name="default"))]
     return Counter(found).most_common(1)[0][0] if found else None

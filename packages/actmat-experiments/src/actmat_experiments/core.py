@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
+from actmat.checkpoints.model import Model
 from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.extras.collect.collect import collect
@@ -22,8 +22,8 @@ from actmat.statistics import Statistics, open_statistics
 
 __all__ = [
     "AdamState",
-    "Checkpoint",
     "MergeMethod",
+    "Model",
     "RunSettings",
     "Statistics",
     "TensorLayout",

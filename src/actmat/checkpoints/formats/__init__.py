@@ -16,8 +16,9 @@ from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.model import Format
 from actmat.checkpoints.side_files import MODULES
-from actmat.checkpoints.source import Format, Source
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 
 __all__ = ["all_formats", "find_format", "format_named"]

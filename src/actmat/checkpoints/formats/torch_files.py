@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, single or sharded.
+"""Files of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, single or sharded.
 
 These files are pickles, which can run code when loaded. They are opened by torch's restricted unpickler
 (`weights_only=True`), which builds tensors and plain containers and refuses anything else before it runs.
@@ -30,7 +30,8 @@ from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.pickles import PickleError, check_pickle
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
+from actmat.checkpoints.model import Format, Model, stored_model
+from actmat.checkpoints.source import Source, TensorFiles, join_shards
 from actmat.errors import CheckpointError
 from actmat.system import total_memory
 
@@ -53,8 +54,8 @@ DAMAGED = (
 """Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
 
 
-class TorchCheckpoint(HeldTensors, StoredCheckpoint):
-    """Tensors of files written by `torch.save`, downloaded when the checkpoint is opened.
+class TorchFiles(HeldTensors, TensorFiles):
+    """Tensors of files written by `torch.save`, downloaded when they are opened.
 
     A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at
     the next read.
@@ -91,17 +92,17 @@ def _torch_names(source: Source) -> list[str]:
     return [name for name in source.weights if name.endswith((*TORCH_SUFFIXES, BIN_INDEX_SUFFIX))]
 
 
-def _open(source: Source) -> TorchCheckpoint:
+def _open(source: Source) -> Model:
     """Open the named file, else the main file of the source, with the shards that an index names."""
     name = source.named or _main_file(_torch_names(source), source.location)
     if not name.endswith(INDEX_SUFFIX):
-        return TorchCheckpoint(source, [name])
+        return stored_model(TorchFiles(source, [name]))
     weight_map = source.weight_map(name)
-    return TorchCheckpoint(source, sorted(set(weight_map.values())), weight_map)
+    return stored_model(TorchFiles(source, sorted(set(weight_map.values())), weight_map))
 
 
 TORCH_FILES = Format(
-    TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), claims=lambda source: bool(_torch_names(source)), open=_open
+    TorchFiles.format, (BIN_NAME, "*.pt", "*.pth"), claims=lambda source: bool(_torch_names(source)), open=_open
 )
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Change, Content
@@ -51,14 +52,14 @@ class FormedExpert(FittedAdapter):
         CheckpointError: the adapter does not fit the base, or cannot be read; carries all problems.
     """
 
-    def __init__(self, stored: Adapter, base: Checkpoint, content: Content) -> None:
+    def __init__(self, stored: Adapter, base: Model, content: Content) -> None:
         content = _without_copies(content, base, stored)
         # PEFT ties trained tokens itself
         own = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
         super().__init__(stored, base, content.extras, {c.target: () for c in own})
         parts = self._parts
         self.notes = tuple(parts.notes)
-        self._owned: Checkpoint | None = None
+        self._owned: Model | None = None
         layouts = resolve_layout(parts.base.specs, parts.base.config)
         fitted = replace(content, changes=[c for c in content.changes if c.target not in parts.refused])
         self._places, full, problems = _fit(fitted, parts.base, layouts, stored.config.trained_class)
@@ -93,9 +94,9 @@ class FormedExpert(FittedAdapter):
 
     def check_values(self, label: str) -> list[str]:
         """One sentence for each stored tensor with NaN or Inf."""
-        return self.stored.check_values(label, self.checkpoint.specs)
+        return self.stored.check_values(label, self.model.specs)
 
-    def adopt(self, base: Checkpoint) -> None:
+    def adopt(self, base: Model) -> None:
         """Close the base with the expert."""
         self._owned = base
 
@@ -106,7 +107,7 @@ class FormedExpert(FittedAdapter):
             self._owned.close()
 
     def _tensors(self, change: Change, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {n: self.checkpoint.read(n).to(dtype) for n in change.stored}
+        return {n: self.model.tensors.read(n).to(dtype) for n in change.stored}
 
     def _form(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
         place = self._places[name]
@@ -123,14 +124,14 @@ class FormedExpert(FittedAdapter):
         if not place.change.reads_base:
             return torch.empty(0, place.shape[1], dtype=dtype)
         if place.is_turned:
-            return self._base.read(name).to(dtype).mT
+            return self._base.tensors.read(name).to(dtype).mT
         spec, columns = self._base.specs[name], place.shape[1]
         raw = torch.empty((last - first, columns), dtype=torch_dtype(spec.dtype))
-        self._base.read_into(name, first * columns * raw.itemsize, raw_bytes(raw))
+        self._base.tensors.read_into(name, first * columns * raw.itemsize, raw_bytes(raw))
         return raw.to(dtype)
 
 
-def _without_copies(content: Content, base: Checkpoint, stored: Adapter) -> Content:
+def _without_copies(content: Content, base: Model, stored: Adapter) -> Content:
     """The content without trained tokens that a tied table has too: PEFT saves them under every name of it."""
     tokens = [c for c in content.changes if c.kind == "tokens"]
     copies: list[Change] = []
@@ -148,7 +149,7 @@ def _without_copies(content: Content, base: Checkpoint, stored: Adapter) -> Cont
 
 
 def _fit(
-    content: Content, base: Checkpoint, layouts: LayoutMap, part: str
+    content: Content, base: Model, layouts: LayoutMap, part: str
 ) -> tuple[dict[str, _Place], dict[str, str], list[str]]:
     """Place of every change by the base's tensor; tensors trained in full; problems."""
     problems = list(content.problems)

@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.keys import unknown_note
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import unknown_fields
@@ -31,29 +31,29 @@ class Adapter:
     `layout` is how it is stored.
 
     Args:
-        weights: the stored tensors, which are closed with it.
+        model: the stored tensors with their files, closed with it; `weights` are its tensors.
         config: settings that determine its deltas.
         problems: of the config.
         listing: its content; default: as PEFT names it.
     """
 
     def __init__(
-        self, weights: Checkpoint, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
+        self, model: Model, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
     ) -> None:
-        self.listing = listing or list_modules(weights.specs, config)
-        self.weights = weights
+        self.listing = listing or list_modules(model.specs, config)
+        self.model, self.weights = model, model.tensors
         self.config = config
         self.layout: AdapterLayout = self.listing.layout
-        self.location = weights.location
+        self.location = model.location
         self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
         self.problems = (*problems, *self.listing.problems)
-        self.has_other_rows = False  # its tables have the rows of another vocabulary, see `Located.with_rows`
+        self.has_other_rows = False  # its tables have the rows of another vocabulary, see `with_rows`
         self.converted_to: AdapterLayout | None = None  # the layout that it was brought into, see `locate.in_layout`
 
     @classmethod
-    def of_tensors(cls, weights: Checkpoint) -> Adapter:
+    def of_tensors(cls, model: Model) -> Adapter:
         """An adapter whose tensors are not pairs of factors: its family forms the deltas."""
-        return cls(weights, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
+        return cls(model, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
     @property
     def parts(self) -> dict[str, int]:
@@ -68,24 +68,24 @@ class Adapter:
             extras: tensors trained in full, new name -> stored name; default: its own.
         """
         modules = {new: self.modules[old] for new, old in names.items()}
-        own = self.extras if extras is None else extras
-        listing = replace(self.listing, modules=modules, extras=own, problems=self.problems)
-        return Adapter(self.weights, self.config, (), listing)
+        full = self.extras if extras is None else extras
+        listing = replace(self.listing, modules=modules, extras=full, problems=self.problems)
+        return Adapter(self.model, self.config, (), listing)
 
-    def with_weights(self, weights: Checkpoint) -> Adapter:
-        """The same adapter with the tensors of another checkpoint, by the same names."""
-        found = Adapter(weights, self.config, self.problems, replace(self.listing, problems=()))
-        found.has_other_rows = True
-        return found
+    def with_rows(self, aligned: Model) -> Adapter:
+        """The same adapter with tables that have the rows of another vocabulary, by the same names."""
+        adapter = Adapter(aligned, self.config, self.problems, replace(self.listing, problems=()))
+        adapter.has_other_rows = True
+        return adapter
 
     def with_problems(self, problems: Sequence[str]) -> Adapter:
         """The same adapter, open as long as this one, with other problems."""
-        return Adapter(self.weights, self.config, problems, replace(self.listing, problems=()))
+        return Adapter(self.model, self.config, problems, replace(self.listing, problems=()))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks for plans: unknown fields of its config, and unused tensors."""
-        copies = [*self.weights.notes]
+        copies = [*self.model.folder.notes]
         copies += ["it holds copies of base weights; the base's own are used"] if self.copies else []
         if problem := self.config.targets.problem:
             copies.append(f"{problem}. Not checked that it names the modules in the file: all are merged")

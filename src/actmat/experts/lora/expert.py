@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.experts.fitted import FittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
@@ -35,7 +35,7 @@ class AdapterExpert(FittedAdapter):
 
     adapter: Adapter
 
-    def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
+    def __init__(self, adapter: Adapter, base: Model) -> None:
         deltas = {f"{module.inside}.weight": module.shape for module in adapter.modules.values()}
         super().__init__(adapter, base, adapter.extras, deltas)
         parts = self._parts

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, rows_of
@@ -21,7 +22,7 @@ OF_ANOTHER = "is it an adapter of this base?"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModulePart:
     """The delta of one stored tensor, as a part of the delta of a module."""
 
     module: AdapterModule
@@ -43,7 +44,7 @@ class Fit:
     of a pipeline that the base is not, and the number of their modules.
     """
 
-    pieces: Mapping[str, Sequence[Piece]]
+    pieces: Mapping[str, Sequence[ModulePart]]
     full: Mapping[str, str]
     hidden: frozenset[str]
     problems: tuple[str, ...]
@@ -51,7 +52,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
-def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
+def fit_adapter(adapter: Adapter, base: Model) -> Fit:
     """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers.
 
     For a file that changes several components of a pipeline, components without a module in the base are left out; at
@@ -86,11 +87,11 @@ def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
 class _Fitting:
     """Pieces and problems found so far."""
 
-    def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
+    def __init__(self, adapter: Adapter, base: Model) -> None:
         self._adapter, self._base = adapter, base
         self.layouts = resolve_layout(base.specs, base.config)
         self.problems = list(adapter.problems)
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[ModulePart]] = {}
         self.found: dict[str, TensorOnDisk] = {}
         self._taken: set[str] = set()
         self._apart: dict[str, str] = {}  # module -> the tensor that packs it, or the first of those that it packs
@@ -183,12 +184,12 @@ class _Fitting:
     def _add(self, module: AdapterModule, name: str, *, transposed: bool) -> None:
         self._taken.add(name)
         for part in self.found[name].slices:
-            piece = Piece(module, transposed, part.index, part.start, part.stop, rows=self.found[name].rows)
+            piece = ModulePart(module, transposed, part.index, part.start, part.stop, rows=self.found[name].rows)
             self._put(part.name, piece)
         if self.found[name].rows:
             self._apart[module.name] = self.found[name].slices[0].name
 
-    def _put(self, name: str, piece: Piece) -> None:
+    def _put(self, name: str, piece: ModulePart) -> None:
         """Add a piece of a stored tensor; all pieces of one are rows of it, or there is one piece."""
         others = self.pieces.setdefault(name, [])
         others.append(piece)
@@ -228,7 +229,7 @@ class _Fitting:
             self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
             return
         for part in located.slices:
-            self._put(part.name, Piece(module, start=part.start, stop=part.stop, bias=True, rows=located.rows))
+            self._put(part.name, ModulePart(module, start=part.start, stop=part.stop, bias=True, rows=located.rows))
 
     def _judge(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> Fits:
         """Judge whether a tensor of the base has the shape of the module, or of the tensor trained in full."""
@@ -292,7 +293,7 @@ class _Fitting:
             of = f"the {'x'.join(map(str, expected))} of {', '.join(b.name for b in rows)} in '{tensor}'"
             self.problems.append(_misfit(module, of))
             return
-        self._put_with_biases(module, {tensor: Piece(module, turned, rows=rows)})
+        self._put_with_biases(module, {tensor: ModulePart(module, turned, rows=rows)})
 
     def _put_parts(self, module: AdapterModule, tensors: Sequence[str]) -> None:
         """The pieces of a packed layer on the tensors that the base has in its place."""
@@ -303,9 +304,9 @@ class _Fitting:
             self.problems.append(_misfit(module, f"the sum of {has}"))
             return
         rows = zip(tensors, pairwise(accumulate((s.shape[0] for s in specs), initial=0)), strict=True)
-        self._put_with_biases(module, {t: Piece(module, start=a, stop=b) for t, (a, b) in rows})
+        self._put_with_biases(module, {t: ModulePart(module, start=a, stop=b) for t, (a, b) in rows})
 
-    def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, Piece]) -> None:
+    def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, ModulePart]) -> None:
         self._apart[module.name] = next(iter(pieces))
         for tensor, piece in pieces.items():
             self._put(tensor, piece)
@@ -317,7 +318,7 @@ class _Fitting:
 
 
 def _candidates(
-    adapter: Adapter, modules: Sequence[AdapterModule], base: Checkpoint
+    adapter: Adapter, modules: Sequence[AdapterModule], base: Model
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Names in memory of the tensors that each module may change, one of which it changes; and problems."""
     if adapter.listing.find is not None:
@@ -365,7 +366,7 @@ def _misfit(module: AdapterModule, found: str) -> str:
 
 
 def _unfitted(
-    module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Checkpoint, why: str
+    module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Model, why: str
 ) -> str:
     """One sentence on a module that fits none of `options`, the tensors that were found of those called `names`."""
     if options:
@@ -374,10 +375,10 @@ def _unfitted(
     return f"{text}{f': {names[0]!r}' if names else ''}; {why if why and names else OF_ANOTHER}"
 
 
-def hidden_names(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:
+def hidden_names(layouts: LayoutMap, base: Model, touched: set[str]) -> frozenset[str]:
     """Of tied names, all but the one that the adapter changes, or else the canonical one."""
     groups: dict[str, list[str]] = {}
-    for alias, target in {**base.aliases, **layouts.ties}.items():
+    for alias, target in {**base.tensors.aliases, **layouts.ties}.items():
         groups.setdefault(target, [target]).append(alias)
     out: set[str] = set()
     for members in groups.values():

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
+from actmat.checkpoints.composed import Composed, whole
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 
 PREFIX = "base_model.model."
@@ -122,8 +123,8 @@ def without_adapter_name(names: Collection[str]) -> dict[str, str]:
     return {n: found[n]["factor"] + (found[n]["leaf"] or "") if n in found else n for n in names}
 
 
-def canonical(weights: Checkpoint) -> Checkpoint:
-    """The weights of a PEFT adapter by the names that PEFT saves; closes the file with it.
+def canonical(weights: Model) -> Model:
+    """The weights of a PEFT adapter by the names that PEFT saves; closed with them.
 
     Raises:
         CheckpointError: two tensors have the same name in that form.
@@ -141,6 +142,6 @@ def canonical(weights: Checkpoint) -> Checkpoint:
             )
     if all(new == old for new, old in names.items()):
         return weights
-    shapes = {new: weights.specs[old].shape for new, old in names.items()}
-    rows = {n: TensorRows((RowRange(old, 0, shapes[n][0] if shapes[n] else 1),)) for n, old in names.items()}
-    return RowsCheckpoint(weights, shapes, rows)
+    specs = {new: replace(weights.specs[old], name=new) for new, old in names.items()}
+    pieces = {new: whole(weights.specs[old]) for new, old in names.items()}
+    return replace(weights, tensors=Composed([weights.tensors], pieces, specs))

@@ -7,6 +7,7 @@ read; neither PEFT nor transformers is needed. LoRA files without a config are r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actmat.bounds import read_object
@@ -44,6 +45,7 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
         raise CheckpointError(f"{source.location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_object(folder.fetch(ADAPTER_CONFIG)), candidate.stacks)
     weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(folder.only(name))
+    weights = replace(weights, folder=replace(weights.folder, files=(folder,), merged=ADAPTER_WEIGHTS))
     return Adapter(canonical(weights), parsed, problems)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
@@ -138,7 +138,7 @@ def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Locat
     base = inputs.located("base").model()
     with contextlib.ExitStack() as stack:
         experts = [stack.enter_context(located.expert(base)) for located in against]
-        comparison = _SumComparison(base, experts, merged.stored, make_recipe(manifest["recipe"]))
+        comparison = _SumComparison(base.tensors, experts, merged.stored.tensors, make_recipe(manifest["recipe"]))
         rows = {row["name"]: row for row in manifest["tensors"]}
         for row in rows.values():
             comparison.compare(row["name"], rows[row.get("tied_to") or row["name"]], len(labels))
@@ -189,7 +189,7 @@ def _shares(row: Mapping[str, Any], n_experts: int) -> list[float] | None:
 class _SumComparison:
     """Compares tensor by tensor; see `Added`."""
 
-    def __init__(self, base: Checkpoint, experts: Sequence[Expert], out: Checkpoint, recipe: Recipe) -> None:
+    def __init__(self, base: Tensors, experts: Sequence[Expert], out: Tensors, recipe: Recipe) -> None:
         self._base, self._experts, self._out = base, experts, out
         self._chooser = Chooser(recipe)
         self._eps = torch.finfo(torch_dtype(recipe.compute_dtype)).eps
@@ -289,7 +289,7 @@ def _cuts(numel: int) -> Iterator[tuple[int, int]]:
     return ((start, min(CHUNK, numel - start)) for start in range(0, numel, CHUNK))
 
 
-def _entries(source: Checkpoint | Expert, name: str, start: int, size: int) -> Tensor:
+def _entries(source: Tensors | Expert, name: str, start: int, size: int) -> Tensor:
     raw = torch.empty(size, dtype=torch_dtype(source.specs[name].dtype))
     source.read_into(name, start * raw.itemsize, raw_bytes(raw))
     return raw

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
@@ -41,7 +42,7 @@ def collect(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    checkpoint: str | Path | Checkpoint | None = None,
+    checkpoint: str | Path | Model | None = None,
     adapter: str | Path | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -101,7 +102,7 @@ def measured(
 @contextlib.contextmanager
 def bound(
     model: nn.Module,
-    checkpoint: str | Path | Checkpoint | None,
+    checkpoint: str | Path | Model | None,
     adapter: str | Path | None,
     same: Binding | None = None,
 ) -> Iterator[Binding]:

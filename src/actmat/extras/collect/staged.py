@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import hash_names
+from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
 from actmat.experts.locate import Located, locate
 from actmat.extras.collect.batches import Batch
@@ -100,21 +100,21 @@ class _Job:
     """The model between two stages, with its base, experts and bindings."""
 
     model: nn.Module
-    base: Checkpoint
-    experts: Mapping[str, Checkpoint]
+    base: Model
+    experts: Mapping[str, Model]
     bound: Binding
     bindings: Mapping[str, Binding]
     compute_dtype: str
 
     def put(self, parameters: Iterable[str], label: str) -> None:
         """Put an expert's parameters into the model."""
-        self._put(parameters, self.experts[label].read)
+        self._put(parameters, self.experts[label].tensors.read)
 
     def put_average(self, parameters: Iterable[str]) -> None:
         """Put the average of the experts' parameters into the model, one tensor at a time."""
 
         def average(name: str) -> Tensor:
-            values = (expert.read(name) for expert in self.experts.values())
+            values = (expert.tensors.read(name) for expert in self.experts.values())
             total = next(values).double()
             for value in values:
                 total += value
@@ -151,7 +151,7 @@ class _Job:
             recipe, settings = make_arguments(folder / "in" / "base", experts, fields, statistics=statistics)
             run_recipes([recipe], settings)
             with locate(folder / "out") as merged:
-                self._put(own, merged.stored.read)
+                self._put(own, merged.stored.tensors.read)
 
     def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
         with torch.no_grad():
@@ -192,12 +192,12 @@ def _check(experts: Mapping[str, Located], batches: Mapping[str, Batches]) -> No
         raise StatisticsError("Staged statistics cannot be measured.", problems or ["there are no experts"])
 
 
-def _rebound(base: Binding, expert: Checkpoint) -> Binding:
+def _rebound(base: Binding, expert: Model) -> Binding:
     """The model in memory, bound to an expert of the same names."""
     missing = sorted({s.name for found in base.located.values() for s in found.slices} - expert.specs.keys())
     if missing:
         raise StatisticsError(f"{expert.location} lacks {len(missing)} tensors of the base, such as '{missing[0]}'.")
-    hashes = {name: content_hash(expert.read(name)) for name in expert.specs}
+    hashes = {name: content_hash(expert.tensors.read(name)) for name in expert.specs}
     content = hash_names(hashes.items())
     info = ModelInfo(location=expert.location, architecture=base.info.architecture, content=content, tensors=hashes)
     return replace(base, info=info)
@@ -221,13 +221,13 @@ def _is_measured(part: Path, model: ModelInfo, details: Mapping[str, str]) -> bo
     return True
 
 
-def _write(checkpoint: Checkpoint, names: Sequence[str], folder: Path) -> None:
+def _write(checkpoint: Model, names: Sequence[str], folder: Path) -> None:
     """Some tensors of a checkpoint as one of its own, with its config."""
     import json
 
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    save_file({n: checkpoint.read(n).contiguous() for n in names}, folder / "model.safetensors", {"format": "pt"})
+    save_file({n: checkpoint.tensors.read(n) for n in names}, folder / "model.safetensors", {"format": "pt"})
     if checkpoint.config:
         (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")

@@ -28,13 +28,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.errors import CheckpointError
 from actmat.experts.base import DeltaSource, Expert, ExpertHandle, SourceKind
 from actmat.experts.locate import locate, open_handle
-from actmat.extras.conformance.checkpoints import refusal
+from actmat.extras.conformance.tensors import refusal
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,20 @@ class ExpertConformance(abc.ABC):
         """
 
     @contextlib.contextmanager
-    def opened(self, folder: Path) -> Iterator[tuple[Checkpoint, Expert, Mapping[str, Tensor]]]:
+    def opened(self, folder: Path) -> Iterator[tuple[Model, Expert, Mapping[str, Tensor]]]:
         """The base, the expert of seed 1 and its fine-tuned tensors."""
         stored = self.store(folder, 1)
-        with open_checkpoint(stored.base) as base, locate(stored.expert).expert(base) as expert:
+        with open_model(stored.base) as base, locate(stored.expert).expert(base) as expert:
             yield base, expert, stored.tuned
 
     def test_attributes_describe_the_expert(self, tmp_path: Path) -> None:
         """`location` is the opened one, sizes are counted, `kind` distinguishes adapters from full checkpoints."""
         stored = self.store(tmp_path / "seed1", 1)
         located = locate(stored.expert)
-        with open_checkpoint(stored.base) as base, located.expert(base) as expert:
+        with open_model(stored.base) as base, located.expert(base) as expert:
             assert expert.location == str(stored.expert), f"location is {expert.location!r}"
             assert expert.kind == located.kind, f"kind is {expert.kind!r}"
-            assert expert.n_tensors > 0, "nothing is stored"
-            assert expert.nbytes > 0, "a stored expert without bytes"
+            assert expert.model.specs, "nothing is stored"
 
     def test_sources_agree_with_specs(self, tmp_path: Path) -> None:
         """Every tensor in `specs` has a source of its name, and costs and ranks belong to its kind."""
@@ -108,7 +108,7 @@ class ExpertConformance(abc.ABC):
             for name in expert.specs:
                 _assert_near(_tuned(expert, base, name), tuned[name], self.tolerance, f"{name!r}")
                 if expert.source(name).kind == "zero":
-                    assert torch.equal(base.read(name), tuned[name]), f"{name!r} is changed, its source is zero"
+                    assert torch.equal(base.tensors.read(name), tuned[name]), f"{name!r} is changed, its source is zero"
             given = [tuned[name] for name in expert.specs]
             for name in tuned.keys() - expert.specs.keys():
                 assert any(torch.equal(tuned[name], t) for t in given), f"{name!r} is given under no name"
@@ -174,7 +174,7 @@ class ExpertConformance(abc.ABC):
         """`content` of a formed delta changes with its data and with nothing else; zeros are equal everywhere."""
         first, second = (self.store(tmp_path / f"seed{seed}", seed) for seed in (1, 2))
         with (
-            open_checkpoint(first.base) as base,
+            open_model(first.base) as base,
             locate(first.expert).expert(base) as one,
             locate(first.expert).expert(base) as same,
             locate(second.expert).expert(base) as other,
@@ -186,7 +186,7 @@ class ExpertConformance(abc.ABC):
             assert one.hashes() == same.hashes(), "hashes differ between two openings"
             hashes = one.hashes()
             if hashes is not None:
-                assert len(hashes) == one.n_tensors, "not every stored tensor has a hash"
+                assert len(hashes) == len(one.model.specs), "not every stored tensor has a hash"
                 assert hashes != other.hashes(), "hashes do not tell data apart"
             assert one.check_values("math") == [], "finite values are reported as NaN or Inf"
 
@@ -242,12 +242,12 @@ def _ranges(size: int) -> list[tuple[int, int]]:
     return [(0, size), (0, 0), (size, size), (0, 1), (size - 1, size), (third, 2 * third + 1), (1, size)]
 
 
-def _tuned(expert: Expert, base: Checkpoint, name: str) -> Tensor:
+def _tuned(expert: Expert, base: Model, name: str) -> Tensor:
     """`W_t` in float64."""
     spec = expert.specs[name]
     if expert.source(name).kind == "stored":
         return expert.read(name).double()
-    return base.read(name).double() + expert.delta(name, 0, spec.numel, torch.float64).view(spec.shape)
+    return base.tensors.read(name).double() + expert.delta(name, 0, spec.numel, torch.float64).view(spec.shape)
 
 
 def _content(expert: Expert, name: str) -> bytes:

@@ -21,7 +21,7 @@ from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling, whole_file
 from actmat.errors import CheckpointError, MergeError, Note, OutputError
 from actmat.experts.locate import Located, LocatedAdapter, LocatedModel, locate
-from actmat.extras.diffusion.layouts import FileLayout, written
+from actmat.extras.diffusion.layouts import FileLayout, convert_lora
 from actmat.extras.diffusion.metadata import OF_MODEL, kept_metadata
 from actmat.planning.adapter.layouts import IN_ONE_FILE
 from actmat.progress import Progress
@@ -79,12 +79,12 @@ def _metadata_of_files(recipe: Recipe, held: Held) -> list[Mapping[str, str]] | 
         with located(recipe, held) as given:
             base = given.base or given.experts[0]
             if recipe.base or isinstance(base, LocatedModel):
-                is_file = not base.needs_base and base.stored.directory is None and base.place.endswith(END)
+                is_file = not base.needs_base and not base.stored.folder.copies_config and base.place.endswith(END)
                 is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
                 return [] if is_file and is_model else None
             own = {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
             layouts = own if recipe.adapter.layout == "same" else {recipe.adapter.layout}
-            return [e.stored.metadata() for e in given.experts] if layouts <= IN_ONE_FILE else None
+            return [e.stored.folder.header for e in given.experts] if layouts <= IN_ONE_FILE else None
     except MergeError:  # the merge reports the error
         return None
 
@@ -110,7 +110,7 @@ def _is_ours(out: Path) -> bool:
         if not out.is_file() or out.is_symlink():
             return False
         with locate(out) as found:
-            return KEY in found.stored.metadata()
+            return KEY in found.stored.folder.header
     except MergeError:
         return False
 
@@ -165,9 +165,9 @@ def _convert(given: Located, out: Path, layout: FileLayout) -> str:
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     if not isinstance(given, LocatedAdapter):
         raise CheckpointError(f"{given.place} is a full checkpoint; this format holds adapters only")
-    own, tensors = given.adapter.layout, written(given.adapter, layout)
+    own, tensors = given.adapter.layout, convert_lora(given.adapter, layout)
     specs = tensor_specs(tensors, out.name, location=str(out))
-    metadata = kept_metadata([given.stored.metadata()], specs)
+    metadata = kept_metadata([given.stored.folder.header], specs)
     (shard,) = plan_shards([specs[n] for n in sorted(specs)], 1 << 62, metadata=metadata)
     with whole_file(out) as building, building.open("wb") as file:  # safetensors writes metadata in varying order
         file.write(shard.header)

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.keys import Keys
+from actmat.checkpoints.model import Model
 from actmat.experts.base import AdapterFamily, Expert
 from actmat.experts.candidate import Candidate
 from actmat.experts.changes.base import Change, Content
@@ -154,7 +155,7 @@ class _Decomposed(Change):
         return factors_P[:, None] * changed_PI - base_PI
 
 
-def _change(module: LycorisModule, target: str, weights: Checkpoint) -> Change | str:
+def _change(module: LycorisModule, target: str, weights: Tensors) -> Change | str:
     """The change of a base tensor, or a problem."""
     group = module.group
     scaling = _scaling(module, weights)
@@ -187,7 +188,7 @@ def _without(group: Group, *roles: str) -> Group:
     return Group(group.module, names, {n: group.specs[n] for n in names.values()})
 
 
-def _scaling(module: LycorisModule, weights: Checkpoint) -> float | str:
+def _scaling(module: LycorisModule, weights: Tensors) -> float | str:
     """The scale `alpha / r`, or a problem."""
     group = module.group
     rank_of = {"LoHa": ("hada_w1_b",), "LoKr": ("lokr_w1_b", "lokr_w2_b"), "LoRA": ("lora_down",), "(IA)^3": ()}
@@ -217,14 +218,14 @@ def _plain(group: Group, target: str, scaling: float) -> Change | str:
     return _Factors(target, stored, scaling, (up[0], columns))
 
 
-def _ia3(group: Group, target: str, weights: Checkpoint) -> Change | str:
+def _ia3(group: Group, target: str, weights: Tensors) -> Change | str:
     if missing := group.missing("weight", "on_input"):
         return missing
     of_inputs = bool(weights.read(group.names["on_input"]).any())
     return Scaled(target, (group.names["weight"],), math.prod(group.shape("weight")), of_inputs, unchanged=0.0)
 
 
-def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]:
+def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
     """Changes of the base's tensors, and notes. Modules of components missing in the base are left out."""
     modules, problems = lycoris_modules(weights.specs)
     by_part: dict[str, list[LycorisModule]] = {}
@@ -255,13 +256,13 @@ def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]
 
 def _look(candidate: Candidate) -> Adapter | None:
     file = candidate.file
-    return adapter_of(file, file.metadata()) if file is not None and any(map(_OWN.match, file.specs)) else None
+    return adapter_of(file) if file is not None and any(map(_OWN.match, file.specs)) else None
 
 
-def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
+def _fit(adapter: Adapter, base: Model) -> Expert:
     content, notes = _content(adapter.weights, base)
     expert = FormedExpert(adapter, base, content)
-    expert.notes = (*expert.notes, *notes, *metadata_notes(adapter.weights.metadata()))
+    expert.notes = (*expert.notes, *notes, *metadata_notes(adapter.model.folder.header))
     return expert
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import CONFIG
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
@@ -162,8 +163,8 @@ def run_in_memory(
         output = StagedOutput(plan, writer)
         execute([output], prepared, progress or NoProgress())
         base = opened.inputs.base
-        config = {} if base is None else dict(base.written_config or base.config or {})
-        config = dict(plan.configs.get("config.json", config))
+        config = {} if base is None else base.folder.written.get(CONFIG, base.config or {})
+        config = dict(plan.configs.get(CONFIG, config))
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from actmat.bounds import local_path
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import CheckpointError, StatisticsError, did_you_mean, first_of
 from actmat.experts.locate import LocatedAdapter, locate
@@ -233,7 +233,7 @@ def load_tensors(
     """
     if adapter is not None:
         parsed, problems = parse_adapter_config(adapter)
-        with Adapter(MemoryCheckpoint(tensors, location="the merged adapter"), parsed, problems) as opened:
+        with Adapter(hold_model(tensors, location="the merged adapter"), parsed, problems) as opened:
             _check_for_peft(opened, opened.location)
     architecture = model_class or next(iter(config.get("architectures") or ()), None)
     with tempfile.TemporaryDirectory() as folder, _silent(extra("transformers")):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.extras.models.loading import named_base
@@ -94,7 +94,7 @@ class SearchInputs:
     """
 
     recipe: Recipe
-    base: Checkpoint
+    base: Model
     are_adapters: bool
 
 

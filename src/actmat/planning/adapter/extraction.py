@@ -17,7 +17,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.errors import AlignmentError
 from actmat.experts.base import Expert
 from actmat.experts.lora.names import PREFIX
@@ -41,7 +42,7 @@ HEAD = "lm_head.weight"
 """Output head of transformers' language models."""
 
 
-def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
+def plan_extraction(recipe: Recipe, base: Model, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
     """Decide the form of every tensor in an extracted adapter.
 
     Raises:
@@ -164,7 +165,7 @@ def _checked(item: Item, found: Extraction, factored: set[str], recipe: Recipe) 
     return dataclasses.replace(found, bias=False)
 
 
-def _aliases(base: Checkpoint, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:
+def _aliases(base: Model, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:
     """Names under which a table is stored besides its own, as PEFT does with `ensure_weight_tying`."""
     out: dict[str, list[str]] = {i.name: [] for i in items if i.action != "tie"}
     for item in items:
