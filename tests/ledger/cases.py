@@ -69,20 +69,18 @@ def adapters(*names: str, method: str = "actmat", base: str = "", **fields: Any)
 
 def measured(family: str, method: str, kind: str = "gram", **fields: Any) -> Recipe:
     """A merge by statistics."""
-    experts = [
-        {"path": f"{family}/expert{n}", "statistics": f"statistics/{family}/{kind}{n}", "weight": 1.0} for n in (1, 2)
-    ]
-    return {"base": f"{family}/base", "experts": experts, "method": method, **fields}
+    places = [{"path": f"{family}/expert{n}", "statistics": f"statistics/{family}/{kind}{n}"} for n in (1, 2)]
+    return {"base": f"{family}/base", "experts": places, "method": method, **fields}
 
 
-EXPERTS: Mapping[str, int] = {
-    **dict.fromkeys(("slerp", "nearswap", "arcee_fusion"), 1),
-    **dict.fromkeys(("nuslerp",), 2),
-    **dict.fromkeys(("average", "task_arithmetic", "linear", "ties", "actmat", "actmat_ridge", "dc_merge"), 3),
-    **dict.fromkeys(("ct_merging", "adamerging", "aswudi", "breadcrumbs", "cart", "dare", "della", "iso_c"), 3),
-    **dict.fromkeys(("iso_cts", "karcher", "knots", "model_stock", "ram", "sce", "swudi", "tsv", "wudi"), 3),
-}
-"""Methods without statistics, and numbers of experts."""
+METHODS = (
+    "average", "task_arithmetic", "linear", "ties", "actmat", "actmat_ridge", "dc_merge", "ct_merging", "adamerging",
+    "aswudi", "breadcrumbs", "cart", "dare", "della", "iso_c", "iso_cts", "karcher", "knots", "model_stock", "ram",
+    "sce", "swudi", "tsv", "wudi", "nuslerp", "slerp", "nearswap", "arcee_fusion",
+)  # fmt: skip
+"""Methods without statistics."""
+COUNTS: Mapping[str, int] = {"nuslerp": 2, "slerp": 1, "nearswap": 1, "arcee_fusion": 1}
+"""Numbers of experts of methods that do not take three."""
 READS_BASE = {"karcher", "nuslerp", "slerp", "arcee_fusion"}
 """Methods that make no adapter of adapters."""
 LAYOUTS = (
@@ -95,11 +93,12 @@ CAPS: Mapping[str, Any] = {"lines": [0.5, 1.5], "norm_cap": "mean"}
 
 def methods() -> Iterator[Case]:
     """Every method: models, adapters into a model, into an adapter, and models into an extracted adapter."""
-    for name, count in EXPERTS.items():
+    for name in METHODS:
+        count = COUNTS.get(name, 3)
         loras = ["lora1", "lora2", "lora3"][:count]
         yield Case(f"method/{name}/model", model("llama", name, count))
         yield Case(f"method/{name}/adapters-model", adapters(*loras, method=name, base="llama"))
-        yield Case(f"method/{name}/adapter", adapters(*loras, method=name, output=RANK_3), code=name in READS_BASE)
+        yield Case(f"method/{name}/adapter", adapters(*loras, method=name, output=RANK_3), code=int(name in READS_BASE))
         yield Case(f"method/{name}/extracted", model("llama", name, count, output=EXTRACTED))
     for name in ("regmean", "lot", "ssr", "cat"):
         yield Case(f"method/{name}/model", measured("llama", name))
@@ -127,10 +126,10 @@ def layouts() -> Iterator[Case]:
 
 FORMS: Mapping[str, tuple[str, str, str]] = {
     "saved": ("llama", "saved1", "saved2"), "pattern": ("llama", "pattern", "lora1"),
-    "dora": ("llama", "dora1", "dora2"),
-    "pissa": ("llama", "pissa", "lora2"), "rows": ("llama", "rows", "lora1"), "gpt2": ("gpt2", "gpt2_1", "gpt2_2"),
-    "mixtral": ("mixtral", "mixtral1", "mixtral2"), "vision": ("vision", "vision1", "vision2"),
-    "loha": ("llama", "loha1", "lora1"), "kernels": ("vision", "loha2", "vision1"), "lokr": ("llama", "lokr1", "lora1"),
+    "dora": ("llama", "dora1", "dora2"), "pissa": ("llama", "pissa", "lora2"), "rows": ("llama", "rows", "lora1"),
+    "gpt2": ("gpt2", "gpt2_1", "gpt2_2"), "mixtral": ("mixtral", "mixtral1", "mixtral2"),
+    "vision": ("vision", "vision1", "vision2"), "kernels": ("vision", "loha2", "vision1"),
+    "loha": ("llama", "loha1", "lora1"), "lokr": ("llama", "lokr1", "lora1"),
     "ia3": ("llama", "ia3", "lora1"), "vera": ("llama", "vera", "lora1"), "adalora": ("llama", "adalora", "lora1"),
     "oft": ("llama", "oft", "lora1"),
 }  # fmt: skip
@@ -145,7 +144,7 @@ def adapter_forms() -> Iterator[Case]:
     """Forms of adapters, spaces, ranks and weights."""
     for space in ("core", "factors", "pico"):
         for name in ("actmat", "ties", "dare", "task_arithmetic", "dc_merge"):
-            pair, code = adapters("lora1", "lora4", method=name, space=space), name in REFUSED.get(space, ())
+            pair, code = adapters("lora1", "lora4", method=name, space=space), int(name in REFUSED.get(space, ()))
             yield Case(f"space/{space}/{name}/adapter", pair, code=code)
             yield Case(f"space/{space}/{name}/model", {**pair, "base": "peft/base_llama"}, code=code)
     yield Case("space/core/caps", adapters("lora1", "lora2", space="core", post=["isotropize"], postprocess=CAPS))
@@ -154,7 +153,7 @@ def adapter_forms() -> Iterator[Case]:
         yield Case(f"form/{name}/rank-3", adapters(*pair, base=base, output=RANK_3))
         if name in ("vera", "pissa", "adalora"):
             yield Case(f"form/{name}/exact", adapters(*pair, base=base, method="linear", output={"kind": "adapter"}))
-        yield Case(f"form/{name}/adapter", adapters(*pair), code=name not in FACTORED)
+        yield Case(f"form/{name}/adapter", adapters(*pair), code=int(name not in FACTORED))
     yield Case("adapter/with-a-model", {**adapters("lora1", "base_llama", base="llama"), "output": {"kind": "model"}})
     yield Case("adapter/caps", adapters("lora1", "lora2", postprocess=CAPS, post=["kappa"]))
     yield Case("adapter/capped-model", adapters("lora1", "lora2", base="llama", postprocess={"norm_cap": 0.3}))
@@ -180,7 +179,7 @@ def numbers() -> Iterator[Case]:
         experts = [{"path": f"llama/expert{n}", "weight": value} for n, value in enumerate(values, 1)]
         for method in ("task_arithmetic", "actmat", "linear"):
             fields = {"experts": experts, "normalize": name == "gradient"}
-            code = (name, method) == ("plain", "actmat")
+            code = int((name, method) == ("plain", "actmat"))
             yield Case(f"weight/{name}/{method}", {**model("llama", method), **fields}, code=code)
     own = [{"path": f"llama/expert{n}", "options": {"density": d}} for n, d in ((1, 0.3), (2, [0.1, 0.9]))]
     yield Case("weight/options", {**model("llama", "ties"), "experts": own})
@@ -213,7 +212,7 @@ def storage() -> Iterator[Case]:
     for form in ("torch", "halves", "sharded", "dcp"):
         yield Case(f"stored/{form}", model(f"stored/{form}"))
     yield Case("stored/shards", model("stored/sharded", max_shard_size="20KB"))
-    base, *single = (f"stored/single/{name}.safetensors" for name in ("base", "expert1", "expert2"))
+    base, *single = (f"stored/{name}.safetensors" for name in ("base", "expert1", "expert2"))
     yield Case("stored/single", {"base": base, "experts": single, "method": "actmat"})
     yield Case("stored/file", {"base": base, "experts": single, "method": "ties"}, out="out.safetensors")
     yield Case("stored/nan-refused", model("stored/broken"), code=1)

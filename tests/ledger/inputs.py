@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.models import BY_NAME, VOCABULARY, Case, perturbed, save_family
+from tests.helpers.quantized import save_model
 from tests.helpers.repository import ROOT
 from torch import Tensor
 
+NAMES = ("base", "expert1", "expert2")
 LORA: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 MIXTURE: Mapping[str, Any] = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 LORAS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -79,100 +81,69 @@ def save_architecture(folder: Path) -> None:
     save_family(BY_NAME.get(name) or Case(name, {}, tied=name == "llama_tied"), folder)
 
 
-def save_variants(folder: Path, base: Mapping[str, Tensor], write: Callable[[dict[str, Tensor], Path], object]) -> None:
-    """A base and two experts in another form of storage."""
-    for seed, name in enumerate(("base", "expert1", "expert2")):
-        write(perturbed(base, seed) if seed else dict(base), folder / name)
+def variants(base: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Names and tensors of a base and two experts."""
+    for seed, name in enumerate(NAMES):
+        yield name, perturbed(base, seed) if seed else {n: t.clone() for n, t in base.items()}
 
 
 def llama_model() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of the tiny Llama."""
     model = BY_NAME["llama"].build()
-    tensors = {n: t.clone() for n, t in model.state_dict().items()}
-    return tensors, model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    return model.state_dict(), model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
 
 
 def save_stored_forms(folder: Path) -> None:
-    """One Llama in shards, torch files, single files, half precision, with NaN, and in distributed checkpoints."""
+    """One Llama in half precision, with NaN, in shards, torch files, distributed checkpoints, single files."""
     from tests.helpers.distributed import halves, save_dcp
 
-    tensors, config = llama_model()
-
-    def write_folder(save: Callable[[dict[str, Tensor], Path], object], place: Path, values: dict[str, Tensor]) -> None:
-        place.mkdir(parents=True)
-        (place / "config.json").write_text(json.dumps(config))
-        save(values, place)
-
-    def save_torch(values: dict[str, Tensor], place: Path) -> None:
-        torch.save(values, place / "pytorch_model.bin")
-
-    def save_halves(values: dict[str, Tensor], place: Path) -> None:
-        kinds = (torch.float16, torch.bfloat16, torch.float32)
-        mixed = {n: t.to(kinds[k % 3]) for k, (n, t) in enumerate(values.items())}
-        save_file(mixed, place / "model.safetensors", {"format": "pt"})
-
-    def save_broken(values: dict[str, Tensor], place: Path) -> None:
-        if place.name == "expert1":
-            values["model.layers.0.self_attn.q_proj.weight"][1, 2] = torch.nan
-            values["model.norm.weight"][3] = torch.inf
-        save_file(values, place / "model.safetensors", {"format": "pt"})
-
-    def save_parts(values: dict[str, Tensor], place: Path) -> None:
-        save_sharded(values, place, shards=3)
-
-    def save_single(values: dict[str, Tensor], place: Path) -> None:
-        place.parent.mkdir(exist_ok=True)
-        save_file(values, f"{place}.safetensors", {"format": "pt", "note": place.name})
-
-    def save_distributed(values: dict[str, Tensor], place: Path) -> None:
-        cut = {f"model.{n}": halves(t.shape, 0) for n, t in values.items() if t.ndim == 2}
-        save_dcp({"model": values, "optim": {"m": torch.zeros(2)}}, place, files=2, cut=cut)
-
-    forms = {"torch": save_torch, "halves": save_halves, "broken": save_broken, "sharded": save_parts}
-    for name, save in forms.items():
-        save_variants(folder / name, tensors, lambda values, place, save=save: write_folder(save, place, values))
-    save_variants(folder / "single", tensors, save_single)
-    save_variants(folder / "dcp", tensors, save_distributed)
+    base, config = llama_model()
+    folder.mkdir()
+    kinds = (torch.float16, torch.bfloat16, torch.float32)
+    for name, tensors in variants(base):
+        save_file(tensors, folder / f"{name}.safetensors", {"format": "pt", "note": name})
+        save_model(
+            folder / "halves" / name, {n: t.to(kinds[k % 3]) for k, (n, t) in enumerate(tensors.items())}, config
+        )
+        for form in ("sharded", "torch"):
+            (folder / form / name).mkdir(parents=True)
+            (folder / form / name / "config.json").write_text(json.dumps(config))
+        save_sharded(tensors, folder / "sharded" / name, shards=3)
+        torch.save(tensors, folder / "torch" / name / "pytorch_model.bin")
+        cut = {f"model.{n}": halves(t.shape, 0) for n, t in tensors.items() if t.ndim == 2}
+        save_dcp({"model": tensors, "optim": {"m": torch.zeros(2)}}, folder / "dcp" / name, files=2, cut=cut)
+        if name == "expert1":
+            tensors["model.layers.0.self_attn.q_proj.weight"][1, 2] = torch.nan
+            tensors["model.norm.weight"][3] = torch.inf
+        save_model(folder / "broken" / name, tensors, config)
 
 
 def save_large(folder: Path) -> None:
-    """Tensors of more than a chunk in bfloat16: matrices, a table, a vector and a stack of experts."""
+    """Tensors of more than a chunk in bfloat16: matrices, tables and vectors."""
     shapes = {"mlp.up_proj.weight": (760, 740), "mlp.down_proj.weight": (740, 760), "input_layernorm.weight": (740,)}
     shapes = {f"model.layers.{n}.{name}": s for n in range(2) for name, s in shapes.items()}
-    shapes |= {"model.embed_tokens.weight": (1100, 740), "lm_head.weight": (1100, 740)}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (1100, 740))
     rng = torch.Generator().manual_seed(0)
-    base = {n: torch.randn(s, generator=rng).bfloat16() for n, s in shapes.items()}
-
-    def write(tensors: dict[str, Tensor], place: Path) -> None:
-        place.mkdir(parents=True)
-        (place / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
-        save_file(tensors, place / "model.safetensors", {"format": "pt"})
-
-    save_variants(folder, base, write)
+    for name, tensors in variants({n: torch.randn(s, generator=rng).bfloat16() for n, s in shapes.items()}):
+        save_model(folder / name, tensors, {"model_type": "llama", "tie_word_embeddings": False})
 
 
 def save_quantized(folder: Path) -> None:
     """Llamas in codes: FP8 with scales of blocks, INT8 and INT4 of compressed-tensors, GGUF."""
     from tests.checkpoints.test_gguf import write_gguf
-    from tests.helpers.quantized import compressed, fp8_blocks, save_model
+    from tests.helpers.quantized import compressed, fp8_blocks
 
-    tensors, config = llama_model()
+    base, config = llama_model()
     writers = {
         "fp8": (lambda n, w: fp8_blocks(n, w, (16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]}),
         "int8": compressed(num_bits=8, type="int", symmetric=True, strategy="channel"),
         "int4": compressed(num_bits=4, type="int", symmetric=False, strategy="group", group_size=16),
     }
-    for kind, (write, entry) in writers.items():
-
-        def save(values: dict[str, Tensor], place: Path, write: Any = write, entry: Any = entry) -> None:
-            codes: dict[str, Tensor] = {}
-            for name, tensor in values.items():
-                half = tensor.to(torch.bfloat16)
-                codes |= write(name, half)[0] if name.endswith("proj.weight") else {name: half}
-            save_model(place, codes, config | {"quantization_config": entry, "dtype": "bfloat16"})
-
-        save_variants(folder / kind, tensors, save)
-    for seed, name in enumerate(("base", "expert1", "expert2")):
+    for seed, (name, tensors) in enumerate(variants({n: t.bfloat16() for n, t in base.items()})):
+        for form, (write, entry) in writers.items():
+            parts = (write(n, t)[0] if n.endswith("proj.weight") else {n: t} for n, t in tensors.items())
+            codes = {n: t for part in parts for n, t in part.items()}
+            save_model(folder / form / name, codes, config | {"quantization_config": entry, "dtype": "bfloat16"})
         write_gguf(folder / f"{name}.gguf", seed=seed)
 
 
@@ -181,7 +152,7 @@ def save_diffusion(folder: Path) -> None:
     from tests.helpers.diffusion import moved, pipeline, single_file
     from tests.helpers.lora_files import TEXT, UNET, random_factors, save_diffusers, save_kohya, tiny_text, tiny_unet
 
-    for seed, name in enumerate(("base", "expert1", "expert2")):
+    for seed, name in enumerate(NAMES):
         drawn = pipeline(folder / f"tokenizer{seed}")
         if seed:
             moved(drawn.unet, seed)
@@ -212,11 +183,11 @@ def save_statistics(folder: Path) -> None:
 
 def save_vocabularies(folder: Path) -> None:
     """Models with tokens of their own."""
-    from tests.e2e.test_vocabularies import save_model
+    from tests.e2e import test_vocabularies
 
-    save_model(folder / "base", 1, [])
-    save_model(folder / "chat", 2, ["<user>", "<bot>"])
-    save_model(folder / "tool", 3, ["<call>", "<user>", "<ret>", "<x>"], rows=20)
+    test_vocabularies.save_model(folder / "base", 1, [])
+    test_vocabularies.save_model(folder / "chat", 2, ["<user>", "<bot>"])
+    test_vocabularies.save_model(folder / "tool", 3, ["<call>", "<user>", "<ret>", "<x>"], rows=20)
 
 
 def save_mergekit(folder: Path) -> None:
