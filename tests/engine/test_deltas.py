@@ -12,7 +12,7 @@ from torch import Tensor
 from actmat.engine import deltas as deltas_module
 from actmat.engine import reader as reader_module
 from actmat.engine.deltas import RegionDeltas
-from actmat.engine.reader import StreamedBase, TensorReader
+from actmat.engine.reader import ItemReader, StreamedBase
 from actmat.linalg.chunks import Streamed
 from actmat.planning import regions as regions_module
 from actmat.planning.regions import Region, cut
@@ -154,13 +154,13 @@ def test_held_deltas_are_read_once_and_walked_over_often(monkeypatch: pytest.Mon
     bad[6] = NAN
     setup = OneTensor(base, good, bad, tolerated=True)
     asked: list[int] = []
-    read = TensorReader.read_chunk
+    read = ItemReader.read_chunk
 
-    def noted(self: TensorReader, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
+    def noted(self: ItemReader, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         asked.append(start)
         return read(self, t, start, base_raw, out)
 
-    monkeypatch.setattr(TensorReader, "read_chunk", noted)
+    monkeypatch.setattr(ItemReader, "read_chunk", noted)
     held = setup.first_part("held")
     assert asked == [0, 0, 4, 4, 8, 8]
     assert isinstance(held, Streamed)
@@ -225,3 +225,11 @@ def test_memory_of_deltas_in_turn_is_free_when_the_last_has_been_dropped() -> No
     assert torch.equal(delta, torch.full((12,), 2.0))
     del delta
     assert storage() is None
+
+
+def test_deltas_are_counted_from_the_end_as_in_any_sequence() -> None:
+    one = OneTensor(torch.zeros(3), torch.ones(3), torch.full((3,), 2.0))
+    deltas = one.first_part("held")
+    assert torch.equal(deltas[-1], deltas[1])
+    with pytest.raises(IndexError):
+        deltas[2]

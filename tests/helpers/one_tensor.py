@@ -15,10 +15,10 @@ from actmat.engine.deltas import RegionDeltas
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
-from actmat.engine.reader import TensorReader
+from actmat.engine.reader import ItemReader
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.types import Role, TensorLayout
-from actmat.planning.item import Strategy
+from actmat.planning.item import Strategy, Target, Write
 from actmat.planning.model import Item
 from actmat.planning.regions import cut
 from actmat.planning.statistics import ExpertStatistics
@@ -37,12 +37,11 @@ class OneTensor:
         model = hold_model({"w": base})
         opened = [CheckpointExpert(hold_model({"w": t})) for t in experts]
         dtype = model.specs["w"].dtype
-        self.item = Item(
-            "w", tuple(base.shape), VECTOR, "merge", "", (TensorSpec("w", tuple(base.shape), dtype, ""),),
-            base_dtype=dtype, sources=tuple(e.source("w") for e in opened),
-        )  # fmt: skip
+        spec = TensorSpec("w", tuple(base.shape), dtype, "")
+        target = Target(spec, VECTOR, sources=tuple(e.source("w") for e in opened))
+        self.item = Item(target, "merge", "", Write("sum", (spec,)))
         inputs = Inputs(labels, model, opened, ExpertStatistics.none(labels))
-        self.reader = TensorReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
+        self.reader = ItemReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
     def first_part(self, strategy: Strategy = "each") -> RegionDeltas:
         """The deltas of the first region, for a method that takes tensors whole."""
