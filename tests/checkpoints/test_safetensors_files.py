@@ -186,4 +186,4 @@ def test_config_is_parsed_or_refused(tmp_path: Path) -> None:
     for broken in ("{", "[]", '"x"', "[" * 100_000):
         (tmp_path / "config.json").write_text(broken)
         with pytest.raises(CheckpointError, match=r"config\.json"):
-            open_model(tmp_path)
+            _ = open_model(tmp_path).config

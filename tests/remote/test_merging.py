@@ -181,7 +181,7 @@ def test_a_handle_of_an_adapter_names_the_versions_of_its_files(server: RangeSer
         open_expert_handle(handle)
     assert f"{file} had {size} bytes, version {etag}; found {size} bytes, version" in caught.value.problems[0]
     with open_expert(str(tmp_path / "math"), None) as near:
-        assert near.tensors.handle().etags == ()
+        assert near.model.tensors.handle().etags == ()
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_large_tensors_are_read_in_blocks_ahead(
         out = bytearray(TENSORS["w.0"].nbytes)
         for start in range(0, len(out), 10_000):
             found.tensors.read_into("w.0", start, memoryview(out)[start : start + 10_000])
-            assert len(found._ranges._held) <= ranges.BLOCKS_PER_THREAD  # type: ignore[union-attr]
+            assert len(found.tensors._ranges._held) <= ranges.BLOCKS_PER_THREAD  # type: ignore[union-attr]
         assert out == TENSORS["w.0"].numpy().tobytes()
         blocks = -(-TENSORS["w.0"].nbytes // (1 << 16))
         assert len(server.requests) == blocks
@@ -117,7 +117,7 @@ def test_blocks_are_shared_by_small_tensors_and_dropped_when_read(server: RangeS
             for name, got in zip(tensors, pool.map(found.tensors.read, tensors), strict=True):
                 assert torch.equal(got, tensors[name])
         assert len(server.requests) == 1
-        assert not found._ranges._held  # type: ignore[union-attr]
+        assert not found.tensors._ranges._held  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "truncate", "close", "hang", "drip"])
@@ -188,7 +188,7 @@ def test_single_files_indexes_and_wrong_addresses(server: RangeServer, tmp_path:
     save_file({"w": torch.ones(3)}, folder / "one.safetensors")
     with open_model(f"{server.url}/m/one.safetensors") as found:
         assert list(found.specs) == ["w"]
-        assert found.directory is None
+        assert found.folder.fetch() is None
     with open_model(f"{server.url}/m/model.safetensors.index.json") as found:
         assert len(found.specs) == 4
     for path, said in (
