@@ -17,7 +17,8 @@ import typer
 
 from actmat.checkpoints.resolve import open_tensors
 from actmat.cli.inspect import inspect
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate
+from actmat.experts.lora.adapter import Adapter
 from fuzz.harness import Files
 
 
@@ -56,9 +57,8 @@ def read_all(place: Path | str) -> None:
 
 def form_factors(folder: Path) -> bool:
     """Form the factors of an adapter; True if it has no problems."""
-    with locate(folder) as found:
-        assert isinstance(found, LocatedAdapter)
-        adapter = found.adapter
+    with locate(folder) as adapter:
+        assert isinstance(adapter, Adapter)
         for module in () if adapter.problems else adapter.modules.values():
             adapter.factors(module, torch.float32)
         return not adapter.problems

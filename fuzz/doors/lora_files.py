@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
-from actmat.experts.locate import locate
+from actmat.experts.locate import fit_expert, locate
 from actmat.extras.diffusion.lora_files import METADATA_KEY
 from fuzz.doors.folder import form_factors, in_folder, inspected
 from fuzz.draw import json_text, mutated_bytes, text
@@ -91,10 +91,10 @@ def _read(folder: Path) -> str:
 
 def form(folder: Path) -> None:
     """Form the deltas of a base that has the modules above."""
-    with locate(folder).expert(_base()) as expert:
+    with fit_expert(locate(folder), _base()) as expert:
         for name, spec in expert.specs.items():
             if expert.source(name).kind == "formed":
-                expert.delta(name, 0, spec.numel, torch.float32)
+                expert.dense(name, 0, spec.numel, torch.float32)
 
 
 door("LoRA files", _file, in_folder(_read))

@@ -68,7 +68,9 @@ def _read(folder: Path) -> str:
         for model in (aligned, *others.values()):
             for name in model.specs:
                 model.tensors.read(name)
-        return "\n".join([*aligned.folder.notes, *others["expert"].folder.notes, *aligned.folder.texts])
+        return "\n".join(
+            [*map(str, aligned.folder.notes), *map(str, others["expert"].folder.notes), *aligned.folder.texts]
+        )
 
 
 door("vocabularies", _case, in_folder(_read))

@@ -198,7 +198,7 @@ def test_biases_of_a_llamas_attention_are_put_in_order(tmp_path: Path) -> None:
 def test_a_config_of_some_biases_is_not_written(tmp_path: Path) -> None:
     with open_model(write_gguf(tmp_path / "m.gguf", biases=("attn_q", "attn_k", "attn_v"))) as checkpoint:
         assert checkpoint.folder.written == {}
-        assert "some layers of a kind" in checkpoint.folder.notes[0]
+        assert "some layers of a kind" in checkpoint.folder.notes[0].text
         assert "model.layers.0.self_attn.q_proj.bias" in checkpoint.specs
 
 
@@ -259,7 +259,7 @@ def test_a_config_that_the_metadata_do_not_have_is_not_written(
 ) -> None:
     with open_model(write_gguf(tmp_path / "m.gguf", "Q8_0", architecture, **extra)) as found:
         assert found.folder.written == {}
-        assert says in found.folder.notes[0]
+        assert says in found.folder.notes[0].text
         assert found.config is not None
 
 

@@ -125,5 +125,5 @@ def test_a_setting_that_is_not_known_is_noted(tmp_path: Path) -> None:
     entry["later"] = None
     with open_model(save_model(tmp_path / "b", stored, {"quantization_config": entry})) as checkpoint:
         (note,) = checkpoint.folder.notes
-        assert note.endswith("has unknown fields, which are ignored: config_groups.group_0.weights.twist, curl")
+        assert note.text.endswith("has unknown fields, which are ignored: config_groups.group_0.weights.twist, curl")
         same_everywhere(checkpoint.tensors, NAME, expected)

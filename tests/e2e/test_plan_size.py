@@ -9,7 +9,7 @@ import torch
 
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.stored import StoredDeltas
 from actmat.planning import MergePlan, build_plan
 from actmat.recipe import make_recipe
 
@@ -49,7 +49,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
         }
     )
     began = time.process_time()
-    plan = build_plan(recipe, base, [CheckpointExpert(expert)] * 2)
+    plan = build_plan(recipe, base, [StoredDeltas(expert)] * 2)
     plan.fingerprint()
     return time.process_time() - began, plan
 

@@ -108,7 +108,7 @@ def test_checkpoints_and_experts_are_short(family: Family) -> None:
     with actmat.open_model(family.base) as checkpoint:
         check(checkpoint, "SafetensorsFiles", "tensors", "kB", rows=22)
         with open_expert(family.experts[0], checkpoint) as expert:
-            assert repr(expert).startswith("<CheckpointExpert ")
+            assert repr(expert).startswith("<StoredDeltas ")
             assert "model" in repr(expert)
 
 

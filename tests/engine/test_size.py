@@ -17,7 +17,7 @@ from actmat.checkpoints.resolve import open_tensors
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.engine.record import Record
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 
 LARGE = RUNS * RUN * 3 + 17
 
@@ -49,7 +49,7 @@ class Formed:
     def __init__(self, delta: torch.Tensor) -> None:
         self._delta = delta
 
-    def delta(self, _: str, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, _: str, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
         return self._delta[low:high].to(dtype)
 
 

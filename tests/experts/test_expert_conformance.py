@@ -16,7 +16,7 @@ from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
 
 from actmat.checkpoints.resolve import open_model
-from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
+from actmat.extras.conformance.deltas import DeltasConformance, StoredExpert
 
 
 def base_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def save_folder(tensors: dict[str, Tensor], folder: Path, *, shards: int = 1) ->
     return folder
 
 
-class TestFullCheckpoint(ExpertConformance):
+class TestFullCheckpoint(DeltasConformance):
     kinds = frozenset({"stored"})
     shards = 1
 
@@ -48,7 +48,7 @@ class TestShardedCheckpoint(TestFullCheckpoint):
     shards = 2
 
 
-class Lora(InOneFolder, ExpertConformance):
+class Lora(InOneFolder, DeltasConformance):
     """An adapter that PEFT wrote; PEFT's own merge gives the tuned tensors.
 
     Attributes:
@@ -142,7 +142,7 @@ def register_toy() -> None:
     plug(pytest.MonkeyPatch(), "actmat.experts", "toy", TOY)
 
 
-class TestToyFamily(ExpertConformance):
+class TestToyFamily(DeltasConformance):
     """A family that this test registers."""
 
     kinds = frozenset({"formed", "zero"})

@@ -32,7 +32,7 @@ from torch import Tensor
 import actmat
 from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import MergeError
-from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
+from actmat.extras.conformance.deltas import DeltasConformance, StoredExpert
 from actmat.report.verify import verify
 
 LINEAR = ["q_proj", "down_proj"]
@@ -51,7 +51,7 @@ def save_base(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> 
     return folder
 
 
-class Family(InOneFolder, ExpertConformance):
+class Family(InOneFolder, DeltasConformance):
     """One config of PEFT.
 
     Attributes:
@@ -322,11 +322,11 @@ def test_damage_is_named(
 
 def test_a_deltas_rows_do_not_depend_on_the_rest(place: Path) -> None:
     """Slabs of a few rows give the bits of all rows at once."""
-    from actmat.experts.changes import expert as module
+    from actmat.experts.changes import deltas as module
 
     with open_model(place / "base") as base, open_expert(place / "dora", base) as expert:
         name = "model.layers.0.mlp.down_proj.weight"
-        whole = expert.delta(name, 0, 16 * 24, torch.float64)
+        whole = expert.dense(name, 0, 16 * 24, torch.float64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_SLAB", 24 * 3)
-            torch.testing.assert_close(expert.delta(name, 5, 300, torch.float64), whole[5:300], rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(expert.dense(name, 5, 300, torch.float64), whole[5:300], rtol=1e-13, atol=1e-13)

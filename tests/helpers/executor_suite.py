@@ -35,7 +35,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
-from actmat.experts.locate import locate
+from actmat.experts.locate import fit_expert, locate
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning import build_plan
@@ -272,7 +272,7 @@ def opened_run(
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
         base = None if samples.base is None else stack.enter_context(open_model(samples.base))
-        experts = [stack.enter_context(locate(e).expert(base)) for e in samples.experts]
+        experts = [stack.enter_context(fit_expert(locate(e), base)) for e in samples.experts]
         statistics = stack.enter_context(opened_statistics(recipes[0]))
         room = DeviceRoom(device)
         plans = tuple(build_plan(recipe, base, experts, statistics=statistics, room=room) for recipe in recipes)

@@ -16,7 +16,7 @@ from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import ItemReader
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.stored import StoredDeltas
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning.item import Strategy, Target, Write
 from actmat.planning.model import Item
@@ -35,7 +35,7 @@ class OneTensor:
         self.findings = Findings(tolerated=settings.get("tolerated", False))
         labels = tuple(f"e{t}" for t in range(len(experts)))
         model = hold_model({"w": base})
-        opened = [CheckpointExpert(hold_model({"w": t})) for t in experts]
+        opened = [StoredDeltas(hold_model({"w": t})) for t in experts]
         dtype = model.specs["w"].dtype
         spec = TensorSpec("w", tuple(base.shape), dtype, "")
         target = Target(spec, VECTOR, sources=tuple(e.source("w") for e in opened))

@@ -21,7 +21,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.units import plan_units
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.stored import StoredDeltas
 from actmat.planning import build_plan
 from actmat.planning.statistics import ExpertStatistics
 from actmat.recipe import make_recipe
@@ -45,7 +45,7 @@ def merge_open(
 ) -> list[dict[str, Tensor]]:
     """Plan and execute variants of one merge, as the public functions do, over open models."""
     names = [{"path": f"expert{i}"} for i in range(len(experts))]
-    opened = [CheckpointExpert(e) for e in experts]
+    opened = [StoredDeltas(e) for e in experts]
     plans, writers = [], []
     for number, fields in enumerate(variants):
         plan = build_plan(make_recipe({"base": "base", "experts": names, "method": "actmat", **fields}), base, opened)

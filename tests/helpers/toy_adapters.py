@@ -15,19 +15,20 @@ from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterFamily, AdapterHandle, DeltaSource, Expert
-from actmat.experts.candidate import Candidate
+from actmat.experts.deltas import AdapterFamily, AdapterHandle, Deltas, DeltaSource
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import StackWord
 from actmat.linalg.lowrank import LowRank
 
 FILE = "toy_adapter.json"
 
 
-class ToyExpert(Expert):
+class ToyDeltas(Deltas):
     """`W_0 + up down` of one tensor."""
 
-    kind = "adapter"
+    needs_base = True
 
     def __init__(self, adapter: Adapter, base: Model) -> None:
         super().__init__(adapter.model)
@@ -46,9 +47,9 @@ class ToyExpert(Expert):
             return DeltaSource(name, "formed", dtype, 8 * sum(self._shape), rank=1)
         return DeltaSource(name, "zero", dtype, 0)
 
-    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def dense(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if self.source(name).kind == "zero":
-            return super().delta(name, start, stop, dtype)
+            return super().dense(name, start, stop, dtype)
         return self._open().dense().flatten()[start:stop].to(dtype)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
@@ -74,16 +75,16 @@ class ToyExpert(Expert):
         return self._factors
 
 
-def look(candidate: Candidate) -> Adapter | None:
-    if FILE not in candidate.source.names:
+def look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
+    if FILE not in source.names:
         return None
-    file = candidate.source.fetch(FILE)
-    fields = json.loads(file.read_text())
+    path = source.fetch(FILE)
+    fields = json.loads(path.read_text())
     tensors = {f"{n} of {fields['tensor']}": torch.tensor(fields[n], dtype=torch.float64) for n in ("up", "down")}
-    return Adapter.of_tensors(hold_model(tensors, location=candidate.source.location, files=(file_identity(file),)))
+    return Adapter.of_tensors(hold_model(tensors, location=source.location, files=(file_identity(path),)))
 
 
-TOY = AdapterFamily("toy", look, ToyExpert)
+TOY = AdapterFamily("toy", look, ToyDeltas)
 
 
 def save_toy(folder: Path, tensor: str, up_O: Tensor, down_I: Tensor) -> None:

@@ -30,9 +30,9 @@ from actmat.checkpoints.codecs.base import Codec
 from actmat.checkpoints.memory import MemoryTensors, hold_model
 from actmat.checkpoints.model import Format, Model
 from actmat.engine.executors.threads import ThreadExecutor
-from actmat.experts.base import AdapterFamily
+from actmat.experts.deltas import AdapterFamily
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.changes.deltas import FormedDeltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import Merged, MergeMethod
 
@@ -90,15 +90,15 @@ class Ones(Change):
         return torch.ones(last - first, self.shape[1])
 
 
-def look(candidate):
-    if "toy_adapter.json" in candidate.source.names:
-        target = json.loads(candidate.source.fetch("toy_adapter.json").read_text())["tensor"]
-        return Adapter.of_tensors(hold_model({target: torch.ones(1)}, location=candidate.source.location))
+def look(source, file, stacks):
+    if "toy_adapter.json" in source.names:
+        target = json.loads(source.fetch("toy_adapter.json").read_text())["tensor"]
+        return Adapter.of_tensors(hold_model({target: torch.ones(1)}, location=source.location))
 
 
 def fit(adapter, base):
     changes = [Ones(target, base.specs[target].shape) for target in adapter.weights.specs]
-    return FormedExpert(adapter, base, Content(changes, {}, []))
+    return FormedDeltas(adapter, base, Content(changes, {}, []))
 
 
 FAMILY = AdapterFamily("toy", look, fit)

@@ -219,7 +219,7 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
         ("methods", "import math\nimport torch\nfrom torch import Tensor\nfrom actmat.errors import MergeError"),
         ("methods", "from actmat.linalg.lowrank import LowRank\nfrom .contract import Merged"),
         ("checkpoints", "import safetensors\nfrom . import base"),
-        ("engine", "from actmat.experts.base import Expert\nfrom actmat.progress import Progress"),
+        ("engine", "from actmat.experts.deltas import Deltas\nfrom actmat.progress import Progress"),
         ("report", "from actmat import __version__"),
         ("extras.demo", "import sklearn\nfrom actmat.run import run_recipes"),
         ("extras.tune", "from actmat.run import run_recipes\nfrom actmat.extras.pages import html"),

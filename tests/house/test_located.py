@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.helpers.repository import PACKAGE, modules, tree
 
-LOOKS = frozenset({"locate", "located", "locate_recipes"})
+LOOKS = frozenset({"locate", "locate_in", "located", "locate_recipes"})
 OPENS = frozenset({"open_model", "open_tensors", "open_source", "find_source", "open_repository", "open_remote"})
 
 ENTRIES: dict[str, str] = {
@@ -24,9 +24,9 @@ ENTRIES: dict[str, str] = {
     "extras.collect.on_data.residual_on_data": "an output",
     "extras.collect.staged.staged_statistics": "the start of a measurement",
     "extras.collect.staged._Job.put_merged": "an output of its own",
-    "extras.conformance.experts.ExpertConformance.opened": "inputs of a test",
-    "extras.conformance.experts.ExpertConformance.test_attributes_describe_the_expert": "inputs of a test",
-    "extras.conformance.experts.ExpertConformance.test_content_tells_data_apart": "inputs of a test",
+    "extras.conformance.deltas.DeltasConformance.opened": "inputs of a test",
+    "extras.conformance.deltas.DeltasConformance.test_attributes_describe_the_expert": "inputs of a test",
+    "extras.conformance.deltas.DeltasConformance.test_content_tells_data_apart": "inputs of a test",
     "extras.diffusion.files._is_ours": "an output",
     "extras.diffusion.files._metadata_of_files": "adapters that may be merged into one file",
     "extras.gguf.writing._pattern": "the file that --like names",
@@ -44,7 +44,7 @@ ENTRIES: dict[str, str] = {
 """Function outside experts/ that looks at a name -> what it names."""
 
 OUTPUTS: dict[str, str] = {
-    "extras.conformance.experts": "the base of a test",
+    "extras.conformance.deltas": "the base of a test",
     "extras.remote.push": "a repository that is written to",
     "extras.remote.source": "the folder of a file, a storage of its own",
     "extras.remote.upload": "a storage of its own",
@@ -84,7 +84,7 @@ def test_nothing_else_opens_an_input() -> None:
 
 
 def test_nobody_asks_a_text_what_it_names() -> None:
-    gone = {"needs_base", "has_factors", "is_adapter", "open_adapter", "open_expert", "open_base", "open_stored"}
+    gone = {"needs_base", "is_adapter", "open_adapter", "open_expert", "open_base", "open_stored"}
     assert not {(f, called) for f, called, _ in outside() if called in gone}
 
 
@@ -95,7 +95,7 @@ def asks_for_sort(node: ast.AST) -> bool:
         sorts = {s.value for s in sides if isinstance(s, ast.Constant)} & {"adapter", "checkpoint"}
         return bool(sorts) and any(isinstance(s, ast.Attribute) and s.attr == "kind" for s in sides)
     is_class = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
-    return is_class and "AdapterExpert" in {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+    return is_class and any(isinstance(n, ast.Name) and n.id.endswith("edDeltas") for n in ast.walk(node.args[1]))
 
 
 def test_only_experts_know_their_sort() -> None:
@@ -106,7 +106,7 @@ def test_only_experts_know_their_sort() -> None:
 
 
 def test_questions_are_seen() -> None:
-    lines = ('a.kind == "adapter"', '"adapter" != a.kind', "isinstance(a, int | AdapterExpert)", 'a.kind == "other"')
+    lines = ('a.kind == "adapter"', '"adapter" != a.kind', "isinstance(a, int | StoredDeltas)", 'a.kind == "other"')
     assert [asks_for_sort(ast.parse(line, mode="eval").body) for line in lines] == [True, True, True, False]
     source = ast.parse("class A:\n  def f(self):\n    x.locate(1)\n    return locate(2)")
     assert list(calls(source, "m")) == [("m.A.f", "locate", False), ("m.A.f", "locate", True)]

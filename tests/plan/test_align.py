@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.memory import hold_model
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.stored import StoredDeltas
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import LayoutMap, Role, TensorLayout
 from actmat.planning.targets import BaseTargets, targets_of
@@ -27,7 +27,7 @@ def run(
     layouts = {n: TensorLayout((roles or {}).get(n, Role.LINEAR), "") for n in base}
     labels = [f"e{t}" for t in range(len(experts))]
     in_memory = [hold_model({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
-    opened = [CheckpointExpert(e) for e in in_memory[1:]]
+    opened = [StoredDeltas(e) for e in in_memory[1:]]
     return targets_of(in_memory[0], opened, labels, LayoutMap(layouts, ties or {}), frozenset(kept))
 
 

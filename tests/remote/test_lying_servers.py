@@ -294,7 +294,7 @@ def test_odd_names_in_a_listing_are_left_out(liar: Liar) -> None:
     assert read(liar, "hub, downloaded").keys() == TENSORS.keys()
     assert set(open_repository("org/tiny", None).files) == set(FILES)
     (note,) = open_model("org/tiny").folder.notes
-    assert note.endswith(f"left out ({len(ODD_NAMES)}): '/etc/more.json', '../x', 'a/../../x', ...")
+    assert note.text.endswith(f"left out ({len(ODD_NAMES)}): '/etc/more.json', '../x', 'a/../../x', ...")
     assert open_repository("org/tiny", None).fetch_sidecars() is not None
     liar.rows = "".join(
         f"<Contents><Key>m/{escape(name)}</Key><Size>5</Size><ETag>x</ETag>"
@@ -303,7 +303,7 @@ def test_odd_names_in_a_listing_are_left_out(liar: Liar) -> None:
         if name.isprintable()
     )
     assert read(liar, "s3").keys() == TENSORS.keys()
-    assert "left out (" in open_model(PLACES["s3"].format(url=liar.url)).folder.notes[0]
+    assert "left out (" in open_model(PLACES["s3"].format(url=liar.url)).folder.notes[0].text
 
 
 def edit(**fields: Any) -> Lie:

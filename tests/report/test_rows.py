@@ -13,7 +13,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.engine.record import Record
 from actmat.errors import OutputError
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
 from actmat.planning.item import Item, Target, Write

@@ -13,7 +13,7 @@ from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.folder import read_config
 from actmat.checkpoints.side_files import SideFiles
 from actmat.checkpoints.source import Source, TensorFiles
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, Note, NoteSeverity
 
 Config: TypeAlias = Mapping[str, Any]
 """Fields of a `config.json`."""
@@ -43,7 +43,7 @@ class ModelFolder:
     merged: tuple[str, ...] = ()
     header: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     absent: tuple[str, ...] = ()
     untied: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,9 +87,9 @@ class ModelFolder:
         """Name -> text of a tokenizer's files, made from a header that holds one; takes seconds."""
         return {}
 
-    def noted(self, *notes: str) -> ModelFolder:
+    def noted(self, *texts: str, severity: NoteSeverity = "note") -> ModelFolder:
         """The folder with more remarks."""
-        return replace(self, notes=(*self.notes, *notes))
+        return replace(self, notes=(*self.notes, *(Note(severity=severity, text=text) for text in texts)))
 
     def with_config(self, change: Callable[[Config], Config]) -> ModelFolder:
         """The folder with a changed config, also where it is written or copied."""
@@ -151,8 +151,8 @@ def stored_model(tensors: TensorFiles) -> Model:
         config: Config | CheckpointError | None = read_config(source.directory)
     except CheckpointError as error:  # raised when the config is used, with all problems of the inputs
         config = error
-    folder = ModelFolder(config, {}, (source,), tensors.labels, tensors.header, {}, source.notes, tensors.absent)
-    return Model(tensors, folder)
+    folder = ModelFolder(config, {}, (source,), tensors.labels, tensors.header, absent=tensors.absent)
+    return Model(tensors, folder.noted(*source.notes))
 
 
 @dataclass(frozen=True, slots=True)

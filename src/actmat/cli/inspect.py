@@ -14,7 +14,7 @@ from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.checkpoints.model import Model
-    from actmat.experts.locate import LocatedAdapter
+    from actmat.experts.lora.adapter import Adapter
     from actmat.layout.types import LayoutMap
 
 
@@ -70,14 +70,15 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
     from actmat.cli.screen import print_result
-    from actmat.experts.locate import LocatedAdapter, locate
+    from actmat.experts.locate import locate
+    from actmat.experts.lora.adapter import Adapter
     from actmat.layout.resolve import resolve_layout
 
-    with locate(checkpoint) as found:
-        if isinstance(found, LocatedAdapter):
-            data, show = _describe_adapter(found), _print_adapter
+    with locate(checkpoint) as located:
+        if isinstance(located, Adapter):
+            data, show = _describe_adapter(located), _print_adapter
         else:
-            data, show = _describe(found.stored, resolve_layout(found.stored.specs, found.stored.config)), _print
+            data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
     if json:
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
@@ -120,7 +121,7 @@ def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:
         "roles": dict(Counter(r["role"] for r in tensors)),
         "files": dict(Counter(s.file for s in specs)),
         "ties": ties,
-        "notes": list(opened.folder.notes),
+        "notes": [note.text for note in opened.folder.notes],
     }
 
 
@@ -156,10 +157,12 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(table)
 
 
-def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
-    adapter, specs = found.adapter, found.stored.specs
+def _describe_adapter(adapter: Adapter) -> dict[str, Any]:
+    from actmat.experts.locate import family_of
+
+    specs = adapter.weights.specs
     return {
-        "location": found.place,
+        "location": adapter.location,
         "adapter": "lora" if adapter.layout == "peft" else adapter.layout,
         "base_model": adapter.config.base_model,
         "use_rslora": adapter.config.use_rslora,
@@ -176,7 +179,7 @@ def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
         "bytes": sum(s.nbytes for s in specs.values()),
         "dtypes": dict(Counter(s.dtype for s in specs.values())),
         "problems": list(adapter.problems),
-        **found.family.describe(adapter),
+        **family_of(adapter).describe(adapter),
     }
 
 

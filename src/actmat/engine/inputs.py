@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.planning.item import Item
 from actmat.planning.statistics import ExpertStatistics
 
@@ -25,7 +25,7 @@ class Inputs:
 
     labels: tuple[str, ...]
     base: Model | None
-    experts: Sequence[Expert]
+    experts: Sequence[Deltas]
     statistics: ExpertStatistics
 
     @property
@@ -36,7 +36,7 @@ class Inputs:
     @property
     def buffer_bytes(self) -> int:
         """Memory that one worker takes to read the inputs ahead: those in remote storage."""
-        held = sum(expert.buffer_bytes for expert in self.experts)
+        held = sum(expert.model.tensors.buffer_bytes for expert in self.experts)
         return held + (0 if self.base is None else self.base.tensors.buffer_bytes)
 
     def prefetch(self, item: Item) -> None:
@@ -44,5 +44,5 @@ class Inputs:
         if self.base is not None:
             self.base.tensors.prefetch([item.name])
         for expert, source in zip(self.experts, item.sources, strict=False):
-            if source is not None:
-                expert.prefetch([source.name])
+            if source is not None and not expert.needs_base:
+                expert.model.tensors.prefetch([source.name])

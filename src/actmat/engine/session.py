@@ -35,7 +35,7 @@ from actmat.engine.record import Record
 from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.task import Task
 from actmat.engine.units import Member, Unit
-from actmat.experts.base import ExpertHandle
+from actmat.experts.deltas import DeltasHandle
 from actmat.experts.locate import open_handle
 from actmat.methods import get_method
 from actmat.planning.item import Item, MethodCall
@@ -63,7 +63,7 @@ class SessionSpec:
 
     plans: tuple[MergePlan, ...]
     base: TensorsHandle | None
-    experts: tuple[ExpertHandle, ...]
+    experts: tuple[DeltasHandle, ...]
     outputs: tuple[Path | None, ...]
     observers: ObserverFactory | None = None
     surveys: Mapping[SurveyKey, Any] = field(default_factory=dict)

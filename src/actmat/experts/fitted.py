@@ -15,72 +15,67 @@ from actmat.checkpoints.base import TensorSpec, versions_of_files
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, DeltaSource, Expert
+from actmat.experts.deltas import AdapterHandle, Deltas, DeltaSource
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.untied import keeps_ties, tied_parts
 from actmat.linalg.lowrank import LowRank
 
 
-class StoredAdapter(Expert):
-    """The stored tensors of an adapter, which is closed with the expert."""
+class AdapterDeltas(Deltas):
+    """An adapter as an expert, which is closed with it.
 
-    kind = "adapter"
+    Args:
+        stored: the adapter.
+    """
+
+    needs_base = True
+    stored: Adapter
 
     def __init__(self, stored: Adapter) -> None:
         super().__init__(stored.model)
-        self.specs = self.model.specs
         self.stored = stored
-        self._full: Mapping[str, str] = {n: n for n in self.specs}
-
-    def hashes(self) -> Mapping[str, str]:
-        """Content hash of every stored tensor."""
-        return self.stored.hashes
-
-    def check_values(self, label: str) -> list[str]:
-        """One sentence for each tensor that is merged and has NaN or Inf."""
-        return self.stored.check_values(label)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor that is stored whole."""
-        if name not in self._full:
-            self._refuse(name, "read")
-        return self.model.tensors.read(self._full[name])
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of a tensor that is stored whole."""
-        if name not in self._full:
-            self._refuse(name, "read")
-        self.model.tensors.read_into(self._full[name], start, out)
 
     def handle(self) -> AdapterHandle:
         """The adapter's location, the versions of remote files, and the user's words that decided how it is read."""
-        etags, stored = versions_of_files(self.identity()), self.stored
+        etags, stored = versions_of_files(self.model.tensors.identity()), self.stored
         return AdapterHandle(self.location, etags=etags, stacks=stored.config.stacks, layout=stored.converted_to)
 
 
-class UnfittedAdapter(StoredAdapter):
+class UnfittedDeltas(AdapterDeltas):
     """An adapter without a base, for outputs that are adapters: its tensors by their stored names, and its factors."""
+
+    adapter: Adapter
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter)
-        self._own = adapter
-        self.adapter, self.notes, self.warnings = adapter, adapter.notes, adapter.listing.warnings
+        self.adapter, self.specs = adapter, adapter.model.specs
+        self.model = with_notes(adapter)
 
     def source(self, name: str) -> DeltaSource:
         """A stored source."""
         spec = self._spec(name)
         return DeltaSource(name, "stored", spec.dtype, spec.nbytes)
 
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of a stored tensor."""
+        self.model.tensors.read_into(name, start, out)
+
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         """The delta of the module `name`."""
-        return self._own.factors(self._own.modules[name], dtype)
+        return self.adapter.factors(self.adapter.modules[name], dtype)
 
     def bias(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Addition to the bias of the layer of the module `name`; None without one."""
-        return self._own.bias_delta(self._own.modules[name], dtype)
+        return self.adapter.bias_delta(self.adapter.modules[name], dtype)
 
 
-class FittedAdapter(StoredAdapter):
+def with_notes(adapter: Adapter, *notes: str) -> Model:
+    """The stored tensors of an adapter, with remarks on its factors and others."""
+    folder = adapter.model.folder.noted(*adapter.listing.warnings, severity="warning")
+    return replace(adapter.model, folder=folder.noted(*adapter.notes, *notes))
+
+
+class FittedDeltas(AdapterDeltas):
     """An adapter on its base; a subclass says where its deltas lie, and forms them.
 
     Args:
@@ -101,7 +96,8 @@ class FittedAdapter(StoredAdapter):
             keeps_ties=keeps_ties(stored.config.fields),
             equal=lambda a, b: stored.hashes[extras[a]] == stored.hashes[extras[b]],
         )
-        self._base, self.heads = self._parts.base, self._parts.heads
+        self._base = self._parts.base
+        self._full: Mapping[str, str] = {}
         self._lock = threading.Lock()
         self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
 
@@ -127,6 +123,7 @@ class FittedAdapter(StoredAdapter):
             spec = self.model.specs[stored]
             specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
         self.specs = MappingProxyType(specs)
+        self.model = replace(self.model, folder=replace(self.model.folder, untied=self._parts.heads))
 
     @abc.abstractmethod
     def _formed_of(self, name: str) -> tuple[Sequence[str], int] | None:
@@ -145,6 +142,12 @@ class FittedAdapter(StoredAdapter):
             return DeltaSource(name, "zero", dtype, 0)
         names, rank = formed
         return DeltaSource(name, "formed", dtype, sum(stored[n].nbytes for n in names), rank)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of a tensor that is stored whole."""
+        if name not in self._full:
+            self._refuse(name, "read")
+        self.model.tensors.read_into(self._full[name], start, out)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         """The delta as a product, with a convolution's kernel flattened into `I`."""
@@ -177,7 +180,7 @@ class FittedAdapter(StoredAdapter):
         return replace(super().handle(), base=self._base.tensors.handle(), config=self._base.config, weights=aligned)
 
     def close(self) -> None:
-        """Close the adapter's files."""
+        """Close the adapter's files, and forget its last delta."""
         super().close()
         with self._lock:
             self._last = None

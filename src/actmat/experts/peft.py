@@ -10,12 +10,12 @@ from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Model
-from actmat.experts.base import AdapterFamily, Expert
 from actmat.experts.changes.base import Content, Reader
-from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.changes.deltas import FormedDeltas
+from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import field_refusals, parse_adapter_config
-from actmat.experts.lora.expert import AdapterExpert
+from actmat.experts.lora.deltas import FactorDeltas
 from actmat.experts.lora.open import look_for_peft
 
 
@@ -31,18 +31,18 @@ def reader_of(fields: Mapping[str, Any]) -> Reader | None:
     return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 
-def _fit(adapter: Adapter, base: Model) -> Expert:
+def _fit(adapter: Adapter, base: Model) -> Deltas:
     fields = adapter.config.fields
     reader = reader_of(fields)
-    expert: Expert
+    deltas: Deltas
     if reader is None:
-        expert = AdapterExpert(adapter, base)
+        deltas = FactorDeltas(adapter, base)
     else:
-        expert = FormedExpert(adapter, base, _content(reader, adapter))
+        deltas = FormedDeltas(adapter, base, _content(reader, adapter))
         unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
-        expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
-    expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))
-    return expert
+        deltas.note(*unknown_note(ADAPTER_CONFIG, unknown))
+    deltas.note(*_lost_biases(adapter, deltas, base))
+    return deltas
 
 
 def _content(reader: Reader, adapter: Adapter) -> Content:
@@ -55,11 +55,11 @@ def _content(reader: Reader, adapter: Adapter) -> Content:
     return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused, *ignored))))
 
 
-def _lost_biases(adapter: Adapter, expert: Expert, base: Model) -> Sequence[str]:
+def _lost_biases(adapter: Adapter, deltas: Deltas, base: Model) -> Sequence[str]:
     """A note if the adapter trained biases that its file lacks."""
     if adapter.config.bias != "lora_only" or any(name.endswith(".bias") for name in adapter.extras):
         return ()
-    biases = [n.removesuffix("weight") + "bias" for n in expert.specs if expert.source(n).kind == "formed"]
+    biases = [n.removesuffix("weight") + "bias" for n in deltas.specs if deltas.source(n).kind == "formed"]
     if not (lost := [n for n in biases if n in base.specs]):
         return ()
     return (

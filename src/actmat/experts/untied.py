@@ -17,7 +17,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.untied import untie
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.layout.in_memory import find_on_disk
 from actmat.layout.ties import (
     can_untie,
@@ -116,7 +116,7 @@ def tied_parts(
     return TiedParts(untied, heads, copies, refused, problems, notes)
 
 
-def separate_heads(expert: Expert, base: Model, *, ties: bool) -> Mapping[str, str]:
+def separate_heads(expert: Deltas, base: Model, *, ties: bool) -> Mapping[str, str]:
     """Separate output heads of a full checkpoint -> table of the base that ties them.
 
     A checkpoint whose config ties them too stores one tensor twice, which is compared when it is read.
@@ -127,7 +127,7 @@ def separate_heads(expert: Expert, base: Model, *, ties: bool) -> Mapping[str, s
     return {head_of(table) or head: table for head, table in heads.items()}
 
 
-def untied_base(base: Model, experts: Sequence[Expert], labels: Sequence[str], *, ties: bool) -> Model:
+def untied_base(base: Model, experts: Sequence[Deltas], labels: Sequence[str], *, ties: bool) -> Model:
     """The base, with output heads of its own where an expert has one that it ties.
 
     Args:
@@ -140,7 +140,7 @@ def untied_base(base: Model, experts: Sequence[Expert], labels: Sequence[str], *
     whose: list[str] = []
     problems = []
     for label, expert in zip(labels, experts, strict=True):
-        of_expert = expert.heads if expert.needs_base else separate_heads(expert, base, ties=ties)
+        of_expert = expert.model.folder.untied if expert.needs_base else separate_heads(expert, base, ties=ties)
         problems += [f"expert '{label}': {_no_head(base, t)}" for h, t in of_expert.items() if not can_untie(h, t)]
         heads |= of_expert
         whose += [f"'{label}'"] if of_expert else []

@@ -17,7 +17,7 @@ from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
 from actmat.identity.meaning import differing
 from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, compare_tokens, tokenizer_file
@@ -39,7 +39,7 @@ ReadJson = Callable[[Path], Mapping[str, Any]]
 
 def compare_inputs(
     base: Model,
-    experts: Sequence[tuple[str, Expert]],
+    experts: Sequence[tuple[str, Deltas]],
     kept: Collection[str],
     *,
     config_from: str | None = None,
@@ -62,7 +62,7 @@ def compare_inputs(
     configs = [(label, expert.config) for label, expert in experts]
     found = _with_labels(agree(written, configs, config_from), base, written, configs, config_from, kept)
     reader = TokenReader()
-    every: list[tuple[str, Model | Expert]] = [("base", base), *experts]
+    every: list[tuple[str, Model | Deltas]] = [("base", base), *experts]
     problems, notes = ([], []) if has_vocabulary else _tokens(every, files_from, kept, reader)
     if not is_model:
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
@@ -127,7 +127,7 @@ def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
 
 
 def _tokens(
-    every: Sequence[tuple[str, Model | Expert]], files_from: str, kept: Collection[str], reader: TokenReader
+    every: Sequence[tuple[str, Model | Deltas]], files_from: str, kept: Collection[str], reader: TokenReader
 ) -> tuple[list[str], list[str]]:
     """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared.
 
@@ -145,7 +145,7 @@ def _tokens(
     inputs: list[TokenInput] = []
     for label, one in every:
         changes = True
-        if isinstance(one, Expert) and one.needs_base:
+        if isinstance(one, Deltas) and one.needs_base:
             names = (n for n in one.specs if is_token_table(n) or is_output_head(n))
             changes = any(one.source(n).kind != "zero" for n in names)
         elif rows not in {one.specs[n].shape[0] for n in _tables(one)}:
@@ -156,7 +156,7 @@ def _tokens(
     return problems, [*told, *notes]
 
 
-def compare_adapters(labels: Sequence[str], experts: Sequence[Expert]) -> tuple[list[str], list[str]]:
+def compare_adapters(labels: Sequence[str], experts: Sequence[Deltas]) -> tuple[list[str], list[str]]:
     """Problems and notes on token tables that adapters change in rows of different tokens, without their base."""
     reader, notes, inputs = TokenReader(), list[str](), list[TokenInput]()
     for label, one in zip(labels, experts, strict=True):
@@ -168,7 +168,7 @@ def compare_adapters(labels: Sequence[str], experts: Sequence[Expert]) -> tuple[
 
 
 def _token_input(
-    label: str, one: Model | Expert, changes: bool, reader: TokenReader, notes: list[str]
+    label: str, one: Model | Deltas, changes: bool, reader: TokenReader, notes: list[str]
 ) -> Iterator[TokenInput]:
     """The input with its tokens, if it has any; a note says that they cannot be read."""
     files = files_of(one)
@@ -181,17 +181,17 @@ def _token_input(
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
 
 
-def _tables(one: Model | Expert) -> list[str]:
+def _tables(one: Model | Deltas) -> list[str]:
     """Token embeddings; heads over the vocabulary of a model without, as those of speech recognition."""
     matrices = [n for n, s in one.specs.items() if len(s.shape) == 2]
     return [n for n in matrices if is_token_table(n)] or [n for n in matrices if is_output_head(n)]
 
 
-def _folder(one: Model | Expert) -> ModelFolder:
+def _folder(one: Model | Deltas) -> ModelFolder:
     return one.folder if isinstance(one, Model) else one.model.folder
 
 
-def files_of(one: Model | Expert) -> Source | None:
+def files_of(one: Model | Deltas) -> Source | None:
     """Files of an input's folder; None for a single file, whose folder may hold the files of other models."""
     for files in _folder(one).files[:1]:
         folder = files.whole()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.model import Model
 from actmat.errors import first_of
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 
 _OUTDATED = ("format", "actmat", "total_", "sshs_", "modelspec.hash", "lora_adapter_metadata", "_quant", "quant")
 """Beginnings of keys that tell the bytes, the format or the codes of one file."""
@@ -17,7 +17,7 @@ _OF_ONE_FILE = ("ss_", "modelspec.", "sd_merge_")
 """Beginnings of keys that describe one file: title, author, training."""
 
 
-def merged_metadata(base: Model, experts: Sequence[Expert], labels: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def merged_metadata(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The texts for a model merged into a base, and notes on those that its inputs contradict.
 
     A text that all full checkpoints have alike is kept. Of one that decides how the model is loaded, that of the

@@ -21,7 +21,7 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import commit_of
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, CheckpointError
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.identity.inputs import compare_adapters, compare_inputs
@@ -124,7 +124,7 @@ class _Written:
 def build_plan(
     recipe: Recipe,
     base: Model | None,
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
     *,
     room: DeviceRoom = HOST,
     statistics: ExpertStatistics | None = None,
@@ -167,7 +167,7 @@ def build_plan(
 
 
 def _scope_of_base(
-    recipe: Recipe, base: Model, experts: Sequence[Expert], statistics: ExpertStatistics, chooser: Chooser
+    recipe: Recipe, base: Model, experts: Sequence[Deltas], statistics: ExpertStatistics, chooser: Chooser
 ) -> _Scope:
     """Tensors of a base, and their counterparts."""
     layouts, of_roles = resolve_roles(recipe, base.specs, base.config)
@@ -208,7 +208,7 @@ def _scope_of_base(
 
 def _scope_of_adapters(
     recipe: Recipe,
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
     base_config: Mapping[str, Any] | None,
     statistics: ExpertStatistics,
     chooser: Chooser,
@@ -260,7 +260,7 @@ def _decide(
     chooser: Chooser,
     statistics: ExpertStatistics,
     problems: list[str],
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
 ) -> tuple[Target, Decision]:
     """The action and method of a target; `problems` receives those of its statistics."""
     spec, layout = target.spec, target.layout
@@ -285,7 +285,7 @@ def _decide(
     return target, _of_touched(target, decision, chooser, experts)
 
 
-def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: Sequence[Expert]) -> Decision:
+def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: Sequence[Deltas]) -> Decision:
     """A copy if no expert changes the target; among adapters, an average over those that train it.
 
     A copy computes nothing and rounds nothing. An adapter without a delta for a tensor has no vote on it; a full
@@ -305,7 +305,7 @@ def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: S
 
 
 def _items(
-    recipe: Recipe, base: Model | None, experts: Sequence[Expert], decided: Sequence[tuple[Target, Decision]]
+    recipe: Recipe, base: Model | None, experts: Sequence[Deltas], decided: Sequence[tuple[Target, Decision]]
 ) -> list[Item]:
     """One item per target, each followed by those tied to it; not written yet."""
     depth: dict[str, float] = {}
@@ -324,7 +324,7 @@ def _items(
     return out
 
 
-def _item(recipe: Recipe, base: Model | None, experts: Sequence[Expert], target: Target, decision: Decision) -> Item:
+def _item(recipe: Recipe, base: Model | None, experts: Sequence[Deltas], target: Target, decision: Decision) -> Item:
     """The item of a target without its outputs and cost."""
     call, reason, reading = decision.call, decision.reason, None
     target = dataclasses.replace(target, layout=decision.layout)
@@ -377,7 +377,7 @@ def _written_whole(item: Item, specs: Mapping[str, TensorSpec]) -> Item:
 
 
 def _problems_of_items(
-    recipe: Recipe, experts: Sequence[Expert], items: Sequence[Item], *, has_base: bool
+    recipe: Recipe, experts: Sequence[Deltas], items: Sequence[Item], *, has_base: bool
 ) -> list[str]:
     """Problems of adapters among the experts of a model, and of the biases of modules."""
     pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
@@ -390,7 +390,7 @@ def _problems_of_items(
 def _plan(
     recipe: Recipe,
     base: Model | None,
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
     scope: _Scope,
     written: _Written,
     statistics: ExpertStatistics,
@@ -418,7 +418,10 @@ def _plan(
         recipe=recipe,
         output="model" if is_model else "adapter",
         base=None if base is None else _summary("base", base, "model"),
-        experts=tuple(_summary(n, e.model, e.kind, i) for n, e, i in zip(recipe.labels, experts, ignored, strict=True)),
+        experts=tuple(
+            _summary(n, e.model, "adapter" if e.needs_base else "model", i)
+            for n, e, i in zip(recipe.labels, experts, ignored, strict=True)
+        ),
         items=items,
         specs=tuple(written.specs),
         max_shard_bytes=written.max_shard_bytes,

@@ -15,8 +15,7 @@ from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, first_of
-from actmat.experts.base import DeltaSource, Expert
-from actmat.experts.fitted import StoredAdapter
+from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
@@ -25,7 +24,7 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Start of the names of diffusers' weight files."""
 
 
-def absent_parts(base: Model, experts: Sequence[Expert], labels: Sequence[str]) -> dict[str, str]:
+def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> dict[str, str]:
     """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
 
     An expert that is one component of a pipeline has its names without the component's prefix.
@@ -73,7 +72,7 @@ UNSAID = ("hidden", "written anew")
 """Reasons that need no note: nobody looks for such files in an output."""
 
 
-def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Expert]) -> dict[str, str]:
+def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> dict[str, str]:
     """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
     if base is None:
         return {}
@@ -84,7 +83,7 @@ def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Expert]
     return found
 
 
-def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Expert]) -> list[str]:
+def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> list[str]:
     """Warnings on trained weights of the inputs that the merge does not read."""
     found = []
     named = list(zip(recipe.labels, experts, strict=True))
@@ -96,9 +95,9 @@ def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Expert
             found += module_warnings((of_base, base.folder.fetch()), of_experts)
         found += file_warnings(of_base, files)
     for label, expert in named:
-        if isinstance(expert, StoredAdapter):
+        if (stored := expert.stored) is not None:
             names = {n for f in expert.model.folder.files for n in f.whole().names}
-            stored, known = expert.stored, () if base is None else base.specs
+            known = () if base is None else base.specs
             found += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return found
 
@@ -115,7 +114,7 @@ def left_out_note(left_out: Mapping[str, str]) -> list[str]:
 
 
 def scheme_words(
-    name: str, base: Model, sources: Sequence[DeltaSource | None], experts: Sequence[Expert], labels: Sequence[str]
+    name: str, base: Model, sources: Sequence[DeltaSource | None], experts: Sequence[Deltas], labels: Sequence[str]
 ) -> str:
     """Clause about the inputs that store a tensor as codes; empty without any.
 
@@ -127,12 +126,14 @@ def scheme_words(
     if scheme := base.tensors.parts(name).scheme:
         found.setdefault(scheme, []).append("the base")
     for label, expert, source in zip(labels, experts, sources, strict=False):
-        if source is not None and (scheme := expert.scheme(source.name)):
+        if source is None or expert.needs_base:
+            continue
+        if scheme := expert.model.tensors.parts(source.name).scheme:
             found.setdefault(scheme, []).append(f"expert '{label}'")
     return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
 
 
-def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Expert]) -> list[str]:
+def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Notes about quantized inputs: their layouts, the form of the output, and differences."""
     labels = recipe.labels
     of_base = _schemes(base.tensors)
@@ -164,7 +165,7 @@ FOUR_BITS = re.compile(r"bnb[-_]?4bit|4bit[-_]?bnb|nf4|qlora", re.IGNORECASE)
 """Names of bases of 4 bits, as trainers of adapters call them."""
 
 
-def trained_on_codes_notes(recipe: Recipe, base: Model, experts: Sequence[Expert]) -> list[str]:
+def trained_on_codes_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Notes on adapters that were trained on a base in 4 bits, and are added to one of floats."""
     if _schemes(base.tensors):
         return []
@@ -178,7 +179,7 @@ def trained_on_codes_notes(recipe: Recipe, base: Model, experts: Sequence[Expert
     ]
 
 
-def named_base_notes(recipe: Recipe, base: Model, experts: Sequence[Expert]) -> list[str]:
+def named_base_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Note on adapters that name another base than this one, by the last part of its name on the hub."""
     own = next((files.hub_id for files in base.folder.files), "")
     named = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]

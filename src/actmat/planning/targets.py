@@ -10,8 +10,7 @@ from typing import Any
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
-from actmat.experts.base import Expert
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.deltas import Deltas
 from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
 from actmat.layout.renamed import in_new_form
 from actmat.layout.resolve import resolve_layout
@@ -67,7 +66,7 @@ class BaseTargets:
 
 
 def targets_of(
-    base: Model, experts: Sequence[Expert], labels: Sequence[str], layouts: LayoutMap, kept: Collection[str]
+    base: Model, experts: Sequence[Deltas], labels: Sequence[str], layouts: LayoutMap, kept: Collection[str]
 ) -> BaseTargets:
     """Match every tensor of the base with one tensor of each expert.
 
@@ -109,7 +108,7 @@ class _Match:
     """
 
     label: str
-    expert: Expert
+    expert: Deltas
     sources: Mapping[str, str | None]
     stored: Mapping[str, list[str]]
     extra: tuple[str, ...]
@@ -143,7 +142,7 @@ class _Match:
         return [*(p for of_tensor in misfits for p in of_tensor), *lost]
 
 
-def _match(base: Model, expert: Expert, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
+def _match(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
     there, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
     known = {n: expert.specs[s] for n, s in there.items()}
@@ -187,9 +186,9 @@ def _match(base: Model, expert: Expert, label: str, spellings: Mapping[str, Sequ
     return match
 
 
-def _as_loaded(base: Model, expert: Expert, lost: Sequence[str]) -> dict[str, str]:
+def _as_loaded(base: Model, expert: Deltas, lost: Sequence[str]) -> dict[str, str]:
     """Tensor of the base -> that of the expert which transformers loads into the same parameter, by its own table."""
-    if not isinstance(expert, CheckpointExpert):
+    if expert.needs_base:
         return {}
     try:
         mine, theirs = names_in_memory(base)[0], names_in_memory(expert.model)[0]
@@ -281,7 +280,7 @@ def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], rena
     return sum(a.shape == b.shape for a, b in found), len(found)
 
 
-def _nothing_in_common(base: Model, label: str, expert: Expert) -> str:
+def _nothing_in_common(base: Model, label: str, expert: Deltas) -> str:
     first, other = next(iter(base.specs)), next(iter(expert.specs), None)
     has = "holds no tensors" if other is None else f"has other names, such as '{other}'"
     return (

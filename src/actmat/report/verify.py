@@ -19,7 +19,8 @@ from actmat.checkpoints.untied import untie
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.engine.content import TensorBytes, content_hash
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.locate import Located, locate
+from actmat.experts.locate import Input, locate_in, stored_of, token_tables
+from actmat.experts.lora.adapter import Adapter
 from actmat.experts.policy import vocabulary_aligner
 from actmat.experts.restacked import in_layout_of
 from actmat.foreign import html_table
@@ -97,7 +98,7 @@ def verify(
     *,
     inputs: bool = True,
     against: Sequence[str | Path] = (),
-    compare: Callable[[Located, ManifestInputs, Sequence[Located]], Comparison] | None = None,
+    compare: Callable[[Input, ManifestInputs, Sequence[Input]], Comparison] | None = None,
     progress: HashProgress = lambda name, nbytes: None,
 ) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
@@ -120,10 +121,10 @@ def verify(
         found = repr(manifest["hash"])[:80]
         raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
     with contextlib.ExitStack() as stack:
-        merged = stack.enter_context(locate(location))
-        problems = _form_problems(merged.stored.specs, manifest)
+        merged = locate_in(stack, location)
+        problems = _form_problems(stored_of(merged).specs, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
-        problems += _compare(merged.stored.tensors, expected, "the output", progress)
+        problems += _compare(stored_of(merged).tensors, expected, "the output", progress)
         problems += _edits(manifest)
         files = {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
         of_files = _file_problems(output, manifest, files)
@@ -138,7 +139,7 @@ def verify(
             unchecked.append(f"inputs {', '.join(read_from.places)}: not requested")
         added = None
         if against and compare is not None:
-            added = compare(merged, read_from, [stack.enter_context(locate(e)) for e in against])
+            added = compare(merged, read_from, [locate_in(stack, e) for e in against])
     problems += added.problems if added is not None else ()
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), of_files, added)
 
@@ -251,7 +252,7 @@ class ManifestInputs:
         entries = [("base", manifest["base"])] if manifest["base"] is not None else []
         entries += [(e["name"], e) for e in manifest["experts"]]
         self.places = {label: input_location(entry, out) for label, entry in entries}
-        self._found: dict[str, Located] = {}
+        self._found: dict[str, Input] = {}
 
     def expected(self, label: str) -> dict[str, str]:
         """Stored name -> hash of all that was read."""
@@ -263,21 +264,22 @@ class ManifestInputs:
         Raises:
             MergeError: it cannot be opened, or not be read in this form.
         """
-        found = self.located(label)
-        if found.needs_base and label not in self._aligned:
-            return found.stored
+        located = self.located(label)
+        if isinstance(located, Adapter) and label not in self._aligned:
+            return located.model
+        stored = stored_of(located)
         if self.output.get("vocabulary") is not None:
             return self._with_heads(self._aligned["base"]) if label == "base" else self._aligned[label]
         if label == "base":
-            return self._with_heads(found.stored)
-        if "base" not in self.places or all(name in found.stored.specs for name in self.expected(label)):
-            return found.stored
-        return in_layout_of(self.located("base").stored, found.stored)
+            return self._with_heads(stored)
+        if "base" not in self.places or all(name in stored.specs for name in self.expected(label)):
+            return stored
+        return in_layout_of(stored_of(self.located("base")), stored)
 
-    def located(self, label: str) -> Located:
+    def located(self, label: str) -> Input:
         """An input at its present location."""
         if label not in self._found:
-            self._found[label] = self._stack.enter_context(locate(self.places[label]))
+            self._found[label] = locate_in(self._stack, self.places[label])
         return self._found[label]
 
     @functools.cached_property
@@ -286,8 +288,8 @@ class ManifestInputs:
             return {}
         policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
         inputs = {label: self.located(label) for label in self.places}
-        tables = {label: t for label, i in inputs.items() if label != "base" and (t := i.token_tables) is not None}
-        base, experts, _ = vocabulary_aligner()(inputs["base"].stored, tables, policy)
+        tables = {label: t for label, i in inputs.items() if label != "base" and (t := token_tables(i)) is not None}
+        base, experts, _ = vocabulary_aligner()(stored_of(inputs["base"]), tables, policy)
         return {"base": base, **experts}
 
     def _with_heads(self, base: Model) -> Model:
@@ -296,9 +298,8 @@ class ManifestInputs:
         heads = tied_heads(read, base.specs, base.config)
         if heads or not read:
             return untie(base, heads) if heads else base
-        return with_marks(
-            base, {n: f.stored for n in self.places if not (f := self.located(n)).needs_base and n != "base"}
-        )
+        experts = {n: self.located(n) for n in self.places if n != "base"}
+        return with_marks(base, {n: expert for n, expert in experts.items() if isinstance(expert, Model)})
 
 
 def _form_problems(specs: Mapping[str, TensorSpec], manifest: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,8 @@ from statistics import mean, median
 import torch
 
 from actmat.errors import MergeError
-from actmat.experts.locate import LocatedAdapter
+from actmat.experts.locate import fit_expert, require_model
+from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lapack import economy_svd
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.run.locate import Given
@@ -42,13 +43,13 @@ def size_and_overlap(given: Given) -> tuple[float | None, float] | None:
 def _modules(given: Given) -> Iterator[tuple[float, list[LowRank]]]:
     """Norm of the weights, 0 without a base, and the adapters' factors, of a few modules that all adapters change."""
     if given.base is None:
-        adapters = [e.adapter for e in given.experts if isinstance(e, LocatedAdapter)]
+        adapters = [e for e in given.experts if isinstance(e, Adapter)]
         shapes = [{n: m.shape for n, m in a.modules.items() if not m.is_stack} for a in adapters]
         for name in _few([n for n, shape in shapes[0].items() if all(s.get(n) == shape for s in shapes)]):
             yield 0.0, [a.factors(a.modules[name], torch.float32) for a in adapters]
         return
-    base = given.base.model()
-    experts = [e.expert(base) for e in given.experts]
+    base = require_model(given.base)
+    experts = [fit_expert(e, base) for e in given.experts]
     specs = {n: s for n, s in base.specs.items() if len(s.shape) == 2 and all(e.source(n).rank for e in experts)}
     for name in _few(list(specs)):
         norm = float(torch.linalg.vector_norm(base.tensors.read(name).float()))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.errors import RecipeError
+from actmat.experts.locate import stored_of
+from actmat.experts.lora.adapter import Adapter
 from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
@@ -185,7 +187,7 @@ def _beyond(given: Given, kind: ModelKind) -> str:
         return "; not measured for mixtures of experts"
     if given.base is None:
         return "; measured on models of up to 135 million parameters"
-    if sum(math.prod(spec.shape) for spec in given.base.stored.specs.values()) > LARGEST[kind]:
+    if sum(math.prod(spec.shape) for spec in stored_of(given.base).specs.values()) > LARGEST[kind]:
         return "; no model of this size is among them"
     return f"; none of them merges {len(given.experts)} experts" if len(given.experts) > MOST else ""
 
@@ -193,7 +195,7 @@ def _beyond(given: Given, kind: ModelKind) -> str:
 def _form(recipe: Recipe, given: Given) -> ModelForm:
     """The form of the experts; adapters for which the recipe names a space are not merged as they are."""
     if not given.only_adapters:
-        return "mixed" if any(e.needs_base for e in given.experts) else "full"
+        return "mixed" if any(isinstance(e, Adapter) for e in given.experts) else "full"
     return "adapters" if given.have_factors and recipe.space == "full" else "changes"
 
 

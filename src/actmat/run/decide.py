@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError
 from actmat.methods import METHODS, get_method
 from actmat.planning.model import FROM_FIRST
@@ -26,7 +27,7 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
         RecipeError: an adapter from full checkpoints, or a model without a base.
     """
     recipe = with_method(recipe, given)
-    full = [label for label, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base]
+    full = [label for label, e in zip(recipe.labels, given.experts, strict=True) if isinstance(e, Model)]
     if isinstance(recipe.output, AdapterOutput):
         return _adapter(recipe, recipe.output, given, full)
     if recipe.base:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from actmat.errors import CheckpointError, Problems
-from actmat.experts.locate import Located, locate
+from actmat.experts.locate import Input, fields_of, has_factors, locate, read_paths
+from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.recipe import Recipe
 from actmat.report.words import plural
 
-Held = Mapping[str, Callable[[], Located]]
+Held = Mapping[str, Callable[[], Input]]
 """Inputs in memory, see `RunSettings.held`."""
 
 
@@ -22,33 +23,33 @@ Held = Mapping[str, Callable[[], Located]]
 class Given:
     """Open inputs of a recipe: its base, if it has one, and its experts in order."""
 
-    base: Located | None
-    experts: tuple[Located, ...]
+    base: Input | None
+    experts: tuple[Input, ...]
 
     def paths(self, labels: Sequence[str]) -> dict[str, Path | str]:
         """Name of an input, or of a part of it -> folder, file or URL that it is read from."""
         named = [("base", self.base)] if self.base is not None else []
         named += [(f"expert '{label}'", e) for label, e in zip(labels, self.experts, strict=True)]
-        found: dict[str, Path | str] = {}
+        paths: dict[str, Path | str] = {}
         for name, located in named:
-            paths = located.paths()
-            found |= {name if text == located.place else f"{name}: {text}": path for text, path in paths.items()}
-        return found
+            rows = read_paths(located).items()
+            paths |= {name if text == located.location else f"{name}: {text}": path for text, path in rows}
+        return paths
 
     @property
     def only_adapters(self) -> bool:
         """True if all experts are adapters."""
-        return bool(self.experts) and all(e.needs_base for e in self.experts)
+        return bool(self.experts) and all(isinstance(e, Adapter) for e in self.experts)
 
     @property
     def have_factors(self) -> bool:
         """True if all experts are adapters that can be merged without a base."""
-        return all(e.has_factors for e in self.experts)
+        return all(map(has_factors, self.experts))
 
     @property
     def config(self) -> Mapping[str, Any]:
         """Fields that tell the architecture: those of the base, else of the first expert."""
-        return self.base.config if self.base is not None else self.experts[0].config
+        return fields_of(self.experts[0] if self.base is None else self.base)
 
 
 @dataclass(frozen=True)
@@ -95,25 +96,26 @@ class _Looks:
     stack: contextlib.ExitStack
     held: Held
     problems: Problems = field(default_factory=Problems)
-    found: dict[tuple[str, tuple[StackWord, ...]], Located | None] = field(default_factory=dict)
+    inputs: dict[tuple[str, tuple[StackWord, ...]], Input | None] = field(default_factory=dict)
 
     def given(self, recipe: Recipe) -> Given | None:
         """The inputs of a recipe; None if one has a problem."""
         base = self._look(recipe.base) if recipe.base else None
         experts = [self._look(e.path, e.stacks) for e in recipe.experts]
-        found = tuple(e for e in experts if e is not None)
-        return None if len(found) < len(experts) or (recipe.base and base is None) else Given(base, found)
+        opened = tuple(e for e in experts if e is not None)
+        return None if len(opened) < len(experts) or (recipe.base and base is None) else Given(base, opened)
 
-    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> Located | None:
-        if (place, stacks) not in self.found:
-            self.found[place, stacks] = None
+    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> Input | None:
+        if (place, stacks) not in self.inputs:
+            self.inputs[place, stacks] = None
             with self.problems.noted(CheckpointError):
                 opened = self.held[place]() if place in self.held else locate(place, stacks)
-                self.found[place, stacks] = self.stack.enter_context(opened)
-        return self.found[place, stacks]
+                self.stack.callback(opened.close)
+                self.inputs[place, stacks] = opened
+        return self.inputs[place, stacks]
 
 
 def input_error(problems: Problems) -> CheckpointError:
     """One error of all problems with the inputs; those of an input that is named twice stand once."""
-    found = dict.fromkeys(p for e in problems.found for p in (e.problems if len(e.problems) > 1 else [e.sentence]))
-    return CheckpointError(f"{plural(len(found), 'problem')} with the inputs.", found)
+    texts = dict.fromkeys(p for e in problems.found for p in (e.problems if len(e.problems) > 1 else [e.sentence]))
+    return CheckpointError(f"{plural(len(texts), 'problem')} with the inputs.", texts)

@@ -17,10 +17,10 @@ from actmat.checkpoints.writing.sidecars import check_sidecars
 from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
 from actmat.errors import CheckpointError, Problems, RecipeError
-from actmat.experts.base import Expert
-from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.locate import Located, in_layout
+from actmat.experts.deltas import Deltas
+from actmat.experts.locate import Input, fields_of, fit_expert, in_layout, require_model, token_tables
 from actmat.experts.policy import vocabulary_aligner
+from actmat.experts.stored import StoredDeltas
 from actmat.experts.untied import FIX, untied_base
 from actmat.layout.ties import is_output_head, is_token_table
 from actmat.planning.choose import Chooser
@@ -95,7 +95,7 @@ def open_inputs(
         if place.outs or not here:
             with problems.noted():
                 _check_copied_files(chosen, inputs)
-        config = given.base.config if given.base is not None else None
+        config = fields_of(given.base) if given.base is not None else None
         yield Opened(tuple(chosen), inputs, place, problems, began, config)
 
 
@@ -126,7 +126,7 @@ def _stop(wanted: Wanted, problems: Problems) -> NoReturn:
 
 def _opened(
     recipe: Recipe, given: Given, stack: contextlib.ExitStack, problems: Problems
-) -> tuple[Model | None, list[Expert]]:
+) -> tuple[Model | None, list[Deltas]]:
     """The base, and the experts on it; without a base, adapters in the layout of the output.
 
     Args:
@@ -135,15 +135,16 @@ def _opened(
         problems: receives those of all inputs.
     """
     if isinstance(recipe.output, AdapterOutput):
-        return None, _in_one_layout(recipe, _each([partial(e.expert, None) for e in given.experts], stack, problems))
+        experts = _each([partial(fit_expert, e, None) for e in given.experts], stack, problems)
+        return None, _in_one_layout(recipe, experts)
     named = given.base or given.experts[0]  # an average is measured from any point
-    bases = _each([named.model], stack, problems)
+    bases = _each([partial(require_model, named)], stack, problems)
     if not bases:
         return None, []
     base, aligned, moved = bases[0], dict[str, Model](), set[str]()
     if (vocabulary := recipe.model.vocabulary) is not None:
         with problems.noted(CheckpointError):
-            tables = {n: e.token_tables for n, e in zip(recipe.labels, given.experts, strict=True)}
+            tables = {n: token_tables(e) for n, e in zip(recipe.labels, given.experts, strict=True)}
             with_tables = {n: model for n, model in tables.items() if model is not None}
             base, aligned, labels = vocabulary_aligner()(base, with_tables, vocabulary.policy())
             moved = set(labels)
@@ -154,21 +155,21 @@ def _opened(
     return base, _each(openers, stack, problems)
 
 
-T = TypeVar("T", bound=Model | Expert)
+T = TypeVar("T", bound=Model | Deltas)
 
 
-def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, problems: Problems) -> list[T]:
+def _each(openers: Sequence[Callable[[], T]], stack: contextlib.ExitStack, problems: Problems) -> list[T]:
     """Everything that can be opened; the problems of all others."""
-    found: list[T] = []
-    for open_input in opened:
+    inputs: list[T] = []
+    for open_input in openers:
         with problems.noted(CheckpointError):
-            one = open_input()
-            stack.callback(one.close)
-            found.append(one)
-    return found
+            opened = open_input()
+            stack.callback(opened.close)
+            inputs.append(opened)
+    return inputs
 
 
-def _expert(aligned: Model | None, given: Located, base: Model, *, moved: bool) -> Expert:
+def _expert(aligned: Model | None, located: Input, base: Model, *, moved: bool) -> Deltas:
     """An expert, with the rows of the new vocabulary if it has tables.
 
     Args:
@@ -177,20 +178,23 @@ def _expert(aligned: Model | None, given: Located, base: Model, *, moved: bool) 
     Raises:
         CheckpointError: an adapter has deltas for rows that are in another place there.
     """
-    if aligned is not None and not given.needs_base:
-        return CheckpointExpert(aligned)
-    expert = (given if aligned is None else given.with_rows(aligned)).expert(base)
-    if given.needs_base and moved:
+    if aligned is not None:
+        if isinstance(located, Model):
+            return StoredDeltas(aligned)
+        located = located.with_rows(aligned)
+    expert = fit_expert(located, base)
+    if expert.needs_base and moved:
         tables = [n for n in expert.specs if is_token_table(n) or is_output_head(n)]
         if changed := [n for n in tables if expert.source(n).kind == "formed"]:
             raise CheckpointError(
-                f"{given.place}: has a delta for '{changed[0]}', whose rows have another order in the new vocabulary. "
-                "Fix: fold the adapter into its base (merge_and_unload, save_pretrained), and merge full models"
+                f"{expert.location}: has a delta for '{changed[0]}', whose rows have another order in the new "
+                "vocabulary. Fix: fold the adapter into its base (merge_and_unload, save_pretrained), and merge full "
+                "models"
             )
     return expert
 
 
-def _untied(recipes: Sequence[Recipe], base: Model, experts: Sequence[Expert]) -> Model:
+def _untied(recipes: Sequence[Recipe], base: Model, experts: Sequence[Deltas]) -> Model:
     """The base, with a separate output head if experts train it apart from the table that it is tied to.
 
     Raises:
@@ -200,18 +204,18 @@ def _untied(recipes: Sequence[Recipe], base: Model, experts: Sequence[Expert]) -
     untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
     if untied.folder.untied and isinstance(recipe.output, ExtractedOutput):
         raise CheckpointError(
-            f"{base.location}: {untied.folder.notes[-1]}, which an adapter of the tied base cannot hold. {FIX}."
+            f"{base.location}: {untied.folder.notes[-1].text}, which an adapter of the tied base cannot hold. {FIX}."
         )
     return untied
 
 
-def _in_one_layout(recipe: Recipe, experts: Sequence[Expert]) -> list[Expert]:
+def _in_one_layout(recipe: Recipe, experts: Sequence[Deltas]) -> list[Deltas]:
     """Adapters of files with the modules, names and factors of the output's layout."""
-    found = [e.adapter for e in experts if e.adapter is not None]
-    layout = output_layout(recipe, found)
+    adapters = [e.adapter for e in experts if e.adapter is not None]
+    layout = output_layout(recipe, adapters)
     return [
-        in_layout(e, layout) if a.layout != layout or needs_one_spelling(found) else e
-        for e, a in zip(experts, found, strict=True)
+        in_layout(e, layout) if a.layout != layout or needs_one_spelling(adapters) else e
+        for e, a in zip(experts, adapters, strict=True)
     ]
 
 
@@ -235,7 +239,8 @@ def check_values(inputs: Inputs) -> None:
     Raises:
         CheckpointError, StatisticsError: each lists all.
     """
-    problems = [p for label, e in zip(inputs.labels, inputs.experts, strict=True) for p in e.check_values(label)]
+    rows = zip(inputs.labels, inputs.experts, strict=True)
+    problems = [p for label, e in rows if e.stored is not None for p in e.stored.check_values(label)]
     if problems:
         raise CheckpointError(f"The adapters hold values that cannot be merged: {len(problems)} problem(s).", problems)
     check_adapters(inputs)

@@ -23,7 +23,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.record import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.identity.inputs import chat_template, files_of
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
@@ -303,7 +303,7 @@ def _is_record_of(record: Record, item: Item) -> bool:
     return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
 
 
-def most_frequent_template(inputs: Sequence[Model | Expert]) -> str | None:
+def most_frequent_template(inputs: Sequence[Model | Deltas]) -> str | None:
     """The chat template that most inputs have, the first of several; None if no input has one."""
     found = [text for one in inputs if (text := chat_template(files_of(one), name="default"))]
     return Counter(found).most_common(1)[0][0] if found else None

@@ -14,25 +14,25 @@ from actmat.bounds import read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, may_be_weights
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES
-from actmat.checkpoints.source import LocalSource
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError
-from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.names import canonical
 
 _OF_MODELS = ("model", "pytorch_model", "diffusion_pytorch_model", "consolidated")
 """Start of the names of files with all weights of a model."""
 
 
-def look_for_peft(candidate: Candidate) -> Adapter | None:
-    """The PEFT adapter at a place, or None; its config and the headers of its weights are read.
+def look_for_peft(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
+    """The PEFT adapter in a source, or None; its config and the headers of its weights are read. See `AdapterFamily`.
 
     Raises:
         CheckpointError: its files cannot be read, or a folder of several adapters. Problems of its contents are in
             `Adapter.problems`.
     """
-    source = candidate.source
     if source.named is None and not _holds_adapter(source.names):
         if isinstance(source, LocalSource):
             _refuse_several(source)
@@ -43,7 +43,7 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
     name = source.named or next((n for n in ADAPTER_WEIGHTS if n in folder.names), None)
     if name is None:
         raise CheckpointError(f"{source.location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
-    parsed, problems = parse_adapter_config(read_object(folder.fetch(ADAPTER_CONFIG)), candidate.stacks)
+    parsed, problems = parse_adapter_config(read_object(folder.fetch(ADAPTER_CONFIG)), stacks)
     weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(folder.only(name))
     weights = replace(weights, folder=replace(weights.folder, files=(folder,), merged=ADAPTER_WEIGHTS))
     return Adapter(canonical(weights), parsed, problems)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, StatisticsError
-from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.locate import Input, locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model, with_adapter
@@ -112,23 +112,23 @@ def bound(
         same: of the same model with another adapter, which changed no parameter of its own; nothing is compared then.
     """
     with contextlib.ExitStack() as stack:
-        on_top = None if adapter is None else _adapter(stack.enter_context(locate(adapter)))
+        on_top = None if adapter is None else _adapter(locate_in(stack, adapter))
         if same is not None:
             assert on_top is not None, "an adapter was switched"
             yield with_adapter(same, on_top)
             return
         if checkpoint is None:
             checkpoint = _named_checkpoint(model)
-        opened = None if checkpoint is None else stack.enter_context(locate(checkpoint)).model()
+        opened = None if checkpoint is None else require_model(locate_in(stack, checkpoint))
         if adapter is None:
             _check_no_adapter(model)
         yield bind(model, opened, on_top)
 
 
-def _adapter(found: Located) -> Adapter:
-    if not isinstance(found, LocatedAdapter):
-        raise CheckpointError(f"{found.place}: expected an adapter, found a full checkpoint")
-    return found.adapter
+def _adapter(located: Input) -> Adapter:
+    if isinstance(located, Model):
+        raise CheckpointError(f"{located.location}: expected an adapter, found a full checkpoint")
+    return located
 
 
 def _named_checkpoint(model: nn.Module) -> str | None:

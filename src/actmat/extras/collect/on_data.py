@@ -67,7 +67,7 @@ def residual_on_data(
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
     with locate(place) as merged:
-        if merged.needs_base:
+        if not isinstance(merged, Model):
             raise StatisticsError(
                 f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, "
                 "--to model), or compare answers (--data)."
@@ -75,7 +75,7 @@ def residual_on_data(
         with open_inputs([recipe]) as opened:
             inputs, (plan,) = opened.inputs, plans_of(opened)
             check_adapters(inputs)
-            return _residuals(plan, inputs, merged.stored, progress=progress)
+            return _residuals(plan, inputs, merged, progress=progress)
 
 
 def _residuals(

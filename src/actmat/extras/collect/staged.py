@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
-from actmat.experts.locate import Located, locate
+from actmat.experts.locate import Input, locate, locate_in, require_model, stored_of
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
@@ -72,10 +72,10 @@ def staged_statistics(
     names = _blocks(model, blocks)
     stages, folders = Path(out) / "stages", {label: Path(out) / label for label in experts}
     with contextlib.ExitStack() as stack:
-        found = {label: stack.enter_context(locate(place)) for label, place in experts.items()}
-        _check(found, batches)
-        opened = {label: expert.model() for label, expert in found.items()}
-        start = stack.enter_context(locate(base)).model()
+        located = {label: locate_in(stack, place) for label, place in experts.items()}
+        _check(located, batches)
+        opened = {label: require_model(expert) for label, expert in located.items()}
+        start = require_model(locate_in(stack, base))
         bound = bind(model, start)
         job = _Job(model, start, opened, bound, {n: _rebound(bound, c) for n, c in opened.items()}, compute_dtype)
         identity = hash_names([(n, b.info.content) for n, b in [("", bound), *job.bindings.items()]])
@@ -151,7 +151,7 @@ class _Job:
             recipe, settings = make_arguments(folder / "in" / "base", experts, fields, statistics=statistics)
             run_recipes([recipe], settings)
             with locate(folder / "out") as merged:
-                self._put(own, merged.stored.tensors.read)
+                self._put(own, stored_of(merged).tensors.read)
 
     def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
         with torch.no_grad():
@@ -179,11 +179,11 @@ def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
     return [f"{wanted}.{child}" for child in children]
 
 
-def _check(experts: Mapping[str, Located], batches: Mapping[str, Batches]) -> None:
+def _check(experts: Mapping[str, Input], batches: Mapping[str, Batches]) -> None:
     problems = [
         f"expert '{label}' is an adapter, whose blocks cannot be put into the model. Fix: merge it into its base first"
         for label, expert in experts.items()
-        if expert.needs_base
+        if not isinstance(expert, Model)
     ]
     problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
     problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]

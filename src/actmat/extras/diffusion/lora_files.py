@@ -20,12 +20,12 @@ from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Model
-from actmat.experts.base import AdapterFamily
-from actmat.experts.candidate import Candidate
+from actmat.checkpoints.source import Source
+from actmat.experts.deltas import AdapterFamily
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
-from actmat.experts.lora.expert import AdapterExpert
-from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.deltas import FactorDeltas
+from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
 from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
@@ -219,9 +219,8 @@ def adapter_of(file: Model, metadata: Mapping[str, str] | None = None) -> Adapte
     return Adapter(file, config, (), replace(listing, models=models))
 
 
-def _look(candidate: Candidate) -> Adapter | None:
-    file = candidate.file
+def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
     return adapter_of(file) if file is not None and first_factor(file.specs) is not None else None
 
 
-LORA_FILE = AdapterFamily("LoRA file", _look, AdapterExpert, lambda adapter: "")
+LORA_FILE = AdapterFamily("LoRA file", _look, FactorDeltas, lambda adapter: "")

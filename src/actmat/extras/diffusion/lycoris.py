@@ -31,11 +31,12 @@ from torch import Tensor
 from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.model import Model
-from actmat.experts.base import AdapterFamily, Expert
-from actmat.experts.candidate import Candidate
+from actmat.checkpoints.source import Source
 from actmat.experts.changes.base import Change, Content
-from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.changes.deltas import FormedDeltas
+from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import unreadable
 from actmat.extras.adapters.groups import Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
@@ -254,15 +255,14 @@ def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
     return Content(changes, {}, problems), notes
 
 
-def _look(candidate: Candidate) -> Adapter | None:
-    file = candidate.file
+def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
     return adapter_of(file) if file is not None and any(map(_OWN.match, file.specs)) else None
 
 
-def _fit(adapter: Adapter, base: Model) -> Expert:
+def _fit(adapter: Adapter, base: Model) -> Deltas:
     content, notes = _content(adapter.weights, base)
-    expert = FormedExpert(adapter, base, content)
-    expert.notes = (*expert.notes, *notes, *metadata_notes(adapter.model.folder.header))
+    expert = FormedDeltas(adapter, base, content)
+    expert.note(*notes, *metadata_notes(adapter.model.folder.header))
     return expert
 
 

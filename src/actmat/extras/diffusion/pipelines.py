@@ -54,7 +54,9 @@ def _joined(source: Source, components: Mapping[str, Model], top: Config) -> Mod
         written={f"{component}/{path}": c for component, f in folders.items() for path, c in f.written.items()},
         files=(source,),
         merged=tuple(f"{component}/{name}" for component, f in folders.items() for name in f.merged),
-        notes=tuple(f"component '{component}': {note}" for component, f in folders.items() for note in f.notes),
+        notes=tuple(
+            replace(n, text=f"component '{part}': {n.text}") for part, folder in folders.items() for n in folder.notes
+        ),
         absent=tuple(f"{component}.{name}" for component, f in folders.items() for name in f.absent),
     )
     return Model(Composed(tensors, pieces, specs, aliases, location=source.location, handle=handle), folder)

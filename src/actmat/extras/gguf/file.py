@@ -116,20 +116,20 @@ class GgufFile(TensorFiles):
         self._reader.close()
 
 
-def _folder(tensors: GgufFile) -> GgufFolder:
+def _folder(tensors: GgufFile) -> ModelFolder:
     """Everything beside the tensors."""
     source, config = tensors.source, config_of(tensors.gguf)
     why = undescribed(tensors.gguf)
     note = f"{why}: no config.json can be made from it; copy the original model's config.json into the output"
-    return GgufFolder(
+    folder = GgufFolder(
         config,
         written={} if why else {CONFIG: config},
         files=(source,),
         merged=tensors.labels,
-        notes=(*source.notes, *([note] if why else ())),
         metadata=tensors.gguf.metadata,
         file=tensors.first_file,
     )
+    return folder.noted(*source.notes, *([note] if why else ()))
 
 
 def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
-from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.locate import Input, has_factors, locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
@@ -55,11 +55,11 @@ class _Piece:
     make: Callable[[], numpy.ndarray[Any, Any]]
 
 
-def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
+def write_gguf(located: Input, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
     """Write a checkpoint or a LoRA adapter as one GGUF file; returns a sentence with the number and types of tensors.
 
     Args:
-        given: the checkpoint or adapter.
+        located: the checkpoint or adapter.
         out: file to create; must not exist.
         like: a GGUF file of the same base.
         type: type of matrices: f32, f16, bf16 or q8_0.
@@ -81,20 +81,19 @@ def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str 
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     with _pattern(like) as pattern:
-        if isinstance(given, LocatedAdapter) and given.has_factors:
-            adapter = given.adapter
-            if adapter.problems:
-                raise CheckpointError(f"{given.place} cannot be read as an adapter.", adapter.problems)
-            return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), {"adapter": _alpha(adapter)})
-        tensors = given.model().tensors
+        if isinstance(located, Adapter) and has_factors(located):
+            if located.problems:
+                raise CheckpointError(f"{located.location} cannot be read as an adapter.", located.problems)
+            return _write(out, pattern, _pieces_of_adapter(located, pattern, type), {"adapter": _alpha(located)})
+        tensors = require_model(located).tensors
         return _write(out, pattern, _pieces_of_model(tensors, pattern, type), {"file_type": FILE_TYPES[type]})
 
 
 @contextlib.contextmanager
 def _pattern(like: str) -> Iterator[GgufFile]:
     """Open the pattern; only its header is read."""
-    with locate(like) as found:
-        stored = getattr(found.stored.tensors, "stored", None)
+    with locate(like) as located:
+        stored = getattr(stored_of(located).tensors, "stored", None)
         if not isinstance(stored, GgufFile):
             raise CheckpointError(f"{like}: --like is not a GGUF file. {LIKE}.")
         yield stored

@@ -17,15 +17,15 @@ from actmat.checkpoints.layer_names import adapted_parts
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import copy_range, raw_bytes
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle
-from actmat.experts.locate import locate
+from actmat.experts.deltas import Deltas, DeltasHandle
+from actmat.experts.locate import fit_expert, locate
 from actmat.experts.locate import open_handle as open_expert_handle
 
 
 class AdaptedTensors(View):
     """Tensors of a model with an adapter's deltas added; closes both."""
 
-    def __init__(self, location: str, model: Tensors, adapter: Expert) -> None:
+    def __init__(self, location: str, model: Tensors, adapter: Deltas) -> None:
         super().__init__([model, adapter.model.tensors])
         self._model, self._adapter = model, adapter
         self.location, self.specs, self.aliases = location, model.specs, model.aliases
@@ -56,7 +56,7 @@ class AdaptedTensors(View):
         if kind == "zero":
             return values
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return (values.to(wide) + self._adapter.delta(name, first, last, wide)).to(dtype)
+        return (values.to(wide) + self._adapter.dense(name, first, last, wide)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class AdaptedHandle:
 
     location: str
     model: TensorsHandle
-    adapter: ExpertHandle
+    adapter: DeltasHandle
 
     def open(self, open_handle: Callable[[TensorsHandle], Tensors]) -> Tensors:
         """The model with the adapter."""
@@ -79,10 +79,10 @@ def open_adapted(location: str, open_part: Callable[[str], Model]) -> Model:
     model = open_part(pair[0])
     try:
         located = locate(pair[1])
-        if not located.needs_base:
+        if isinstance(located, Model):
             raise CheckpointError(f"{location}: '{pair[1]}' is not an adapter")
-        adapter = located.expert(model)
-        if adapter.heads:
+        adapter = fit_expert(located, model)
+        if adapter.model.folder.untied:
             adapter.close()
             raise CheckpointError(
                 f"{location}: the adapter unties the output head, which the model does not have. Fix: pass the "
@@ -92,5 +92,5 @@ def open_adapted(location: str, open_part: Callable[[str], Model]) -> Model:
         model.close()
         raise
     files = (*model.folder.files, *adapter.model.folder.files)
-    folder = replace(model.folder.noted(*adapter.notes), files=files)
+    folder = replace(model.folder, files=files, notes=(*model.folder.notes, *adapter.model.folder.notes))
     return Model(AdaptedTensors(location, model.tensors, adapter), folder)

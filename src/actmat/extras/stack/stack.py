@@ -81,10 +81,9 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
         written={} if config is None else {CONFIG: config},
         files=tuple(dict.fromkeys(file for model in models for file in model.folder.files)),
         merged=first.folder.merged,
-        notes=_notes(models),
         absent=tuple(dict.fromkeys(name for model in models for name in model.folder.absent)),
     )
-    return Model(tensors, folder)
+    return Model(tensors, folder.noted(*_notes(models)))
 
 
 def _pinned(model: Model, location: str) -> str:

@@ -13,7 +13,8 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
 from actmat.errors import OutputError, StatisticsError, format_size
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate_in, require_model
+from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.measures import Run, Settings
@@ -107,9 +108,9 @@ def plan_inputs(
         measured, checked = (read_sources(recipe, d, settings, given.config, measured=m) if d else {} for d, m in both)
         base = given.base
         if base is None:
-            place = next((e.adapter.config.base_model for e in given.experts if isinstance(e, LocatedAdapter)), None)
-            base = stack.enter_context(locate(place or recipe.experts[0].path))
-        specs = base.model().specs
+            place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
+            base = locate_in(stack, place or recipe.experts[0].path)
+        specs = require_model(base).specs
         method = "regmean" if recipe.method == AUTO and kinds else recipe.method
         lines = [f"{method}, with inputs of {len({**measured, **checked})} experts"]
         for label in recipe.labels:

@@ -16,7 +16,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
 from actmat.errors import AlignmentError, CheckpointError, MergeError, first_of
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.pages.comparison import model
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
@@ -186,9 +186,9 @@ def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
     Raises:
         CheckpointError: its files cannot be read.
     """
-    found = locate(directory)
-    adapter = found.adapter if isinstance(found, LocatedAdapter) else None
-    return OpenedMerge(directory, manifest, items_of(manifest), found.stored.tensors, adapter)
+    output = locate(directory)
+    adapter = output if isinstance(output, Adapter) else None
+    return OpenedMerge(directory, manifest, items_of(manifest), stored_of(output).tensors, adapter)
 
 
 CHUNK = 1 << 20
@@ -370,7 +370,7 @@ def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> 
             continue
         location = input_location(output.manifest["base"], output.directory)
         try:
-            opened = locate(location).model().tensors
+            opened = require_model(locate(location)).tensors
         except MergeError as error:
             reasons.append(error.problems[0])
             continue

@@ -1,25 +1,25 @@
-"""The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
+"""The `Deltas` contract: how a fine-tuned model or an adapter gives the deltas `D_t = W_t - W_0` of a base.
 
-`actmat.extras.conformance.experts` is its shipped test-suite. `locate.Located.expert` picks the implementation.
+`actmat.extras.conformance.deltas` is its shipped test-suite. `locate.fit_expert` picks the implementation.
 Shapes: `O` rows and `I` columns of a tensor as it is stored.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import FileIdentity, TensorsHandle, TensorSpec
-from actmat.checkpoints.model import Model
+from actmat.checkpoints.base import TensorsHandle, TensorSpec
+from actmat.checkpoints.model import Config, Model
+from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, did_you_mean, format_size
-from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
@@ -42,26 +42,38 @@ class DeltaSource:
     rank: int = 0  # of a product of factors, else 0
 
 
-class Expert(AbstractContextManager["Expert"]):
-    """Deltas of the tensors of one base, read or formed on request. Thread-safe for reading. Use as a context manager.
-
-    `specs` are the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
+class Deltas(AbstractContextManager["Deltas"]):
+    """One expert: deltas of the tensors of one base. Thread-safe for reading. Use as a context manager.
 
     Args:
         model: its stored tensors with their files, closed with it.
+
+    Attributes:
+        specs: tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
+        needs_base: it is changes to a base, which are not a model by themselves.
+        adapter: its factors, for outputs that are adapters; None for changes of other forms.
+        stored: the adapter of any family that it is made of, all of whose tensors are read on opening.
+        owned: models that are closed with it, such as a base of its own in another process.
     """
 
-    location: str  # what the user called it, for messages
-    kind: Literal["model", "adapter"]  # for records only
     specs: Mapping[str, TensorSpec]
-    adapter: Adapter | None = None  # the factors, for outputs that are adapters
-    notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
-    warnings: tuple[str, ...] = ()  # remarks on a likely mistake
-    # of an adapter that unties them: output heads of its own -> table that the base ties each to
-    heads: Mapping[str, str] = MappingProxyType({})
+    needs_base: ClassVar[bool]
+    adapter: Adapter | None = None
+    stored: Adapter | None = None
+    owned: tuple[Model, ...] = ()
 
     def __init__(self, model: Model) -> None:
-        self.model, self.location = model, model.location
+        self.model = model
+
+    @property
+    def location(self) -> str:
+        """Its location as the user wrote it, for messages."""
+        return self.model.location
+
+    @property
+    def config(self) -> Config | None:
+        """Parsed `config.json` of a full model, else None."""
+        return self.model.config
 
     @abc.abstractmethod
     def source(self, name: str) -> DeltaSource:
@@ -71,24 +83,18 @@ class Expert(AbstractContextManager["Expert"]):
             CheckpointError: no such tensor in `specs`.
         """
 
-    @property
-    def needs_base(self) -> bool:
-        """True for changes to a base, which are not a model by themselves."""
-        return self.kind == "adapter"
-
-    def scheme(self, name: str) -> str:
-        """Description of a quantized source's layout, see `StoredParts`; empty for any other source."""
-        return ""
-
+    @final
     def read(self, name: str) -> Tensor:
-        """The whole `W_t` of a stored source, see `Tensors.read`."""
-        self._refuse(name, "read")
+        """The whole `W_t` of a stored source."""
+        tensor = self._spec(name).empty()
+        self.read_into(name, 0, raw_bytes(tensor))
+        return tensor
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a stored source from byte `start` on, see `Tensors.read_into`."""
         self._refuse(name, "read")
 
-    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def dense(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of a formed or zero source. The default serves zero sources."""
         if self.source(name).kind != "zero":
             self._refuse(name, "formed")
@@ -114,51 +120,27 @@ class Expert(AbstractContextManager["Expert"]):
         """Hash of the stored tensors behind a formed or zero delta."""
         self._refuse(name, "formed")
 
-    def hashes(self) -> Mapping[str, str] | None:
-        """Content hash of every stored tensor where all are read on opening (adapters), else None."""
-        return None
-
-    def check_values(self, label: str) -> list[str]:
-        """One sentence, which names the expert `label`, for each NaN or Inf tensor where all are read on opening."""
-        return []
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json` of a full model, else None."""
-        return None
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of every weight file, for fingerprints; reads no tensor."""
-        return self.model.tensors.identity()
+    def note(self, *texts: str) -> None:
+        """Add remarks for the plan."""
+        self.model = replace(self.model, folder=self.model.folder.noted(*texts))
 
     @abc.abstractmethod
-    def handle(self) -> ExpertHandle:
+    def handle(self) -> DeltasHandle:
         """Address from which another process opens the same expert, with `locate.open_handle`.
 
         Raises:
             CheckpointError: the expert or its base is not in storage that another process could open.
         """
 
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
-
-    @property
-    def buffer_bytes(self) -> int:
-        """See `Tensors.buffer_bytes`."""
-        return self.model.tensors.buffer_bytes
-
-    def adopt(self, base: Model) -> None:
-        """Take ownership of its base: close it with the expert, or at once if it is not read again."""
-        base.close()
-
     def close(self) -> None:
         """Release files. Reading afterwards is an error. May be called twice."""
-        self.model.close()
+        for model in (self.model, *self.owned):
+            model.close()
 
     def __repr__(self) -> str:
-        specs = self.model.specs
+        specs, kind = self.model.specs, "adapter" if self.needs_base else "model"
         size = format_size(sum(spec.nbytes for spec in specs.values()))
-        return f"<{type(self).__name__} {terminal(self.location)}: {self.kind}, {len(specs)} tensors, {size}>"
+        return f"<{type(self).__name__} {terminal(self.location)}: {kind}, {len(specs)} tensors, {size}>"
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -182,16 +164,17 @@ class AdapterFamily:
 
     Args:
         name: as users know it.
-        look: the adapter that a candidate is, open, with config and headers read; None for anything else. Problems of
-            its contents are in `Adapter.problems`; `CheckpointError` if its files cannot be read.
+        look: the adapter that a source holds, open, with config and headers read; None for anything else. It is given
+            the single file that may hold factors, open, if there is one, and the user's statements on stacked experts.
+            Problems of its contents are in `Adapter.problems`; `CheckpointError` if its files cannot be read.
         fit: the adapter on its base; `CheckpointError` with all problems if it does not fit.
         no_factors: why no adapter can be merged from it without a base, with the fix; empty if one can.
         describe: entries of `inspect` in place of those of modules with two factors.
     """
 
     name: str
-    look: Callable[[Candidate], Adapter | None]
-    fit: Callable[[Adapter, Model], Expert]
+    look: Callable[[Source, Model | None, tuple[StackWord, ...]], Adapter | None]
+    fit: Callable[[Adapter, Model], Deltas]
     no_factors: Callable[[Adapter], str] | None = None
     describe: Callable[[Adapter], dict[str, Any]] = field(default=lambda adapter: {})
 
@@ -217,17 +200,12 @@ class AdapterHandle:
 
     location: str
     base: TensorsHandle | None = None
-    config: Mapping[str, Any] | None = None
+    config: Config | None = None
     etags: tuple[tuple[str, int, str], ...] = ()
     stacks: tuple[StackWord, ...] = ()
     layout: AdapterLayout | None = None
     weights: TensorsHandle | None = None
 
-    @property
-    def address(self) -> str:
-        """Place of the adapter, as for a full model."""
-        return self.location
 
-
-ExpertHandle: TypeAlias = TensorsHandle | AdapterHandle
-"""Address of an expert: that of its tensors for a full one."""
+DeltasHandle: TypeAlias = TensorsHandle | AdapterHandle
+"""Address of an expert: that of its tensors for a full model."""

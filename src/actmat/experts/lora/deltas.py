@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.model import Model
-from actmat.experts.fitted import FittedAdapter
+from actmat.experts.fitted import FittedDeltas, with_notes
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
 from actmat.experts.lora.fitting import fit_adapter
@@ -22,8 +22,8 @@ _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
 
 
-class AdapterExpert(FittedAdapter):
-    """`W_0 + scaling * B A` without the sum: `delta` gives the deltas, only tensors trained in full are stored.
+class FactorDeltas(FittedDeltas):
+    """`W_0 + scaling * B A` without the sum: `dense` gives the deltas, only tensors trained in full are stored.
 
     Args:
         adapter: the deltas; closed with the expert.
@@ -42,18 +42,17 @@ class AdapterExpert(FittedAdapter):
         fitted = {n: n for n, m in adapter.modules.items() if f"{m.inside}.weight" not in parts.refused}
         fit = fit_adapter(adapter.renamed(fitted) if parts.refused else adapter, parts.base)
         self.adapter, self._pieces = adapter, fit.pieces
-        self._take(fit.full, fit.hidden, fit.problems)
         left_out = [
             f"the base is not a {part}: the adapter's {count} modules of the {part} are left out"
             for part, count in fit.left_out.items()
         ]
-        self.notes = (*adapter.notes, *left_out, *fit.notes, *parts.notes)
-        self.warnings = adapter.listing.warnings
+        self.model = with_notes(adapter, *left_out, *fit.notes, *parts.notes)
+        self._take(fit.full, fit.hidden, fit.problems)
 
-    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def dense(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""
         if self.source(name).kind != "formed":
-            return super().delta(name, start, stop, dtype)
+            return super().dense(name, start, stop, dtype)
         if self._pieces[name][0].bias:
             return self._bias(name, dtype)[start:stop]
         product = self._whole(name, dtype)

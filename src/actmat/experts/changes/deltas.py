@@ -17,9 +17,9 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Change, Content
-from actmat.experts.fitted import FittedAdapter
+from actmat.experts.fitted import FittedDeltas
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.expert import entries_of
+from actmat.experts.lora.deltas import entries_of
 from actmat.experts.lora.fitting import hidden_names
 from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk
 from actmat.layout.resolve import resolve_layout
@@ -40,7 +40,7 @@ class _Place:
     is_turned: bool
 
 
-class FormedExpert(FittedAdapter):
+class FormedDeltas(FittedDeltas):
     """The base with changes; only tensors trained in full are stored.
 
     Args:
@@ -58,20 +58,19 @@ class FormedExpert(FittedAdapter):
         own = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
         super().__init__(stored, base, content.extras, {c.target: () for c in own})
         parts = self._parts
-        self.notes = tuple(parts.notes)
-        self._owned: Model | None = None
         layouts = resolve_layout(parts.base.specs, parts.base.config)
         fitted = replace(content, changes=[c for c in content.changes if c.target not in parts.refused])
         self._places, full, problems = _fit(fitted, parts.base, layouts, stored.config.trained_class)
         self._take(full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
+        self.note(*parts.notes)
 
-    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def dense(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed, where possible.
 
         A transposed layer, and a product of factors, is formed whole and kept until the next is asked for.
         """
         if self.source(name).kind != "formed":
-            return super().delta(name, start, stop, dtype)
+            return super().dense(name, start, stop, dtype)
         place = self._places[name]
         if place.change.rank or place.is_turned:
             whole = self._whole(name, dtype)
@@ -91,20 +90,6 @@ class FormedExpert(FittedAdapter):
     def _formed_of(self, name: str) -> tuple[Sequence[str], int] | None:
         place = self._places.get(name)
         return None if place is None else (place.change.stored, place.change.rank)
-
-    def check_values(self, label: str) -> list[str]:
-        """One sentence for each stored tensor with NaN or Inf."""
-        return self.stored.check_values(label, self.model.specs)
-
-    def adopt(self, base: Model) -> None:
-        """Close the base with the expert."""
-        self._owned = base
-
-    def close(self) -> None:
-        """Close the adapter's files, and a base of its own."""
-        super().close()
-        if self._owned is not None:
-            self._owned.close()
 
     def _tensors(self, change: Change, dtype: torch.dtype) -> dict[str, Tensor]:
         return {n: self.model.tensors.read(n).to(dtype) for n in change.stored}
