@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actmat.experts.locate import fit_expert, locate, open_handle, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.policy import VocabularyPolicy, vocabulary_aligner
+from actmat.recipe.vocabulary import Vocabulary, vocabulary_aligner
 
 ROWS, WIDTH = 24, 16
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -87,7 +87,7 @@ def test_names_with_wrappers_are_read_in_other_processes_too(tmp_path: Path) -> 
     save_file({f"module._orig_mod.{n}": t for n, t in load_file(file).items()}, file)
     with locate(tmp_path / "adapter") as located, locate(base) as model:
         opened, found, _ = vocabulary_aligner()(
-            require_model(model), {"one": stored_of(located)}, VocabularyPolicy("union")
+            require_model(model), {"one": stored_of(located)}, Vocabulary(source="union")
         )
         assert isinstance(located, Adapter)
         expert = fit_expert(located.with_rows(found["one"]), opened)

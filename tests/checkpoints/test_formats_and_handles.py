@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat.checkpoints import formats
 from actmat.checkpoints.base import Tensors, TensorsHandle, TensorSpec, torch_dtype
-from actmat.checkpoints.memory import HeldTensors, MemoryTensors
+from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.model import Format, stored_model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
@@ -27,7 +27,7 @@ from actmat.errors import CheckpointError
 from actmat.extras.conformance.tensors import TensorsConformance
 
 
-class HexTensors(HeldTensors, TensorFiles):
+class HexTensors(TensorFiles):
     """A toy: one JSON file of `name -> [dtype, shape, bytes in hexadecimal digits]`."""
 
     format = "hex"
@@ -36,10 +36,18 @@ class HexTensors(HeldTensors, TensorFiles):
         super().__init__(source, [label])
         stored = json.loads(source.fetch(label).read_text())
         self.specs = MappingProxyType({n: TensorSpec(n, tuple(s), d, label) for n, (d, s, _) in stored.items()})
-        self._tensors = {}
+        tensors = {}
         for name, (dtype, shape, digits) in stored.items():
             flat = torch.frombuffer(bytearray.fromhex(digits), dtype=torch_dtype(dtype)) if digits else torch.empty(0)
-            self._tensors[name] = flat.to(torch_dtype(dtype)).reshape(shape)
+            tensors[name] = flat.to(torch_dtype(dtype)).reshape(shape)
+        self._held = MemoryTensors(tensors)
+
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        self._held.fill(spec, start, out)
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()
 
 
 def save_hex(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -41,7 +41,7 @@ class TestTablesOfOtherRows(TensorsConformance):
         save_file({**turned, **others}, folder / "own.safetensors")
         sources[0].close()
         sources[0] = open_tensors(folder / "own.safetensors")
-        return TokenRows(sources[0], sources, tables, rows)
+        return TokenRows([sources[0], *sources], tables, rows)
 
 
 class TestShardedSafetensors(TensorsConformance):

@@ -17,10 +17,10 @@ from tests.tolerances import F32_ELEMENTWISE
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import open_handle, open_model
 from actmat.errors import CheckpointError
-from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary.align import align_vocabularies
 from actmat.extras.vocabulary.rows import TokenRows
 from actmat.extras.vocabulary.tokenizer import read_tokenizer
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BASE = [f"t{i}" for i in range(18)]  # two rows of padding
@@ -53,7 +53,7 @@ def wanted(folder: Path, name: str) -> torch.Tensor:
 def aligned(source: str, *labels: str, **policy: Any) -> tuple[Model, dict[str, Model]]:
     """Base and experts, opened and put in order."""
     opened = {label: open_model(label) for label in labels}
-    base, experts, _ = align_vocabularies(open_model("base"), opened, VocabularyPolicy(source, **policy))
+    base, experts, _ = align_vocabularies(open_model("base"), opened, Vocabulary(source=source, **policy))
     return base, experts
 
 
@@ -128,8 +128,8 @@ def test_a_union_lends_new_rows(folder: Path) -> None:
 
 
 def test_new_tokens_fill_padding_and_sizes_are_rounded(folder: Path) -> None:
-    rows = {"<new>": TokenSource("base", token="t3"), "<zero>": TokenSource(), "t1": TokenSource("base", token_id=9)}
-    rows["t2"] = TokenSource("expert", token="newer", force=True)
+    rows = {"<new>": TokenRow(model="base", token="t3"), "<zero>": TokenRow(), "t1": TokenRow(model="base", token_id=9)}
+    rows["t2"] = TokenRow(model="expert", token="newer", force=True)
     own = rows_of("base")
     base, _ = aligned("base", "expert", tokens=rows)
     wanted_rows = torch.stack([*own[:2], rows_of("expert")[17], *own[3:18], own[3], torch.zeros(8)])
@@ -159,7 +159,11 @@ def test_tables_of_several_dtypes_and_tied_heads(folder: Path) -> None:
 def test_what_cannot_be_joined_is_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 tokens of its own .*'new'.*cannot be joined"):
         aligned("union", "expert")
-    rows = {"x": TokenSource("nobody"), "y": TokenSource("base", token="new"), "z": TokenSource("base", token_id=99)}
+    rows = {
+        "x": TokenRow(model="nobody"),
+        "y": TokenRow(model="base", token="new"),
+        "z": TokenRow(model="base", token_id=99),
+    }
     with pytest.raises(CheckpointError) as found:
         aligned("base", "expert", tokens=rows)
     assert [p.partition("row of ")[2][:3] for p in found.value.problems] == ["'x'", "'y'", "'z'"]
@@ -176,7 +180,7 @@ def test_damaged_tokenizers_are_refused(folder: Path) -> None:
     data["model"]["vocab"]["far"] = 2_000_000_000
     (folder / "base" / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match="last token has row 2000000000"):
-        aligned("base", "expert", tokens={"newest": TokenSource()})
+        aligned("base", "expert", tokens={"newest": TokenRow()})
     (folder / "base" / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": 7}))
     with pytest.raises(CheckpointError, match="expected a list of added tokens, found '7'"):
         aligned("base", "expert")

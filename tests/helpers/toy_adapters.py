@@ -17,8 +17,8 @@ from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
-from actmat.experts.deltas import AdapterFamily, AdapterHandle, Deltas, DeltaSource
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.deltas import AdapterFamily, Deltas, DeltaSource
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.lora.fields import StackWord
 from actmat.linalg.lowrank import LowRank
 

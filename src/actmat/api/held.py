@@ -15,7 +15,7 @@ from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError, did_you_mean
-from actmat.experts.locate import Input
+from actmat.experts.locate import OpenInput
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.names import canonical
@@ -34,7 +34,7 @@ PLACE = "<memory>"
 
 def hold_inputs(
     base: MergeInput | None, experts: Sequence[MergeInput]
-) -> tuple[Any, Any, dict[str, Callable[[], Input]]]:
+) -> tuple[Any, Any, dict[str, Callable[[], OpenInput]]]:
     """Base and experts with places for those in memory, and the inputs at these places.
 
     Objects of other types are returned unchanged.
@@ -42,7 +42,7 @@ def hold_inputs(
     Raises:
         RecipeError: a module that cannot be merged as it is.
     """
-    held: dict[str, Callable[[], Input]] = {}
+    held: dict[str, Callable[[], OpenInput]] = {}
 
     def place(name: str, given: Any) -> Any:
         if isinstance(given, Mapping) and "path" in given and not isinstance(given["path"], Tensor):
@@ -56,7 +56,7 @@ def hold_inputs(
     return place("base", base), experts if is_one else [place(f"expert_{n}", e) for n, e in enumerate(experts, 1)], held
 
 
-def _opener(place: str, given: Any) -> Callable[[], Input] | None:
+def _opener(place: str, given: Any) -> Callable[[], OpenInput] | None:
     """Opens an input in memory; None for anything else."""
     if isinstance(given, Mapping):
         return partial(_model, place, given, None)

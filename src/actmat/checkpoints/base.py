@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -121,16 +121,12 @@ class StoredParts:
         return sum(spec.nbytes for spec in self.specs)
 
 
-class ViewHandle(Protocol):
-    """Address of tensors that are made of others: plain data."""
-
-    def open(self, open_handle: Callable[[TensorsHandle], Tensors]) -> Tensors:
-        """The tensors, made of those that `open_handle` gives."""
-
-
 @dataclass(frozen=True, slots=True)
 class TensorsHandle:
-    """Address from which `resolve.open_handle` opens tensors again, also in another process: it can be pickled."""
+    """Address from which `resolve.open_handle` opens tensors again, also in another process: it can be pickled.
+
+    Tensors that are made of others are `make([*sources], *arguments)`.
+    """
 
     address: str  # absolute path of a folder or file, `hf://org/name@commit`, a URL, or a stack of these
     format: str
@@ -138,7 +134,9 @@ class TensorsHandle:
     cache_dir: str = ""  # folder of downloads; empty for local files
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
-    view: ViewHandle | None = None  # of tensors that are made of others
+    make: Callable[..., Tensors] | None = None
+    sources: tuple[TensorsHandle, ...] = ()
+    arguments: tuple[Any, ...] = ()
 
 
 class Tensors(AbstractContextManager["Tensors"]):
@@ -238,10 +236,12 @@ class View(Tensors):
 
     Args:
         sources: the others; the location is that of the first.
+        arguments: with which, after the sources, its class makes the same tensors in another process; plain data.
     """
 
-    def __init__(self, sources: Sequence[Tensors]) -> None:
+    def __init__(self, sources: Sequence[Tensors], *arguments: Any) -> None:
         self.sources, self.location = tuple(sources), sources[0].location
+        self._arguments = arguments
 
     @property
     def buffer_bytes(self) -> int:
@@ -255,6 +255,13 @@ class View(Tensors):
     def prefetch(self, names: Iterable[str]) -> None:
         """Pass the hint on to the first source."""
         self.sources[0].prefetch(names)
+
+    def handle(self) -> TensorsHandle:
+        """Addresses of all sources, with the arguments; the first is its own."""
+        sources = tuple(source.handle() for source in self.sources)
+        return TensorsHandle(
+            sources[0].address, "view", self.location, make=type(self), sources=sources, arguments=self._arguments
+        )
 
     def close(self) -> None:
         """Close all sources."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from actmat.checkpoints.base import StoredParts, Tensors, TensorsHandle, TensorSpec, View
@@ -22,23 +22,6 @@ class Piece:
 
 Pieces = Mapping[str, tuple[Piece | bytes, ...]]
 """Name of a tensor -> the pieces of it, in order; those that are stored nowhere are bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComposedHandle:
-    """Address of `Composed` tensors: a `ViewHandle`."""
-
-    sources: tuple[TensorsHandle, ...]
-    pieces: Pieces
-    specs: Mapping[str, TensorSpec]
-    aliases: Mapping[str, str]
-    location: str
-    address: str
-
-    def open(self, open_handle: Callable[[TensorsHandle], Tensors]) -> Tensors:
-        """The tensors; closing them closes the sources."""
-        opened = [open_handle(source) for source in self.sources]
-        return Composed(opened, self.pieces, self.specs, self.aliases, location=self.location, address=self.address)
 
 
 class Composed(View):
@@ -60,13 +43,13 @@ class Composed(View):
         pieces: Pieces,
         specs: Mapping[str, TensorSpec],
         aliases: Mapping[str, str] | None = None,
-        *,
         location: str = "",
         address: str = "",
+        *,
         handle: TensorsHandle | None = None,
     ) -> None:
-        super().__init__(sources)
-        self.pieces, self.specs, self.aliases = pieces, specs, aliases or {}
+        self.pieces, self.specs, self.aliases = dict(pieces), dict(specs), dict(aliases or {})
+        super().__init__(sources, self.pieces, self.specs, self.aliases, location, address)
         self._address, self._handle = address, handle
         self.location = location or self.location
 
@@ -102,12 +85,8 @@ class Composed(View):
         """Addresses of the sources, with the pieces, unless the whole has one."""
         if self._handle is not None:
             return self._handle
-        sources = tuple(source.handle() for source in self.sources)
-        address = self._address or sources[0].address
-        view = ComposedHandle(
-            sources, dict(self.pieces), dict(self.specs), dict(self.aliases), self.location, self._address
-        )
-        return TensorsHandle(address, "composed", self.location, view=view)
+        handle = super().handle()
+        return replace(handle, address=self._address or handle.address)
 
 
 def _size(piece: Piece | bytes) -> int:
@@ -117,3 +96,9 @@ def _size(piece: Piece | bytes) -> int:
 def whole(spec: TensorSpec, source: int = 0) -> tuple[Piece]:
     """All bytes of a stored tensor, as the only piece of another."""
     return (Piece(source, spec.name, 0, spec.nbytes),)
+
+
+def renamed(source: Tensors, names: Mapping[str, str], aliases: Mapping[str, str] | None = None) -> Composed:
+    """Tensors by other names, new -> stored; several may be copies of one. See `Composed`."""
+    specs = {new: replace(source.specs[stored], name=new) for new, stored in names.items()}
+    return Composed([source], {new: whole(source.specs[stored]) for new, stored in names.items()}, specs, aliases)

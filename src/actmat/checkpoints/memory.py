@@ -19,30 +19,7 @@ LABEL = "<memory>"
 NAME_OF_DTYPE = {dtype: name for name, (dtype, _) in DTYPES.items()}
 
 
-class HeldTensors(Tensors):
-    """Reading from tensors that are in memory or mapped. Concrete classes set `_tensors`, and None when closed."""
-
-    _tensors: dict[str, Tensor] | None
-
-    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Copy bytes of the tensor into `out`."""
-        tensor = self._tensor(spec.name)
-        if 0 < len(out) == spec.nbytes:  # the whole tensor, from any device and of any strides
-            torch.frombuffer(out, dtype=tensor.dtype).view(spec.shape).copy_(tensor)
-        else:
-            copy_range(tensor.cpu(), start, out)
-
-    def close(self) -> None:
-        """Release the tensors."""
-        self._tensors = None
-
-    def _tensor(self, name: str) -> Tensor:
-        if self._tensors is None:
-            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
-        return self._tensors[name]
-
-
-class MemoryTensors(HeldTensors):
+class MemoryTensors(Tensors):
     """Tensors of a mapping, on any device and of any strides, copied to the CPU when they are read, never before.
 
     They must not be written to while these are in use. Parameters are read as plain tensors.
@@ -59,10 +36,24 @@ class MemoryTensors(HeldTensors):
     ) -> None:
         self.location = location
         self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._tensors: dict[str, Tensor] | None = {name: tensor.detach() for name, tensor in tensors.items()}
         self.aliases = MappingProxyType(shared_storage(self._tensors))
         size = sum(s.nbytes for s in self.specs.values())
         self._identity = files or (FileIdentity(LABEL, size, etag=secrets.token_hex(8)),)
+
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Copy bytes of the tensor into `out`."""
+        if self._tensors is None:
+            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
+        tensor = self._tensors[spec.name]
+        if 0 < len(out) == spec.nbytes:  # the whole tensor, from any device and of any strides
+            torch.frombuffer(out, dtype=tensor.dtype).view(spec.shape).copy_(tensor)
+        else:
+            copy_range(tensor.cpu(), start, out)
+
+    def close(self) -> None:
+        """Release the tensors."""
+        self._tensors = None
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """That of the files they were read from, else one of its own."""

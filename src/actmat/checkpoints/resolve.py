@@ -95,8 +95,8 @@ def open_source(source: Source) -> Model:
 
 def open_handle(handle: TensorsHandle) -> Tensors:
     """Open the tensors that `Tensors.handle` described, in any process that has the same storage."""
-    if handle.view is not None:
-        return handle.view.open(open_handle)
+    if handle.make is not None:
+        return handle.make([open_handle(source) for source in handle.sources], *handle.arguments)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return decoded(format_named(handle.format).open(source)).tensors
@@ -123,10 +123,10 @@ def find_source(
         # a missing a/b whose parent is a folder is a path rather than a hub id
         if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
-    from actmat.checkpoints.remote import GROUP, HubStorage
+    from actmat.checkpoints.remote import GROUP, Storage
 
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
-    hub = plugins.needed(GROUP, "hf", HubStorage)
+    hub = plugins.needed(GROUP, "hf", Storage)
     return hub.open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
 
 

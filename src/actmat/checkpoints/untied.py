@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from actmat.checkpoints.composed import Composed, whole
+from actmat.checkpoints.composed import renamed
 from actmat.checkpoints.model import Model
 
 TIE = "tie_word_embeddings"
@@ -25,14 +25,9 @@ def untie(model: Model, heads: Mapping[str, str], *notes: str) -> Model:
     stored = model.tensors
     copies = {head: table for head, table in heads.items() if head not in stored.specs}
     tables = {name: copies.get(name, name) for name in (*stored.specs, *copies)}
-    tensors = Composed(
-        [stored],
-        {name: whole(stored.specs[table]) for name, table in tables.items()},
-        {name: replace(stored.specs[table], name=name) for name, table in tables.items()},
-        {a: c for a, c in stored.aliases.items() if not {a, c} & heads.keys()},
-    )
+    aliases = {a: c for a, c in stored.aliases.items() if not {a, c} & heads.keys()}
     folder = replace(model.folder.with_config(untied_config).noted(*notes), untied=dict(heads))
-    return Model(tensors, folder)
+    return Model(renamed(stored, tables, aliases), folder)
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, did_you_mean, format_size
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.lora.fields import StackWord
-from actmat.experts.lora.modules import AdapterLayout
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
@@ -186,25 +185,6 @@ class AdapterFamily:
             f"a {self.name} adapter has no factors from which an adapter could be merged. Fix: give the base and write "
             "a model (--base ..., --to model)"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterHandle:
-    """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
-
-    A relative `location` is one of the working directory; `base` is what the adapter was fitted to, `config` its
-    `config.json`; `etags` are name, size and version of remote files, which must be the same. `stacks` is the user's
-    statement on stacked experts, `layout` the one that it was converted to, `weights` its tensors if their rows are
-    those of another vocabulary.
-    """
-
-    location: str
-    base: TensorsHandle | None = None
-    config: Config | None = None
-    etags: tuple[tuple[str, int, str], ...] = ()
-    stacks: tuple[StackWord, ...] = ()
-    layout: AdapterLayout | None = None
-    weights: TensorsHandle | None = None
 
 
 DeltasHandle: TypeAlias = TensorsHandle | AdapterHandle

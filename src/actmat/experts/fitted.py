@@ -1,4 +1,4 @@
-"""Adapters as experts: the parts that all have in common, with and without a base."""
+"""Adapters on their base as experts: the parts that all families have in common."""
 
 from __future__ import annotations
 
@@ -11,84 +11,34 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec, versions_of_files
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
-from actmat.experts.deltas import AdapterHandle, Deltas, DeltaSource
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.deltas import Deltas, DeltaSource
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.untied import keeps_ties, tied_parts
 from actmat.linalg.lowrank import LowRank
 
 
-class AdapterDeltas(Deltas):
-    """An adapter as an expert, which is closed with it.
-
-    Args:
-        stored: the adapter.
-    """
-
-    needs_base = True
-    stored: Adapter
-
-    def __init__(self, stored: Adapter) -> None:
-        super().__init__(stored.model)
-        self.stored = stored
-
-    def handle(self) -> AdapterHandle:
-        """The adapter's location, the versions of remote files, and the user's words that decided how it is read."""
-        etags, stored = versions_of_files(self.model.tensors.identity()), self.stored
-        return AdapterHandle(self.location, etags=etags, stacks=stored.config.stacks, layout=stored.converted_to)
-
-
-class UnfittedDeltas(AdapterDeltas):
-    """An adapter without a base, for outputs that are adapters: its tensors by their stored names, and its factors."""
-
-    adapter: Adapter
-
-    def __init__(self, adapter: Adapter) -> None:
-        super().__init__(adapter)
-        self.adapter, self.specs = adapter, adapter.model.specs
-        self.model = with_notes(adapter)
-
-    def source(self, name: str) -> DeltaSource:
-        """A stored source."""
-        spec = self._spec(name)
-        return DeltaSource(name, "stored", spec.dtype, spec.nbytes)
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of a stored tensor."""
-        self.model.tensors.read_into(name, start, out)
-
-    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        """The delta of the module `name`."""
-        return self.adapter.factors(self.adapter.modules[name], dtype)
-
-    def bias(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """Addition to the bias of the layer of the module `name`; None without one."""
-        return self.adapter.bias_delta(self.adapter.modules[name], dtype)
-
-
-def with_notes(adapter: Adapter, *notes: str) -> Model:
-    """The stored tensors of an adapter, with remarks on its factors and others."""
-    folder = adapter.model.folder.noted(*adapter.listing.warnings, severity="warning")
-    return replace(adapter.model, folder=folder.noted(*adapter.notes, *notes))
-
-
-class FittedDeltas(AdapterDeltas):
+class FittedDeltas(Deltas):
     """An adapter on its base; a subclass says where its deltas lie, and forms them.
 
     Args:
-        stored: the adapter.
+        stored: the adapter, which is closed with it.
         base: may be closed afterwards, unless deltas depend on it.
         extras: tensors trained in full, name in the model -> stored name.
         deltas: names in the model of the weights that it has deltas for, and their shapes, empty if not known.
     """
 
+    needs_base = True
+    stored: Adapter
+
     def __init__(
         self, stored: Adapter, base: Model, extras: Mapping[str, str], deltas: Mapping[str, tuple[int, ...]]
     ) -> None:
-        super().__init__(stored)
+        super().__init__(stored.model)
+        self.stored = stored
         self._parts = tied_parts(
             base,
             {name: self.model.specs[n] for name, n in extras.items()},
@@ -175,9 +125,11 @@ class FittedDeltas(AdapterDeltas):
         return hash_names((n, self.stored.hashes[n]) for n in names)
 
     def handle(self) -> AdapterHandle:
-        """The same with the address of the base, and of tables with the rows of another vocabulary."""
+        """That of the adapter with the address of the base, and of tables with the rows of another vocabulary."""
         aligned = self.model.tensors.handle() if self.stored.has_other_rows else None
-        return replace(super().handle(), base=self._base.tensors.handle(), config=self._base.config, weights=aligned)
+        return replace(
+            self.stored.handle(), base=self._base.tensors.handle(), config=self._base.config, weights=aligned
+        )
 
     def close(self) -> None:
         """Close the adapter's files, and forget its last delta."""

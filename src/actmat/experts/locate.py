@@ -28,18 +28,17 @@ from actmat.checkpoints.resolve import find_source, is_composed, open_model, ope
 from actmat.checkpoints.resolve import open_handle as open_tensors_handle
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.deltas import AdapterFamily, AdapterHandle, Deltas, DeltasHandle
-from actmat.experts.fitted import UnfittedDeltas
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.deltas import AdapterFamily, Deltas, DeltasHandle
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.experts.peft import PEFT
 from actmat.experts.restacked import in_layout_of
-from actmat.experts.stored import StoredDeltas
+from actmat.experts.stored import StoredDeltas, UnfittedDeltas
 from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
-Input: TypeAlias = Model | Adapter
+OpenInput: TypeAlias = Model | Adapter
 """One named input: a full model or an adapter. Closing it closes what was made of it."""
 GROUP: Final = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
@@ -55,7 +54,7 @@ class ConvertLayout(Protocol):
         """The adapter in the layout, and problems."""
 
 
-def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[StackWord, ...] = ()) -> Input:
+def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[StackWord, ...] = ()) -> OpenInput:
     """Look at what a user named: a folder, file, hub id, URL, stack of layers, `model+adapter`, or tensors by name.
 
     Args:
@@ -66,7 +65,7 @@ def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[Stack
         CheckpointError: nothing there, damaged, or in an unsupported format.
     """
     if not isinstance(place, str | Path) or is_composed(place):
-        located: Input = open_model(place)
+        located: OpenInput = open_model(place)
     else:
         located = _look(find_source(str(place)), stacks)
     if isinstance(located, Model):
@@ -77,14 +76,14 @@ def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[Stack
     return located
 
 
-def locate_in(stack: contextlib.ExitStack, place: str | Path | Model) -> Input:
+def locate_in(stack: contextlib.ExitStack, place: str | Path | Model) -> OpenInput:
     """The input at a place, which the stack closes."""
     located = locate(place)
     stack.callback(located.close)
     return located
 
 
-def _look(source: Source, stacks: tuple[StackWord, ...]) -> Input:
+def _look(source: Source, stacks: tuple[StackWord, ...]) -> OpenInput:
     if (adapter := PEFT.look(source, None, stacks)) is not None:
         return adapter
     file = open_file_of_factors(source)
@@ -153,17 +152,17 @@ def _remote_file(names: Sequence[str], named: str | None) -> str | None:
     return files[0] if len(files) == 1 and "lora" in files[0].lower() else None
 
 
-def stored_of(located: Input) -> Model:
+def stored_of(located: OpenInput) -> Model:
     """The tensors of an input by their stored names."""
     return located.model if isinstance(located, Adapter) else located
 
 
-def fields_of(located: Input) -> Mapping[str, Any]:
+def fields_of(located: OpenInput) -> Mapping[str, Any]:
     """Fields of `config.json`, or of `adapter_config.json`; empty without such a file."""
     return located.config.fields if isinstance(located, Adapter) else located.config or {}
 
 
-def read_paths(located: Input) -> dict[str, Path | str]:
+def read_paths(located: OpenInput) -> dict[str, Path | str]:
     """Folders, files and URLs that an input is read from, which no output may replace, by the user's names."""
     if os.path.exists(located.location):
         return {located.location: Path(located.location)}
@@ -171,7 +170,7 @@ def read_paths(located: Input) -> dict[str, Path | str]:
     return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in files}
 
 
-def require_model(located: Input) -> Model:
+def require_model(located: OpenInput) -> Model:
     """The full model that an input is.
 
     Raises:
@@ -196,7 +195,7 @@ def require_model(located: Input) -> Model:
     return located
 
 
-def token_tables(located: Input) -> Model | None:
+def token_tables(located: OpenInput) -> Model | None:
     """Its tensors, if they have tables whose rows can be matched by token; None for an adapter without any."""
     if not isinstance(located, Adapter):
         return require_model(located)
@@ -209,12 +208,12 @@ def family_of(adapter: Adapter) -> AdapterFamily:
     return plugins.needed(GROUP, adapter.family, AdapterFamily) if adapter.family else PEFT
 
 
-def has_factors(located: Input) -> bool:
+def has_factors(located: OpenInput) -> bool:
     """True if its deltas are stored as factors, from which an adapter is merged without a base."""
     return isinstance(located, Adapter) and not family_of(located).why_no_factors(located)
 
 
-def fit_expert(located: Input, base: Model | None) -> Deltas:
+def fit_expert(located: OpenInput, base: Model | None) -> Deltas:
     """The deltas of an input on a base; without one, an adapter for outputs that are adapters.
 
     >>> import torch

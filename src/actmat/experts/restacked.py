@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.composed import Composed, Piece, whole
@@ -34,49 +34,44 @@ SHOWN = 2
 """Stacks that an error describes: those of all layers are alike."""
 
 
-@dataclass(slots=True)
-class _Stack:
-    """Parts of a stack, in order: names of the tensors of one expert after the other."""
+Singles: TypeAlias = dict[tuple[int, str], str]
+"""Number of an expert, and part of its stack -> name of the tensor."""
 
-    name: str
-    part: str
-    singles: dict[tuple[int, str], str] = field(default_factory=dict)
 
-    def in_order(self) -> list[str]:
-        """All tensors; empty if one is missing."""
-        parts = _OF_STACK[self.part]
-        count = 1 + max(e for e, _ in self.singles)
-        keys = [(e, p) for e in range(count) for p in parts]
-        return [self.singles[k] for k in keys] if self.singles.keys() == set(keys) else []
+def _in_order(stack: str, singles: Singles) -> list[str]:
+    """All tensors of a stack; empty if one is missing."""
+    parts = next(parts for part, parts in _OF_STACK.items() if part in stack)
+    keys = [(e, p) for e in range(1 + max(e for e, _ in singles)) for p in parts]
+    return [singles[k] for k in keys] if singles.keys() == set(keys) else []
 
 
 def _renamed(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
-def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[str, _Stack]:
+def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[str, Singles]:
     """Stack in one checkpoint -> its parts in the other, for stacks that the other stores one by one."""
-    stacks = {}
+    of_part: dict[tuple[str, str], str] = {}
     for name, spec in stacked.items():
         if len(spec.shape) == 3 and (m := _STACK.fullmatch(name)) is not None:
-            for part in _OF_STACK[m["part"]]:
-                stacks[_renamed(m["at"]), part] = _Stack(name, m["part"])
-    found: dict[str, _Stack] = {}
+            of_part |= {(_renamed(m["at"]), part): name for part in _OF_STACK[m["part"]]}
+    stacks: dict[str, Singles] = {}
     for name in singles:
         if (m := _SINGLE.fullmatch(name)) is not None:
             part = _PARTS.get(m["part"], m["part"])
-            if (stack := stacks.get((_renamed(m["at"]), part))) is not None:
-                found.setdefault(stack.name, stack).singles[int(m["expert"]), part] = name
-    return found
+            if (stack := of_part.get((_renamed(m["at"]), part))) is not None:
+                stacks.setdefault(stack, {})[int(m["expert"]), part] = name
+    return stacks
 
 
-def _misfit(stack: _Stack, names: list[str], singles: Mapping[str, TensorSpec], layouts: LayoutMap,
-            shape: tuple[int, ...]) -> str:  # fmt: skip
+def _misfit(
+    stack: TensorSpec, of_stack: Singles, names: list[str], singles: Mapping[str, TensorSpec], layouts: LayoutMap
+) -> str:
     """One sentence on a stack that does not hold the experts one above the other; empty for one that does."""
     if not names:
-        return f"'{stack.name}' is stacked in one of them, and the other has only {len(stack.singles)} parts of it"
+        return f"'{stack.name}' is stacked in one of them, and the other has only {len(of_stack)} parts of it"
     specs = [singles[n] for n in names]
-    count, parts = 1 + max(e for e, _ in stack.singles), len({p for _, p in stack.singles})
+    count, parts = 1 + max(e for e, _ in of_stack), len({p for _, p in of_stack})
     rows, columns = specs[0].shape if len(specs[0].shape) == 2 else (0, 0)
     if {(s.shape, s.dtype) for s in specs} != {((rows, columns), specs[0].dtype)}:
         return f"'{stack.name}' is stacked in one of them, and its parts in the other have several shapes or dtypes"
@@ -84,9 +79,9 @@ def _misfit(stack: _Stack, names: list[str], singles: Mapping[str, TensorSpec], 
     blocks = [(b.start, b.groups) for b in layout.blocks]
     if layout.orientation != "OI" or (parts == 2 and blocks not in ([(0, 1), (rows, 1)], [])):
         return f"'{stack.name}' is stacked in another way than one expert's rows above the other's ({layout.reason})"
-    if shape != (count, parts * rows, columns):
-        found, wanted = ("x".join(map(str, s)) for s in (shape, (count, parts * rows, columns)))
-        return f"'{stack.name}' is {found}, and the tensors of its experts in the other checkpoint make {wanted}"
+    if stack.shape != (count, parts * rows, columns):
+        stored, wanted = ("x".join(map(str, s)) for s in (stack.shape, (count, parts * rows, columns)))
+        return f"'{stack.name}' is {stored}, and the tensors of its experts in the other checkpoint make {wanted}"
     return ""
 
 
@@ -99,15 +94,15 @@ def _pieces(model: Model, base: Model) -> tuple[dict[str, tuple[Piece, ...]], li
         if not stacks:
             continue
         layouts = resolve_layout(stacked.specs, stacked.config or single.config)
-        for stack in stacks.values():
-            names = stack.in_order()
-            if problem := _misfit(stack, names, single.specs, layouts, stacked.specs[stack.name].shape):
+        for stack, of_stack in stacks.items():
+            names = _in_order(stack, of_stack)
+            if problem := _misfit(stacked.specs[stack], of_stack, names, single.specs, layouts):
                 problems.append(problem)
             elif stacked is base:
-                pieces[stack.name] = tuple(piece for name in names for piece in whole(single.specs[name]))
+                pieces[stack] = tuple(piece for name in names for piece in whole(single.specs[name]))
             else:
-                size = stacked.specs[stack.name].nbytes // len(names)
-                pieces |= {name: (Piece(0, stack.name, k * size, (k + 1) * size),) for k, name in enumerate(names)}
+                size = stacked.specs[stack].nbytes // len(names)
+                pieces |= {name: (Piece(0, stack, k * size, (k + 1) * size),) for k, name in enumerate(names)}
     if pieces:  # the router beside them
         stored = {_renamed(n): n for n in model.specs}
         for name, spec in base.specs.items():

@@ -1,10 +1,16 @@
-"""A fine-tuned model as an expert, as it is stored or in its base's layout: all its tensors are stored."""
+"""Experts that are read as they are stored: full models, also in their base's layout, and adapters without a base."""
 
 from __future__ import annotations
 
-from actmat.checkpoints.base import TensorsHandle
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
 from actmat.checkpoints.model import Model
-from actmat.experts.deltas import Deltas, DeltaSource
+from actmat.experts.deltas import Deltas, DeltasHandle, DeltaSource
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
+from actmat.linalg.lowrank import LowRank
 
 
 class StoredDeltas(Deltas):
@@ -25,6 +31,35 @@ class StoredDeltas(Deltas):
         """Bytes of the tensor."""
         self.model.tensors.read_into(name, start, out)
 
-    def handle(self) -> TensorsHandle:
+    def handle(self) -> DeltasHandle:
         """Address of the tensors."""
         return self.model.tensors.handle()
+
+
+class UnfittedDeltas(StoredDeltas):
+    """An adapter without a base, for outputs that are adapters: its tensors by their stored names, and its factors."""
+
+    needs_base = True
+    adapter: Adapter
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__(with_notes(adapter))
+        self.adapter = self.stored = adapter
+
+    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        """The delta of the module `name`."""
+        return self.adapter.factors(self.adapter.modules[name], dtype)
+
+    def bias(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Addition to the bias of the layer of the module `name`; None without one."""
+        return self.adapter.bias_delta(self.adapter.modules[name], dtype)
+
+    def handle(self) -> AdapterHandle:
+        """Address of the adapter."""
+        return self.adapter.handle()
+
+
+def with_notes(adapter: Adapter, *notes: str) -> Model:
+    """The stored tensors of an adapter, with remarks on its factors and others."""
+    folder = adapter.model.folder.noted(*adapter.listing.warnings, severity="warning")
+    return replace(adapter.model, folder=folder.noted(*adapter.notes, *notes))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.record import Record
@@ -52,8 +52,8 @@ def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
     for t in range(len(plan.experts)):
         read = [n for n in everything if _name_in(items[n], t) is not None]
         orders.setdefault(tuple(sorted(read, key=lambda n: _name_in(items[n], t) or "")), []).append(t)
-    output, base = NamesHash(), NamesHash()
-    experts = [NamesHash() for _ in plan.experts]
+    output, base = ContentHash(), ContentHash()
+    experts = [ContentHash() for _ in plan.experts]
     same = orders.pop(everything, [])
     for n in everything:
         item = items[n]

@@ -19,13 +19,12 @@ from actmat.checkpoints.untied import untie
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.engine.content import TensorBytes, content_hash
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.locate import Input, locate_in, stored_of, token_tables
+from actmat.experts.locate import OpenInput, locate_in, stored_of, token_tables
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.policy import vocabulary_aligner
 from actmat.experts.restacked import in_layout_of
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
-from actmat.recipe.output import Vocabulary
+from actmat.recipe.vocabulary import Vocabulary, vocabulary_aligner
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
@@ -98,7 +97,7 @@ def verify(
     *,
     inputs: bool = True,
     against: Sequence[str | Path] = (),
-    compare: Callable[[Input, ManifestInputs, Sequence[Input]], Comparison] | None = None,
+    compare: Callable[[OpenInput, ManifestInputs, Sequence[OpenInput]], Comparison] | None = None,
     progress: HashProgress = lambda name, nbytes: None,
 ) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
@@ -252,7 +251,7 @@ class ManifestInputs:
         entries = [("base", manifest["base"])] if manifest["base"] is not None else []
         entries += [(e["name"], e) for e in manifest["experts"]]
         self.places = {label: input_location(entry, out) for label, entry in entries}
-        self._found: dict[str, Input] = {}
+        self._found: dict[str, OpenInput] = {}
 
     def expected(self, label: str) -> dict[str, str]:
         """Stored name -> hash of all that was read."""
@@ -276,7 +275,7 @@ class ManifestInputs:
             return stored
         return in_layout_of(stored_of(self.located("base")), stored)
 
-    def located(self, label: str) -> Input:
+    def located(self, label: str) -> OpenInput:
         """An input at its present location."""
         if label not in self._found:
             self._found[label] = locate_in(self._stack, self.places[label])
@@ -286,10 +285,10 @@ class ManifestInputs:
     def _aligned(self) -> Mapping[str, Model]:
         if self.output.get("vocabulary") is None:
             return {}
-        policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
+        vocabulary = Vocabulary.model_validate(self.output["vocabulary"])
         inputs = {label: self.located(label) for label in self.places}
         tables = {label: t for label, i in inputs.items() if label != "base" and (t := token_tables(i)) is not None}
-        base, experts, _ = vocabulary_aligner()(stored_of(inputs["base"]), tables, policy)
+        base, experts, _ = vocabulary_aligner()(stored_of(inputs["base"]), tables, vocabulary)
         return {"base": base, **experts}
 
     def _with_heads(self, base: Model) -> Model:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from actmat.errors import CheckpointError, Problems
-from actmat.experts.locate import Input, fields_of, has_factors, locate, read_paths
+from actmat.experts.locate import OpenInput, fields_of, has_factors, locate, read_paths
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.recipe import Recipe
 from actmat.report.words import plural
 
-Held = Mapping[str, Callable[[], Input]]
+Held = Mapping[str, Callable[[], OpenInput]]
 """Inputs in memory, see `RunSettings.held`."""
 
 
@@ -23,8 +23,8 @@ Held = Mapping[str, Callable[[], Input]]
 class Given:
     """Open inputs of a recipe: its base, if it has one, and its experts in order."""
 
-    base: Input | None
-    experts: tuple[Input, ...]
+    base: OpenInput | None
+    experts: tuple[OpenInput, ...]
 
     def paths(self, labels: Sequence[str]) -> dict[str, Path | str]:
         """Name of an input, or of a part of it -> folder, file or URL that it is read from."""
@@ -96,7 +96,7 @@ class _Looks:
     stack: contextlib.ExitStack
     held: Held
     problems: Problems = field(default_factory=Problems)
-    inputs: dict[tuple[str, tuple[StackWord, ...]], Input | None] = field(default_factory=dict)
+    inputs: dict[tuple[str, tuple[StackWord, ...]], OpenInput | None] = field(default_factory=dict)
 
     def given(self, recipe: Recipe) -> Given | None:
         """The inputs of a recipe; None if one has a problem."""
@@ -105,7 +105,7 @@ class _Looks:
         opened = tuple(e for e in experts if e is not None)
         return None if len(opened) < len(experts) or (recipe.base and base is None) else Given(base, opened)
 
-    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> Input | None:
+    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> OpenInput | None:
         if (place, stacks) not in self.inputs:
             self.inputs[place, stacks] = None
             with self.problems.noted(CheckpointError):

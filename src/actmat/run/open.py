@@ -18,8 +18,7 @@ from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
 from actmat.errors import CheckpointError, Problems, RecipeError
 from actmat.experts.deltas import Deltas
-from actmat.experts.locate import Input, fields_of, fit_expert, in_layout, require_model, token_tables
-from actmat.experts.policy import vocabulary_aligner
+from actmat.experts.locate import OpenInput, fields_of, fit_expert, in_layout, require_model, token_tables
 from actmat.experts.stored import StoredDeltas
 from actmat.experts.untied import FIX, untied_base
 from actmat.layout.ties import is_output_head, is_token_table
@@ -28,6 +27,7 @@ from actmat.planning.implied import needs_one_spelling, output_layout
 from actmat.planning.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput, ExtractedOutput
+from actmat.recipe.vocabulary import vocabulary_aligner
 from actmat.run.automatic import AUTO, check_options
 from actmat.run.decide import check_shared, decide
 from actmat.run.locate import Given, Wanted, input_error, locate_recipes
@@ -146,7 +146,7 @@ def _opened(
         with problems.noted(CheckpointError):
             tables = {n: token_tables(e) for n, e in zip(recipe.labels, given.experts, strict=True)}
             with_tables = {n: model for n, model in tables.items() if model is not None}
-            base, aligned, labels = vocabulary_aligner()(base, with_tables, vocabulary.policy())
+            base, aligned, labels = vocabulary_aligner()(base, with_tables, vocabulary)
             moved = set(labels)
         if problems.found:
             return base, []  # adapters would not fit tables of the old size
@@ -169,7 +169,7 @@ def _each(openers: Sequence[Callable[[], T]], stack: contextlib.ExitStack, probl
     return inputs
 
 
-def _expert(aligned: Model | None, located: Input, base: Model, *, moved: bool) -> Deltas:
+def _expert(aligned: Model | None, located: OpenInput, base: Model, *, moved: bool) -> Deltas:
     """An expert, with the rows of the new vocabulary if it has tables.
 
     Args:

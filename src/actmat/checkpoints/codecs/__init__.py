@@ -42,20 +42,20 @@ def decoded(model: Model) -> Model:
     dtype = quantization.float_dtype(config)
     headers = Headers(model.location, stored.specs, method, settings, dtype, stored.read)
     codecs = plugins.load_all("actmat.codecs", Codec)
-    claims = [codec.claims(headers) for codec in codecs.values()]
-    if not any(c.tensors or c.problems for c in claims):
+    claims = [codec.claim(headers) for codec in codecs.values()]
+    coded, faults = [t for tensors, _, _ in claims for t in tensors], [p for _, _, problems in claims for p in problems]
+    if not (coded or faults):
         return model
     keys = next((codec.keys[method] for codec in codecs.values() if method in codec.keys), None)
     listed = keys.sort(settings) if keys is not None else Sorted({}, [])
     # the settings may be the reason for the problems of codecs
-    problems = [*_refused(listed), *_turned(headers)] or [p for c in claims for p in c.problems]
+    problems = [*_refused(listed), *_turned(headers)] or faults
     if problems:
         model.close()
         raise CheckpointError(f"{model.location}: quantized tensors that cannot be read", problems)
-    coded, unused = [t for c in claims for t in c.tensors], {n for c in claims for n in c.unused}
     folder = model.folder.with_config(without_quantization)
     folder = folder.noted(*unknown_note("its quantization_config", listed.unknown))
-    return Model(QuantizedTensors(stored, coded, unused), folder)
+    return Model(QuantizedTensors(stored, coded, [n for _, unused, _ in claims for n in unused]), folder)
 
 
 def _without_leftover(model: Model) -> Model:

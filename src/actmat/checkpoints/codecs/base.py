@@ -121,21 +121,6 @@ class Headers:
     read: Callable[[str], Tensor]
 
 
-@dataclass
-class Claims:
-    """The part of a checkpoint that a codec reads.
-
-    Args:
-        tensors: logical tensors.
-        unused: stored tensors that belong to them and have no counterpart, such as scales of activations.
-        problems: tensors that look like the codec's and cannot be read, each a sentence.
-    """
-
-    tensors: list[CodedTensor] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 FIX = "Fix: save a dequantized (bfloat16) copy with the library that wrote it"
 
 
@@ -157,23 +142,26 @@ class Codec:
     unused: Collection[str] = ()
     keys: Mapping[str, Keys] = field(default_factory=dict)
 
-    def claims(self, headers: Headers) -> Claims:
-        """The part of a checkpoint that it reads; tensors with the same problem share one message."""
-        claims = Claims()
-        problems: dict[str, list[TensorSpec]] = {}
+    def claim(self, headers: Headers) -> tuple[list[CodedTensor], list[str], list[str]]:
+        """The part of a checkpoint that it reads.
+
+        Returns:
+            Its logical tensors; names of stored tensors that belong to them and have no counterpart; and problems of
+            tensors that look like its own and cannot be read, one sentence for all with the same.
+        """
+        tensors, refused = list[CodedTensor](), dict[str, list[TensorSpec]]()
         for spec in headers.specs.values() if headers.method in self.methods else ():
             coded = self.find(spec, headers)
             if isinstance(coded, str):
-                problems.setdefault(coded, []).append(spec)
+                refused.setdefault(coded, []).append(spec)
             elif coded is not None:
-                claims.tensors.append(coded)
-        for why, specs in problems.items():
+                tensors.append(coded)
+        problems = []
+        for why, specs in refused.items():
             more = f" and {len(specs) - 1} more" if len(specs) > 1 else ""
-            first = f"tensor '{specs[0].name}' {specs[0].dtype} {list(specs[0].shape)}"
-            claims.problems.append(f"{first}{more}: {why}. {FIX}")
-        if claims.tensors:
-            claims.unused += [n for n in headers.specs if n.rpartition(".")[2] in self.unused]
-        return claims
+            problems.append(f"tensor '{specs[0].name}' {specs[0].dtype} {list(specs[0].shape)}{more}: {why}. {FIX}")
+        unused = [n for n in headers.specs if tensors and n.rpartition(".")[2] in self.unused]
+        return tensors, unused, problems
 
 
 def count(shape: tuple[int, ...]) -> int:

@@ -111,9 +111,8 @@ class SafetensorsFiles(TensorFiles):
         return self._noted(label, self._reader.size(label), partial(self._reader.read, label))
 
     def _noted(self, label: str, size: int, read_at: Callable[[int, int], bytes]) -> Mapping[str, TensorSpec]:
-        header = read_header(read_at, size, file=label)
-        self._metadata[label] = header.metadata
-        return header.specs
+        specs, self._metadata[label] = read_header(read_at, size, file=label)
+        return specs
 
     def _all_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label; the problems of all files are raised together."""

@@ -29,7 +29,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.pickles import PickleError, check_pickle
-from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
+from actmat.checkpoints.memory import MemoryTensors, tensor_specs
 from actmat.checkpoints.model import Format, Model, stored_model
 from actmat.checkpoints.source import Source, TensorFiles, join_shards
 from actmat.errors import CheckpointError
@@ -54,7 +54,7 @@ DAMAGED = (
 """Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
 
 
-class TorchFiles(HeldTensors, TensorFiles):
+class TorchFiles(TensorFiles):
     """Tensors of files written by `torch.save`, downloaded when they are opened.
 
     A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at
@@ -67,25 +67,28 @@ class TorchFiles(HeldTensors, TensorFiles):
         super().__init__(source, labels)
         self._files = {label: source.fetch(label) for label in labels}
         self._opened = {label: file_identity(path) for label, path in self._files.items()}
-        self._tensors = {}
-        shards: dict[str, Mapping[str, TensorSpec]] = {}
-        aliases: dict[str, str] = {}
-        for label, path in self._files.items():
-            state = _load(path, label, self.location)
-            shards[label] = tensor_specs(state, label, location=self.location)
-            self._tensors.update({name: tensor.detach() for name, tensor in state.items()})
-            aliases.update(shared_storage(state))
+        states = {label: _load(path, label, self.location) for label, path in self._files.items()}
+        shards = {label: tensor_specs(state, label, location=self.location) for label, state in states.items()}
         self.specs = MappingProxyType(join_shards(shards, weight_map, location=self.location))
         self.absent = tuple(n for n in weight_map or () if n not in self.specs)
-        self.aliases = MappingProxyType(aliases)
+        self._held = MemoryTensors({n: t for s in states.values() for n, t in s.items()}, location=self.location)
+        self.aliases = self._held.aliases
 
-    def _tensor(self, name: str) -> Tensor:
-        tensor = super()._tensor(name)
-        label = self.specs[name].file
-        before, now = self._opened[label], file_identity(self._files[label])
-        if (before.size, before.modified_ns) != (now.size, now.modified_ns):
-            raise CheckpointError(f"tensor {name!r} in {label}: the file changed since it was opened. {CHANGED}")
-        return tensor
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Copy bytes of the mapped tensor into `out`."""
+        if (before := self._opened.get(spec.file)) is not None:
+            now = file_identity(self._files[spec.file])
+            if (before.size, before.modified_ns) != (now.size, now.modified_ns):
+                raise CheckpointError(
+                    f"tensor {spec.name!r} in {spec.file}: the file changed since it was opened. {CHANGED}"
+                )
+        self._held.fill(spec, start, out)
+
+    def close(self) -> None:
+        """Release the files."""
+        super().close()
+        self._held.close()
+        self._opened.clear()
 
 
 def _torch_names(source: Source) -> list[str]:

@@ -8,21 +8,41 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from actmat.checkpoints.base import TensorsHandle, versions_of_files
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.keys import unknown_note
-from actmat.checkpoints.model import Model
+from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
-from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterHandle:
+    """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
+
+    A relative `location` is one of the working directory; `base` is what the adapter was fitted to, `config` its
+    `config.json`; `etags` are name, size and version of remote files, which must be the same. `stacks` is the user's
+    statement on stacked experts, `layout` the one that it was converted to, `weights` its tensors if their rows are
+    those of another vocabulary.
+    """
+
+    location: str
+    base: TensorsHandle | None = None
+    config: Config | None = None
+    etags: tuple[tuple[str, int, str], ...] = ()
+    stacks: tuple[StackWord, ...] = ()
+    layout: AdapterLayout | None = None
+    weights: TensorsHandle | None = None
 
 
 class Adapter(AbstractContextManager["Adapter"]):
@@ -137,6 +157,11 @@ class Adapter(AbstractContextManager["Adapter"]):
             if bad:
                 problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
         return problems
+
+    def handle(self) -> AdapterHandle:
+        """Its location, the versions of remote files, and the user's words that decided how it is read."""
+        etags = versions_of_files(self.weights.identity())
+        return AdapterHandle(self.location, etags=etags, stacks=self.config.stacks, layout=self.converted_to)
 
     def close(self) -> None:
         """Close its tensors. May be called twice."""

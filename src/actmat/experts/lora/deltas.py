@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.model import Model
-from actmat.experts.fitted import FittedDeltas, with_notes
+from actmat.experts.fitted import FittedDeltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
-from actmat.experts.lora.fitting import fit_adapter
+from actmat.experts.lora.fitting import Fit
+from actmat.experts.stored import with_notes
 from actmat.layout.types import Block
 from actmat.linalg.lowrank import LowRank
 
@@ -40,7 +41,7 @@ class FactorDeltas(FittedDeltas):
         super().__init__(adapter, base, adapter.extras, deltas)
         parts = self._parts
         fitted = {n: n for n, m in adapter.modules.items() if f"{m.inside}.weight" not in parts.refused}
-        fit = fit_adapter(adapter.renamed(fitted) if parts.refused else adapter, parts.base)
+        fit = Fit(adapter.renamed(fitted) if parts.refused else adapter, parts.base)
         self.adapter, self._pieces = adapter, fit.pieces
         left_out = [
             f"the base is not a {part}: the adapter's {count} modules of the {part} are left out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from actmat.checkpoints.base import TensorSpec
@@ -34,69 +34,57 @@ class ModulePart:
     rows: tuple[Block, ...] = ()  # of a packed tensor; none: all rows
 
 
-@dataclass(frozen=True, slots=True)
 class Fit:
-    """The stored tensors of a base that an adapter changes: of each its delta, or the name of the full tensor.
+    """The stored tensors of a base that an adapter changes, with their orientation and rows, from headers.
 
-    The delta of a packed tensor has a piece for each of the layers in it that the adapter changes.
-    `hidden` are names of the base that are left out: of tied names, all but the one with the delta. `problems` are
-    modules without a tensor, shapes that do not fit, and the problems of the adapter itself. `left_out` are components
-    of a pipeline that the base is not, and the number of their modules.
-    """
-
-    pieces: Mapping[str, Sequence[ModulePart]]
-    full: Mapping[str, str]
-    hidden: frozenset[str]
-    problems: tuple[str, ...]
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def fit_adapter(adapter: Adapter, base: Model) -> Fit:
-    """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers.
-
-    For a file that changes several components of a pipeline, components without a module in the base are left out; at
+    Of a file that changes several components of a pipeline, components without a module in the base are left out; at
     least one must match.
+
+    Attributes:
+        pieces: stored name -> its delta; that of a packed tensor has a piece for each of its layers that are changed.
+        full: stored name -> name of the tensor that replaces it.
+        hidden: names of the base that are left out: of tied names, all but the one with the delta.
+        problems: modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
+        left_out: components of a pipeline that the base is not, and the number of their modules.
     """
-    fitting = _Fitting(adapter, base)
-    left_out: dict[str, int] = {}
-    for part in adapter.parts or {"": 0}:
-        modules = [m for m in adapter.modules.values() if m.part == part]
-        if not fitting.add(modules, is_optional=len(adapter.parts) > 1):
-            left_out[part] = len(modules)
-    if left_out and len(left_out) == len(adapter.parts):
-        fitting.problems.append(
-            f"none of its components ({', '.join(left_out)}) has a module in the base ({base.location}); is it an "
-            "adapter of this base?"
-        )
-    full = {}
-    for name, source in adapter.extras.items():
-        slices = fitting.found[name].slices if name in fitting.found else ()
-        if (packed := fitting.packed_in(name)) is not None:
-            fitting.problems.append(
-                f"tensor '{name}' is trained in full, and the base packs it with others in '{packed}': rows of a "
-                "tensor are not replaced. Fix: fold the adapter into its base (merge_and_unload), and merge full models"
-            )
-            continue
-        # without one tensor in the base it is a new head: the plan notes that it is not merged
-        full[slices[0].name if len(slices) == 1 else name] = source
-    hidden = hidden_names(fitting.layouts, base, {*fitting.pieces, *full})
-    return Fit(fitting.pieces, full, hidden, tuple(fitting.problems), left_out, tuple(fitting.notes()))
-
-
-class _Fitting:
-    """Pieces and problems found so far."""
 
     def __init__(self, adapter: Adapter, base: Model) -> None:
         self._adapter, self._base = adapter, base
-        self.layouts = resolve_layout(base.specs, base.config)
+        self._layouts = resolve_layout(base.specs, base.config)
         self.problems = list(adapter.problems)
         self.pieces: dict[str, list[ModulePart]] = {}
-        self.found: dict[str, TensorOnDisk] = {}
+        self.left_out: dict[str, int] = {}
+        self._on_disk: dict[str, TensorOnDisk] = {}
         self._taken: set[str] = set()
         self._apart: dict[str, str] = {}  # module -> the tensor that packs it, or the first of those that it packs
+        for part in adapter.parts or {"": 0}:
+            modules = [m for m in adapter.modules.values() if m.part == part]
+            if not self._add_part(modules, is_optional=len(adapter.parts) > 1):
+                self.left_out[part] = len(modules)
+        if self.left_out and len(self.left_out) == len(adapter.parts):
+            self.problems.append(
+                f"none of its components ({', '.join(self.left_out)}) has a module in the base ({base.location}); is "
+                "it an adapter of this base?"
+            )
+        self.full = self._place_extras()
+        self.hidden = hidden_names(self._layouts, base, {*self.pieces, *self.full})
 
-    def add(self, modules: Sequence[AdapterModule], *, is_optional: bool) -> bool:
+    def _place_extras(self) -> dict[str, str]:
+        """Stored name -> name of the tensor that replaces it."""
+        full = {}
+        for name, source in self._adapter.extras.items():
+            slices = self._on_disk[name].slices if name in self._on_disk else ()
+            if (packed := self._packed_in(name)) is not None:
+                self.problems.append(
+                    f"tensor '{name}' is trained in full, and the base packs it with others in '{packed}': rows of a "
+                    "tensor are not replaced. Fix: fold the adapter into its base (merge_and_unload), and merge full "
+                    "models"
+                )
+            else:  # without one tensor in the base it is a new head: the plan notes that it is not merged
+                full[slices[0].name if len(slices) == 1 else name] = source
+        return full
+
+    def _add_part(self, modules: Sequence[AdapterModule], *, is_optional: bool) -> bool:
         """Fit the modules of one component; False if it is optional and the base has none of them."""
         candidates, problems = _candidates(self._adapter, modules, self._base)
         biases = {m.name: f"{m.inside}.bias" for m in modules if m.bias is not None}
@@ -109,7 +97,7 @@ class _Fitting:
         except CheckpointError as error:
             self.problems.append(error.sentence)
             return True
-        self.found |= found
+        self._on_disk |= found
         if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
             return False
         self.problems += problems
@@ -128,10 +116,10 @@ class _Fitting:
             nests.setdefault(module.inside.replace(".base_layer", ""), []).append(module)
         ways = {}
         for owner, members in nests.items():
-            stored = {n: self.found[n].shape for m in members for n in candidates[m.name] if n in self.found}
+            stored = {n: self._on_disk[n].shape for m in members for n in candidates[m.name] if n in self._on_disk}
             ways[owner] = ways_to_fit([m.shape for m in members], [candidates[m.name] for m in members], stored)
             if not ways[owner]:
-                options = [(n, self.found[n]) for n in stored]
+                options = [(n, self._on_disk[n]) for n in stored]
                 self.problems += [_unfitted(m, options, candidates[m.name], self._base, why) for m in members]
         proven = {next(iter(w)) for w in ways.values() if len(w) == 1}
         open_ones = []
@@ -159,8 +147,8 @@ class _Fitting:
             return said if said in found else next(iter(found), None) if said is None else None
         if len(proven) == 1:
             return next(iter(proven))
-        first = self.found[found["e_o_i"][0][0]].slices[0].name
-        orientation = self.layouts.tensors[first].orientation
+        first = self._on_disk[found["e_o_i"][0][0]].slices[0].name
+        orientation = self._layouts.tensors[first].orientation
         return axes_by_version(config.version, orientation, str((self._base.config or {}).get("model_type")))
 
     def _undecided(self, owners: Sequence[str], nests: Mapping[str, Sequence[AdapterModule]]) -> str:
@@ -183,11 +171,11 @@ class _Fitting:
 
     def _add(self, module: AdapterModule, name: str, *, transposed: bool) -> None:
         self._taken.add(name)
-        for part in self.found[name].slices:
-            piece = ModulePart(module, transposed, part.index, part.start, part.stop, rows=self.found[name].rows)
+        for part in self._on_disk[name].slices:
+            piece = ModulePart(module, transposed, part.index, part.start, part.stop, rows=self._on_disk[name].rows)
             self._put(part.name, piece)
-        if self.found[name].rows:
-            self._apart[module.name] = self.found[name].slices[0].name
+        if self._on_disk[name].rows:
+            self._apart[module.name] = self._on_disk[name].slices[0].name
 
     def _put(self, name: str, piece: ModulePart) -> None:
         """Add a piece of a stored tensor; all pieces of one are rows of it, or there is one piece."""
@@ -198,12 +186,13 @@ class _Fitting:
                 f"'{name}' of the base would be changed by several modules, {', '.join(p.module.name for p in others)}"
             )
 
-    def packed_in(self, name: str) -> str | None:
+    def _packed_in(self, name: str) -> str | None:
         """The tensor of the base that packs one of this name in memory with others, if one does."""
-        if name in self.found:
-            return self.found[name].slices[0].name if self.found[name].rows else None
+        if name in self._on_disk:
+            return self._on_disk[name].slices[0].name if self._on_disk[name].rows else None
         return self._apart.get(name.rpartition(".")[0])
 
+    @property
     def notes(self) -> list[str]:
         """Remarks on modules that the base packs, or has separately."""
         if not self._apart:
@@ -216,16 +205,17 @@ class _Fitting:
 
     def _fit(self, module: AdapterModule, names: list[str], why: str, bias: str | None) -> None:
         """The pieces of one module."""
-        options = [(n, self.found[n]) for n in names if n in self.found and n not in self._taken]
-        fitting = [(n, t, turned) for n, t in options if (turned := is_transposed(module, t, self.layouts)) is not None]
+        options = [(n, self._on_disk[n]) for n in names if n in self._on_disk and n not in self._taken]
+        turned = {n: is_transposed(module, located, self._layouts) for n, located in options}
+        fitting = [(n, is_turned) for n, is_turned in turned.items() if is_turned is not None]
         if not fitting:
             self.problems.append(_unfitted(module, options, names, self._base, why))
             return
-        name, _, transposed = fitting[0]
+        name, transposed = fitting[0]
         self._add(module, name, transposed=transposed)
         if bias is None:
             return
-        if (located := self.found.get(bias)) is None:
+        if (located := self._on_disk.get(bias)) is None:
             self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
             return
         for part in located.slices:
@@ -242,13 +232,13 @@ class _Fitting:
                 extra = self._adapter.extras.get(name)
                 return extra is None or stored[extra].shape == spec.shape
             whole = TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
-            return module.is_stack or is_transposed(module, whole, self.layouts) is not None
+            return module.is_stack or is_transposed(module, whole, self._layouts) is not None
 
         return fits
 
     def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]], part: str) -> set[str]:
         """Pieces of layers that the base packs, or that pack its separate layers; returns the fitted names."""
-        lost = [m for m in modules if not any(n in self.found for n in candidates[m.name])]
+        lost = [m for m in modules if not any(n in self._on_disk for n in candidates[m.name])]
         inside = {m.name: m.inside.replace(".base_layer", "") for m in lost}
         packed = {m.name: names_of_packed(inside[m.name]) for m in lost}
         parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
@@ -261,7 +251,7 @@ class _Fitting:
             tensor = next((found[n].slices[0].name for n in packed[module.name] if n in found), None)
             chosen = [next((found[n].slices[0].name for n in names if n in found), "") for names in parts[module.name]]
             if tensor is not None:
-                if not (rows := rows_of(inside[module.name], self.layouts.tensors[tensor])):
+                if not (rows := rows_of(inside[module.name], self._layouts.tensors[tensor])):
                     unknown[module.name] = tensor
                 else:
                     self._put_packed(module, tensor, rows)
@@ -279,14 +269,14 @@ class _Fitting:
         return (
             f"{len(unknown)} modules such as '{first}' have a delta each, and the base ({self._base.location}) "
             f"packs them, as in '{tensor}', whose row layout is unknown: "
-            f"{self.layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
+            f"{self._layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
             "that the adapter was trained on; or fold the adapter into that one (merge_and_unload), save it in "
             "the layout of this base, and merge full models"
         )
 
     def _put_packed(self, module: AdapterModule, tensor: str, rows: tuple[Block, ...]) -> None:
         """The piece of a layer on the tensor that packs it."""
-        layout, shape = self.layouts.tensors[tensor], self._base.specs[tensor].shape
+        layout, shape = self._layouts.tensors[tensor], self._base.specs[tensor].shape
         turned = layout.orientation == "IO"
         expected = (count_rows(rows), shape[0] if turned else shape[1])
         if module.shape != expected:
@@ -298,7 +288,7 @@ class _Fitting:
     def _put_parts(self, module: AdapterModule, tensors: Sequence[str]) -> None:
         """The pieces of a packed layer on the tensors that the base has in its place."""
         specs = [self._base.specs[t] for t in tensors]
-        turned = any(self.layouts.tensors[t].orientation == "IO" for t in tensors)
+        turned = any(self._layouts.tensors[t].orientation == "IO" for t in tensors)
         if turned or (sum(s.shape[0] for s in specs), *specs[0].shape[1:]) != module.shape:
             has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
             self.problems.append(_misfit(module, f"the sum of {has}"))

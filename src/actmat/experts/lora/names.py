@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from actmat.checkpoints.composed import Composed, whole
+from actmat.checkpoints.composed import renamed
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 
@@ -142,6 +142,4 @@ def canonical(weights: Model) -> Model:
             )
     if all(new == old for new, old in names.items()):
         return weights
-    specs = {new: replace(weights.specs[old], name=new) for new, old in names.items()}
-    pieces = {new: whole(weights.specs[old]) for new, old in names.items()}
-    return replace(weights, tensors=Composed([weights.tensors], pieces, specs))
+    return replace(weights, tensors=renamed(weights.tensors, names))

@@ -19,7 +19,7 @@ from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
-from actmat.experts.locate import Input, fit_expert, require_model, stored_of
+from actmat.experts.locate import OpenInput, fit_expert, require_model, stored_of
 from actmat.experts.lora.deltas import entries_of
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.choose import Chooser
@@ -122,7 +122,7 @@ class Added:
         return {"tensors": rows, "unchanged": self.unchanged, "kept": list(self.kept), "error": self.relative_error}
 
 
-def check_added(merged: Input, inputs: ManifestInputs, against: Sequence[Input]) -> Added:
+def check_added(merged: OpenInput, inputs: ManifestInputs, against: Sequence[OpenInput]) -> Added:
     """Compare a merged model with its base plus the deltas of `against`, in the manifest's order.
 
     Args:

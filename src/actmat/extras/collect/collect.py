@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, StatisticsError
-from actmat.experts.locate import Input, locate_in, require_model
+from actmat.experts.locate import OpenInput, locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model, with_adapter
@@ -125,7 +125,7 @@ def bound(
         yield bind(model, opened, on_top)
 
 
-def _adapter(located: Input) -> Adapter:
+def _adapter(located: OpenInput) -> Adapter:
     if isinstance(located, Model):
         raise CheckpointError(f"{located.location}: expected an adapter, found a full checkpoint")
     return located

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
-from actmat.experts.locate import Input, locate, locate_in, require_model, stored_of
+from actmat.experts.locate import OpenInput, locate, locate_in, require_model, stored_of
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
@@ -179,7 +179,7 @@ def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
     return [f"{wanted}.{child}" for child in children]
 
 
-def _check(experts: Mapping[str, Input], batches: Mapping[str, Batches]) -> None:
+def _check(experts: Mapping[str, OpenInput], batches: Mapping[str, Batches]) -> None:
     problems = [
         f"expert '{label}' is an adapter, whose blocks cannot be put into the model. Fix: merge it into its base first"
         for label, expert in experts.items()

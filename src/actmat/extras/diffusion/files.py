@@ -21,7 +21,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling, whole_file
 from actmat.errors import CheckpointError, MergeError, Note, OutputError
-from actmat.experts.locate import Input, locate, stored_of
+from actmat.experts.locate import OpenInput, locate, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.diffusion.layouts import FileLayout, convert_lora
 from actmat.extras.diffusion.metadata import OF_MODEL, kept_metadata
@@ -162,7 +162,7 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def _convert(located: Input, out: Path, layout: FileLayout) -> str:
+def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     if isinstance(located, Model):
@@ -178,7 +178,7 @@ def _convert(located: Input, out: Path, layout: FileLayout) -> str:
     return f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout"
 
 
-def export_comfy(located: Input, out: Path) -> str:
+def export_comfy(located: OpenInput, out: Path) -> str:
     """Write a LoRA file for ComfyUI; returns a sentence about the result.
 
     Raises:
@@ -188,11 +188,11 @@ def export_comfy(located: Input, out: Path) -> str:
     return _convert(located, out, "comfy")
 
 
-def export_kohya(located: Input, out: Path) -> str:
+def export_kohya(located: OpenInput, out: Path) -> str:
     """Write a LoRA file with kohya's names; see `export_comfy`."""
     return _convert(located, out, "kohya")
 
 
-def export_diffusers(located: Input, out: Path) -> str:
+def export_diffusers(located: OpenInput, out: Path) -> str:
     """Write a LoRA file with diffusers' names; see `export_comfy`."""
     return _convert(located, out, "diffusers")

@@ -69,12 +69,13 @@ class BlockFactors(View):
     """Factors of modules assembled from pieces of stored modules.
 
     Args:
-        stored: factors; closed with this view.
+        sources: the stored factors; closed with this view.
         modules: name -> number of rows and pieces; all pieces are scaled to the scaling of the first.
     """
 
-    def __init__(self, stored: Tensors, modules: Mapping[str, tuple[int, Sequence[BlockPiece]]]) -> None:
-        super().__init__([stored])
+    def __init__(self, sources: Sequence[Tensors], modules: Mapping[str, tuple[int, Sequence[BlockPiece]]]) -> None:
+        super().__init__(sources, modules)
+        (stored,) = sources
         self._stored, self._modules = stored, modules
         self._shared = {name: self._is_shared(pieces) for name, (_, pieces) in modules.items()}
         specs = {}
@@ -268,7 +269,7 @@ class _LayoutConversion:
                 self._add(module)
         if self.problems:
             return adapter, self.problems
-        weights = BlockFactors(adapter.weights, {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
+        weights = BlockFactors([adapter.weights], {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
         modules = {name: self._module(name, weights) for name in self._pieces}
         change = "renamed" if adapter.layout == layout else f"converted from the layout of {adapter.layout} to {layout}"
         notes = (*adapter.listing.notes, f"{change}, as an adapter of {self._of.name}")

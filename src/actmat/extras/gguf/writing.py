@@ -21,7 +21,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
-from actmat.experts.locate import Input, has_factors, locate, require_model, stored_of
+from actmat.experts.locate import OpenInput, has_factors, locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
@@ -55,7 +55,7 @@ class _Piece:
     make: Callable[[], numpy.ndarray[Any, Any]]
 
 
-def write_gguf(located: Input, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
+def write_gguf(located: OpenInput, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
     """Write a checkpoint or a LoRA adapter as one GGUF file; returns a sentence with the number and types of tensors.
 
     Args:

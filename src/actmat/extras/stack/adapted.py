@@ -6,8 +6,8 @@ to the model's dtype, as in PEFT's `merge_and_unload`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,9 +37,10 @@ class AdaptedTensors(View):
 
     def handle(self) -> TensorsHandle:
         """Handles of the model and the adapter."""
-        handle = self._model.handle()
-        view = AdaptedHandle(self.location, handle, self._adapter.handle())
-        return TensorsHandle(handle.address, "adapted", self.location, view=view)
+        handle, arguments = self._model.handle(), (self._adapter.handle(), self.location)
+        return TensorsHandle(
+            handle.address, "view", self.location, make=_add_adapter, sources=(handle,), arguments=arguments
+        )
 
     def close(self) -> None:
         """Close both."""
@@ -59,17 +60,9 @@ class AdaptedTensors(View):
         return (values.to(wide) + self._adapter.dense(name, first, last, wide)).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedHandle:
-    """Address of a model with an adapter: a `ViewHandle`."""
-
-    location: str
-    model: TensorsHandle
-    adapter: DeltasHandle
-
-    def open(self, open_handle: Callable[[TensorsHandle], Tensors]) -> Tensors:
-        """The model with the adapter."""
-        return AdaptedTensors(self.location, open_handle(self.model), open_expert_handle(self.adapter))
+def _add_adapter(model: Sequence[Tensors], adapter: DeltasHandle, location: str) -> Tensors:
+    (stored,) = model
+    return AdaptedTensors(location, stored, open_expert_handle(adapter))
 
 
 def open_adapted(location: str, open_part: Callable[[str], Model]) -> Model:

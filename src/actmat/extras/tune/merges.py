@@ -13,7 +13,7 @@ from pathlib import Path
 
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
-from actmat.experts.locate import Input, has_factors, locate_in, require_model
+from actmat.experts.locate import OpenInput, has_factors, locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.models.loading import named_base
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
@@ -132,7 +132,7 @@ def _base_of_adapters(recipe: Recipe, given: Given) -> str:
     return base
 
 
-def _has_plain_factors(expert: Input) -> bool:
+def _has_plain_factors(expert: OpenInput) -> bool:
     """True for an adapter that holds factors of PEFT's only."""
     return isinstance(expert, Adapter) and has_factors(expert) and expert.layout == "peft" and not expert.extras
 

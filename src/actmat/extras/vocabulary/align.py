@@ -17,10 +17,10 @@ from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.model import Config, Model
 from actmat.errors import CheckpointError, did_you_mean, first_of
-from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary import tokenizer
 from actmat.extras.vocabulary.rows import OWN_MEAN, Sources, TokenRows, joined_runs
 from actmat.identity.tokens import TOKENIZER
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 BASE, UNION = "base", "union"
 SHOWN = 12
@@ -46,15 +46,15 @@ class _TokenInput:
 
 
 def align_vocabularies(
-    base: Model, experts: Mapping[str, Model], policy: VocabularyPolicy
+    base: Model, experts: Mapping[str, Model], vocabulary: Vocabulary
 ) -> tuple[Model, dict[str, Model], list[str]]:
-    """See `experts.policy.AlignVocabularies`; a model is returned unchanged if its rows stay."""
+    """See `recipe.vocabulary.AlignVocabularies`; a model is returned unchanged if its rows stay."""
     inputs, problems = _inputs({BASE: base, **experts})
-    if policy.source not in (*inputs, UNION) and not problems:
-        problems.append(f"the vocabulary '{policy.source}' is not one of base, union, {', '.join(experts)}")
+    if vocabulary.source not in (*inputs, UNION) and not problems:
+        problems.append(f"the vocabulary '{vocabulary.source}' is not one of base, union, {', '.join(experts)}")
     if problems:
         raise CheckpointError("The vocabularies cannot be aligned.", problems)
-    joined = _Joined(inputs, policy)
+    joined = _Joined(inputs, vocabulary)
     if joined.problems:
         raise CheckpointError("The vocabularies cannot be aligned.", joined.problems)
     aligned = {label: joined.aligned(label) for label in inputs}
@@ -90,19 +90,19 @@ class _Joined:
         moved: labels of aligned inputs whose rows are not those that are stored, with others after them.
     """
 
-    def __init__(self, inputs: Mapping[str, _TokenInput], policy: VocabularyPolicy) -> None:
-        self.inputs, self.policy = inputs, policy
+    def __init__(self, inputs: Mapping[str, _TokenInput], vocabulary: Vocabulary) -> None:
+        self.inputs, self.vocabulary = inputs, vocabulary
         self.problems: list[str] = []
         self.moved: list[str] = []
         self.labels = list(inputs)
-        self.keeper = inputs[BASE if policy.source == UNION else policy.source]
+        self.keeper = inputs[BASE if vocabulary.source == UNION else vocabulary.source]
         self.added = self._added()
         self.tokens = dict(self.keeper.tokens)
         first = 1 + max(self.tokens.values(), default=-1)
         self.tokens |= {token: first + k for k, token in enumerate(self.added)}
         self.by_row = {row: token for token, row in self.tokens.items()}
         self.rows = max(self.keeper.rows, 1 + max(self.by_row, default=-1) if self.added else 0)
-        if (multiple := policy.pad_to_multiple_of) is not None:
+        if (multiple := vocabulary.pad_to_multiple_of) is not None:
             self.rows = -(-self.rows // multiple) * multiple
         if self.added and first > MOST_GAPS * (self.keeper.rows + len(self.tokens)):
             self.problems.append(
@@ -110,7 +110,7 @@ class _Joined:
                 f"{len(self.keeper.tokens)} tokens and its table {self.keeper.rows} rows, but its last token has row "
                 f"{first - 1}. Likely cause: a damaged tokenizer.json. Fix: save the tokenizer again"
             )
-        self.special = {t: self._special(t, source) for t, source in policy.tokens.items()}
+        self.special = {t: self._special(t, source) for t, source in vocabulary.tokens.items()}
         self._lent = {t: self._lent_row(t) for t in self.tokens}
 
     def aligned(self, label: str) -> Model:
@@ -129,7 +129,7 @@ class _Joined:
             self.moved.append(label)
         folders = [f for m in models if (f := m.folder.fetch()) is not None]
         files = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
-        tensors = TokenRows(one.model.tensors, [m.tensors for m in models], names, joined_runs(rows), files)
+        tensors = TokenRows([m.tensors for m in (one.model, *models)], names, joined_runs(rows), files)
         folder = one.model.folder.noted(*self._counts(one, number, rows))
         if label == BASE:
             folder = replace(folder.with_config(self._config), texts=self._sidecars()).noted(*self._new_tokens())
@@ -139,7 +139,7 @@ class _Joined:
         """Tokens that the kept tokenizer lacks, in row order -> label of an input that has them."""
         own = self.keeper.tokens
         added: dict[str, str] = {}
-        for one in self.inputs.values() if self.policy.source == UNION else ():
+        for one in self.inputs.values() if self.vocabulary.source == UNION else ():
             more = [t for t in sorted(one.tokens, key=one.tokens.__getitem__) if t not in own]
             listed = {entry["content"] for entry in tokenizer.read_tokenizer(one.model)[1]} if more else set()
             plain = [t for t in more if t not in listed]
@@ -151,13 +151,13 @@ class _Joined:
                     "cannot be joined. Fix: 'vocabulary: base', or the name of an expert"
                 )
             added |= {t: one.label for t in more if t not in added}
-        for token in self.policy.tokens:
+        for token in self.vocabulary.tokens:
             if token not in own and token not in added:
                 holder = next((i.label for i in self.inputs.values() if token in i.tokens), "")
                 added[token] = holder
         return added
 
-    def _special(self, token: str, source: TokenSource) -> Sources:
+    def _special(self, token: str, source: TokenRow) -> Sources:
         """Source row that the recipe names for a token."""
         if not source.model:
             return ()
@@ -194,7 +194,7 @@ class _Joined:
         if token is None:  # padding comes from the model whose tokenizer is kept
             keeper = self.labels.index(self.keeper.label)
             return ((keeper, row),) if row < self.keeper.rows else OWN_MEAN
-        forced = token in self.policy.tokens and self.policy.tokens[token].force
+        forced = token in self.vocabulary.tokens and self.vocabulary.tokens[token].force
         own = one.row(token)
         return ((number, own),) if own is not None and not forced else self._lent[token]
 

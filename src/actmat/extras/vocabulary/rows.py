@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import FileIdentity, StoredParts, Tensors, TensorsHandle, TensorSpec, View, torch_dtype
+from actmat.checkpoints.base import FileIdentity, StoredParts, Tensors, TensorSpec, View, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 
 OWN_MEAN = ((-1, -1),)
@@ -34,21 +34,6 @@ class RowRun:
     start: int
     count: int
     sources: tuple[tuple[int, int], ...]  # number of a lender, and the first row there
-
-
-@dataclass(frozen=True, slots=True)
-class RowsHandle:
-    """Address of `TokenRows`: a `ViewHandle`."""
-
-    sources: tuple[TensorsHandle, ...]
-    tables: Mapping[str, tuple[str, ...]]
-    runs: tuple[RowRun, ...]
-    tokenizers: tuple[FileIdentity, ...]
-
-    def open(self, open_handle: Callable[[TensorsHandle], Tensors]) -> Tensors:
-        """The tensors; closing them closes the sources."""
-        stored, *sources = (open_handle(source) for source in self.sources)
-        return TokenRows(stored, sources, self.tables, self.runs, self.tokenizers)
 
 
 def joined_runs(rows: Iterable[Sources]) -> tuple[RowRun, ...]:
@@ -80,23 +65,23 @@ class TokenRows(View):
     """Tensors of a model whose tables are made of rows of several models; closes all of them.
 
     Args:
-        stored: source of all other tensors, and of the tables' names and dtypes.
-        lenders: tensors that the rows come from, including `stored`.
-        tables: name of a table of `stored` -> its name in each lender (empty if one lacks it).
+        sources: the stored tensors, for all others and for the tables' names and dtypes; then those that lend rows, the
+            stored ones among them.
+        tables: name of a stored table -> its name in each lender (empty if one lacks it).
         runs: of every table.
         tokenizers: identity of files other than weights that affect the result.
     """
 
     def __init__(
         self,
-        stored: Tensors,
-        lenders: Sequence[Tensors],
+        sources: Sequence[Tensors],
         tables: Mapping[str, tuple[str, ...]],
         runs: Sequence[RowRun],
         tokenizers: tuple[FileIdentity, ...] = (),
     ) -> None:
-        super().__init__([stored, *lenders])
-        self._stored, self._lenders, self._tables = stored, list(lenders), tables
+        super().__init__(sources, tables, runs, tokenizers)
+        stored, *self._lenders = sources
+        self._stored, self._tables = stored, tables
         self._runs, self._starts, self._tokenizers = tuple(runs), [r.start for r in runs], tokenizers
         self.n_rows = runs[-1].start + runs[-1].count if runs else 0
         self.aliases = stored.aliases
@@ -125,12 +110,6 @@ class TokenRows(View):
             size = min(len(out) - done, run.count * width - inside)
             self._fill_run(spec, run, inside, out[done : done + size])
             done += size
-
-    def handle(self) -> TensorsHandle:
-        """Handles of all sources, with the runs."""
-        sources = tuple(source.handle() for source in self.sources)
-        rows = RowsHandle(sources, self._tables, self._runs, self._tokenizers)
-        return TensorsHandle(sources[0].address, "vocabulary", self.location, view=rows)
 
     def _fill_run(self, spec: TensorSpec, run: RowRun, start: int, out: memoryview) -> None:
         """Fill `out` with bytes of a run, starting at its byte `start`."""
