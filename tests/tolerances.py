@@ -90,7 +90,6 @@ def own_tolerances(tests: Path) -> dict[str, tuple[int, float]]:
 OWN: dict[str, tuple[int, float]] = {
     "methods/test_ssr.py": (1, 1e-09),  # two solves of one system, one of them in a basis of its rows
     "recipe/test_mergekit_outputs.py": (1, 0.02),
-    "experiments/test_pretrained_suites.py": (3, 0.0001),  # cosines in float32 against float64
     "adapters/test_adapter_options.py": (2, 0.0001),
     "adapters/test_adapter_outputs_agree.py": (1, 1e-09),
     "adapters/test_adapter_to_adapter.py": (5, 1e-09),
@@ -103,12 +102,6 @@ OWN: dict[str, tuple[int, float]] = {
     "diagnostics/test_measures.py": (2, 0.01),
     "engine/test_execution.py": (2, 1e-06),
     "engine/test_size.py": (6, 0.0001),  # norms in records have six digits; float32 against float64
-    "experiments/analyses/test_bounds.py": (5, 0.001),
-    "experiments/analyses/test_checkpoint_analyses.py": (4, 0.005),
-    "experiments/test_language_suites.py": (1, 1e-06),
-    "experiments/test_language_train.py": (1, 0.0101),
-    "experiments/test_paper_figures.py": (1, 1e-09),
-    "experiments/test_training.py": (3, 0.001),
     "layout/test_packed_projections.py": (8, 0.01),
     "linalg/interference/test_cholesky.py": (1, 1e-06),
     "linalg/interference/test_estimators.py": (2, 0.01),
@@ -140,9 +133,6 @@ OWN: dict[str, tuple[int, float]] = {
     "tune/test_memory.py": (1, 1e-06),
     "tune/test_tune.py": (4, 0.005),
     "e2e/test_python_inputs.py": (1, 0.001),
-    "house/test_benchmarks.py": (1, 1e-05),
-    "experiments/analyses/test_theorems.py": (8, 1e-06),
-    "experiments/reasoning/test_answers.py": (1, 1e-09),
     "linalg/test_lowrank.py": (2, 0.001),
 }
 """File -> number of bare tolerances above `F64_ORACLE`, and the loosest; each has its reason where it stands."""

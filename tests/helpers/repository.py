@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "actmat"
-EXPERIMENTS = ROOT / "packages" / "actmat-experiments" / "src" / "actmat_experiments"
+EXPERIMENTS = ROOT / "evidence" / "src" / "actmat_experiments"
 SOURCES = (PACKAGE.parent, EXPERIMENTS.parent)
 """Folders from which the packages of all distributions are imported."""
 

@@ -10,7 +10,6 @@ from typing import Any
 import nbformat
 import pytest
 import yaml
-from benchmarks import table as results
 from docs import generate, markdown
 from docs.markdown import PLACE, filled, pages
 from docs.record import NOTEBOOK, recorded, run
@@ -26,21 +25,20 @@ from actmat.methods import all_methods
 PAGES = [p for p in pages() if p.exists()]
 
 
-@pytest.mark.parametrize("made", [generate.KINDS, results.KINDS], ids=["docs.generate", "benchmarks.table"])
-def test_generated_parts_are_up_to_date(made: dict) -> None:
+def test_generated_parts_are_up_to_date() -> None:
     texts = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in PAGES}
-    assert [page for page, text in texts.items() if filled(text, made) != text] == [], "run python -m"
+    stale = [page for page, text in texts.items() if filled(text, generate.KINDS) != text]
+    assert stale == [], "run python -m docs.generate"
 
 
-@pytest.mark.parametrize("made", [generate.WRITTEN, results.FILES], ids=["docs.generate", "benchmarks.table"])
-def test_generated_files_are_up_to_date(made: dict) -> None:
-    assert [f.name for f, text in made.items() if f.read_text(encoding="utf-8") != text()] == []
+def test_generated_files_are_up_to_date() -> None:
+    stale = [f.name for f, text in generate.WRITTEN.items() if f.read_text(encoding="utf-8") != text()]
+    assert stale == [], "run python -m docs.generate"
 
 
 def test_every_kind_is_used_and_every_part_has_its_kind() -> None:
     used = {m["kind"] for p in PAGES for m in PLACE.finditer(p.read_text(encoding="utf-8"))}
-    assert not generate.KINDS.keys() & results.KINDS.keys()
-    assert used == generate.KINDS.keys() | results.KINDS.keys()
+    assert used == generate.KINDS.keys()
 
 
 LONGEST_PAGE, LONGEST_OVERVIEW = 400, 600
@@ -49,7 +47,9 @@ LONGEST_PAGE, LONGEST_OVERVIEW = 400, 600
 
 def prose_words(page: str) -> int:
     """Words of a page outside generated parts, code, tables and formulas."""
-    text = re.sub(r"<!-- generated.*?<!-- end generated -->|^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"<!-- (?:generated|evidence).*?<!-- end \w+ -->|^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE
+    )
     return len(re.sub(r"^(?:    |\|).*$", "", text, flags=re.MULTILINE).split())
 
 
@@ -87,7 +87,7 @@ RESULTS = [
     *sorted(p for folder in ("experiments", "analyses") for p in (ROOT / "docs" / folder).glob("*.md")),
 ]
 NO_PROSE = re.compile(
-    r"<!-- generated.*?<!-- end generated -->|<!--.*?-->|^ *```.*?^ *```$|`[^`]*`|\]\([^)]*\)|^ *\|[^\n]*$"
+    r"<!-- (?:generated|evidence).*?<!-- end \w+ -->|<!--.*?-->|^ *```.*?^ *```$|`[^`]*`|\]\([^)]*\)|^ *\|[^\n]*$"
     r"|^    [^\n]*\(\d'?\)$",
     re.DOTALL | re.MULTILINE,
 )
@@ -116,7 +116,7 @@ def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
     assert after.endswith("<!-- end generated -->\nbelow\n")
     assert "STALE" not in after
     assert filled(after, generate.KINDS) == after
-    assert filled(before, results.KINDS) == before, "of another generator"
+    assert filled(before, {}) == before, "of no kind that is asked for"
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -220,7 +220,7 @@ def test_cells_of_a_notebook() -> None:
 
 MOST_WORDS = 30_000
 """Of the guide: what a user reads, without the pages of methods and the tables that the code makes."""
-GENERATED = re.compile(r"<!-- generated: .*?<!-- end generated -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (?:generated|evidence): .*?<!-- end \w+ -->", re.DOTALL)
 
 
 def test_the_guide_is_short() -> None:

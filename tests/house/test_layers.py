@@ -21,6 +21,7 @@ from tests.helpers.repository import (
     module_name,
     modules,
     package_name,
+    tracked_files,
 )
 
 LAYERS = (
@@ -182,6 +183,19 @@ def test_imports_go_down_only() -> None:
         if path != EXPERIMENTS / "core.py" and (why := problem(layer_of_file(path), imported))
     ]
     assert found == []
+
+
+EVIDENCE = {"evidence", "benchmarks", EXPERIMENTS.name}
+"""Roots of what evidence holds."""
+
+
+def test_evidence_and_the_rest_of_the_repository_do_not_import_each_other() -> None:
+    """But for actmat itself, which evidence may import."""
+    for path in (p for p in tracked_files() if p.suffix == ".py"):
+        roots = {i.target.split(".")[0] for i in imports_of(path.read_text(), "")}
+        is_evidence = path.is_relative_to(ROOT / "evidence")
+        wrong = roots & ({"tests", "docs", "chaos", "fuzz"} if is_evidence else EVIDENCE)
+        assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(wrong)}"
 
 
 def test_no_import_cycles() -> None:
