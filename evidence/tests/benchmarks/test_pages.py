@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,31 @@ def test_the_command_writes_what_is_old(
         table.main()
     assert (end.value.code, page.read_text()) == (check, "old" if check else "new")
     assert "page.md" in capsys.readouterr().out
+
+
+# Numbers in sentences
+
+
+NAMES = ("evidence", "tried", "families", "performance", "tune", "tune-results", "choosing")
+RESULTS = [
+    *(REPOSITORY / "docs" / f"{name}.md" for name in NAMES),
+    *sorted(p for folder in ("experiments", "analyses") for p in (REPOSITORY / "docs" / folder).glob("*.md")),
+]
+NO_PROSE = re.compile(
+    r"<!-- (?:generated|evidence).*?<!-- end \w+ -->|<!--.*?-->|^ *```.*?^ *```$|`[^`]*`|\]\([^)]*\)|^ *\|[^\n]*$"
+    r"|^    [^\n]*\(\d'?\)$",
+    re.DOTALL | re.MULTILINE,
+)
+DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+CONSTANTS = re.compile(
+    r"\b(?:Theorem|Theorems|Lemma|Section|Table|number|theorem is) \d\.\d+(?:'s)?"  # of the paper
+    r"|Apache-2\.0"
+    r"|\b\d+\.\d+ (?:B|M|GiB|hours)\b(?: parameters)?"  # sizes of models, and what a large one costs
+    r"|\b3\.3, the lemmas"
+)
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_sentences_of_results_leave_measured_numbers_to_the_tables(page: Path) -> None:
+    text = CONSTANTS.sub("", NO_PROSE.sub("", page.read_text(encoding="utf-8")))
+    assert DECIMAL.findall(text) == [], "leave them to a table from a result file; constants stand in backticks"
