@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -58,11 +59,14 @@ def has(thing: Any, parts: list[str]) -> bool:
 
 
 def stale(path: Path) -> list[str]:
-    """Names in a file that begin like one of ours and are none."""
+    """Names in a file that begin like one of ours, and not like a variable of the file, and are none."""
+    nodes = list(ast.walk(tree(path)))
+    variables = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    variables |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     found = []
     for name in dict.fromkeys(NAME.findall(path.read_text(encoding="utf-8"))):
         first, *rest = name.split(".")
-        if OTHERS.search(name) or name in ENTRIES:
+        if OTHERS.search(name) or name in ENTRIES or first in variables:
             continue
         things = [actmat] if first == "actmat" else starts(first, module_name(path), package_name(path))
         if things and not any(has(thing, rest) for thing in things):
