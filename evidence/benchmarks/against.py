@@ -1,181 +1,184 @@
-"""Does a change alter a merged byte, and what does it cost? The working tree against another revision.
+"""What does a change cost? Merges by the working tree and by another revision, in turn.
 
-    python -m benchmarks.against HEAD~1
-    python -m benchmarks.against main --only bytes --expected lora-dare
-    python -m benchmarks.against main --only speed --size medium --rounds 9
+    python -m benchmarks.against main
+    python -m benchmarks.against main --size medium --repeats 9 --merges ties actmat
 
-Both source trees run the same commands in processes of their own. *Bytes*: small models and adapters, one merge of
-every kind. Weight files must be the same; `--expected` names merges that may differ. Differences of plans, manifests
-and other files are listed and do not count. *Speed*: the same merges by each tree in turn; the ratio is that of the
-pairs, with its 95 % interval. `not dearer` is an interval at most 5 % above 1.
-
-The exit status is 1 when weights differ that are not expected to, or a merge fails.
+Each merge runs `--repeats` times by both source trees, in processes of their own, after a first round that is not
+counted. The ratio is that of the pairs, with its 95 % interval: at most 5 % above 1 is `not dearer`. Whether a merged
+byte changes is the question of `make ledger`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, aligned, write_result
-from benchmarks.comparison.inputs import make_inputs
-from benchmarks.comparison.merges import INPUTS, MERGES, Merge
-from benchmarks.comparison.outputs import compare_files, compare_texts, compare_weights
-from benchmarks.comparison.timings import COLUMNS, commands, readable, timed_pairs
-from benchmarks.comparison.trees import Server, Tree, checked_out
+from benchmarks.adapters import write_adapters
+from benchmarks.common import WORK, Run, aligned, alternate, fresh, measure, program, write_result
+from benchmarks.make_llama import Size, home, make_family
+from benchmarks.provenance import REPOSITORY, git
 
-BYTE_COLUMNS = ("merge", "files", "tensors", "entries", "difference", "verdict")
-PASSES = frozenset({"same", "expected"})
-
-
-def compare_bytes(
-    trees: Sequence[Tree], merges: Sequence[Merge], folder: Path, expected: frozenset[str] = frozenset()
-) -> list[dict[str, Any]]:
-    """Run the merges by both trees at once, below `folder`; a row for each merge."""
-    _make_inputs(trees[0], merges, folder / "inputs")
-    with ThreadPoolExecutor(len(trees)) as pool:
-        statuses = list(pool.map(lambda tree: _run_all(tree, merges, folder / tree.name), trees))
-    return [row(merge, folder, [s[merge.name] for s in statuses], merge.name in expected) for merge in merges]
+SIZES = {
+    "small": Size(hidden=512, intermediate=1408, layers=10, heads=8, key_value_heads=4),
+    "medium": Size(hidden=1024, intermediate=2816, layers=18),
+}
+MATRICES = Size(hidden=1024, intermediate=2816, layers=1, heads=16, vocabulary=1000)
+ELEMENTWISE = {"average": 2, "task_arithmetic": 3, "ties": 3, "dare": 3, "model_stock": 3}
+"""Methods that are measured on the whole model, and the number of their experts."""
+MERGES = (*ELEMENTWISE, "actmat", "lora")
+MEASURES = ("wall_s", "cpu_s", "peak_anonymous_b", "peak_resident_b")
+COLUMNS = ("merge", "measure", "old", "new", "ratio", "low", "high", "judged")
+BOUND = 1.05
+"""Ratio up to which a change counts as free."""
 
 
-def _make_inputs(tree: Tree, merges: Sequence[Merge], inputs: Path) -> None:
-    """Models, adapters, recipes, and statistics if a merge reads any, as `tree` collects them."""
-    make_inputs(inputs)
-    for merge in merges:
-        if merge.recipe:
-            merge.recipe_file(inputs).write_text(merge.recipe)
-    wanted = {flag for merge in merges for flag in merge.arguments if f"{INPUTS / 'statistics'}" in flag}
-    collecting = []
-    for name in sorted(flag.partition("=")[0] for flag in wanted):
-        command = [sys.executable, "-m", "actmat", "statistics", "collect", f"llama/{name}", "--fisher", "--quiet"]
-        command += ["--data", f"{name}.jsonl", "--out", f"statistics/{name}"]
-        collecting.append(subprocess.Popen(command, cwd=inputs, env=os.environ | tree.environment()))
-    statuses = [process.wait() for process in collecting]
-    if any(statuses):
-        raise SystemExit("statistics could not be collected")
+@dataclass(frozen=True)
+class Tree:
+    """A source tree, of which `src` is used only.
 
+    Args:
+        name: `old` or `new`.
+        root: folder that holds `src`.
+        label: commit, for the record.
+    """
 
-def _run_all(tree: Tree, merges: Sequence[Merge], folder: Path) -> dict[str, tuple[int, int]]:
-    """Exit statuses of plan and merge for each merge; outputs lie in `folder`, named after it."""
-    folder.mkdir(parents=True)
-    found = {}
-    with Server(tree, folder) as server:
-        for merge in merges:
-            plan = server.run(["plan", *merge.inputs(), "--json", "--full"], folder / f"{merge.name}.plan.json")
-            out = ["--out", f"out/{merge.name}", "--set", "durable=false", "--quiet"]
-            arguments = ["merge", *merge.inputs(), *merge.running, *out]
-            found[merge.name] = (plan, server.run(arguments, folder / f"{merge.name}.log"))
-    return found
+    name: str
+    root: Path
+    label: str
 
+    def environment(self) -> dict[str, str]:
+        """Variables with which Python imports this tree's package, whatever is installed or lies in the folder."""
+        return {"PYTHONPATH": str(self.root / "src"), "PYTHONSAFEPATH": "1"}
 
-def row(merge: Merge, folder: Path, statuses: Sequence[tuple[int, int]], expected: bool) -> dict[str, Any]:
-    """Row of the table of bytes: the outputs of one merge below `folder`, `old` and `new`."""
-    old, new = (folder / side / "out" / merge.name for side in ("old", "new"))
-    weights = compare_weights(old, new)
-    verdict = weights.verdict()
-    if verdict not in PASSES and expected:
-        verdict = "expected"
-    notes = [*weights.problems, *compare_files(old, new)]
-    texts = [(folder / side / f"{merge.name}.plan.json").read_text() for side in ("old", "new")]
-    if words := compare_texts(texts[0], texts[1], (str(folder / "old"), str(folder / "new"))):
-        notes.append(f"plan: {words}")
-    for side, status in zip(("old", "new"), statuses, strict=True):
-        if any(status):
-            verdict = "failed"
-            last = (folder / side / f"{merge.name}.log").read_text().strip()[-500:]
-            notes.append(f"{side}: exit status {status[0]} of plan, {status[1]} of merge: {last}")
-    return {
-        "merge": merge.name,
-        "files": f"{weights.same_files}/{weights.files}",
-        "tensors": f"{weights.same_tensors}/{weights.tensors}",
-        "entries": weights.entries,
-        "difference": weights.difference,
-        "verdict": verdict,
-        "notes": notes,
-    }
-
-
-def _speed(trees: Sequence[Tree], names: Sequence[str], size: str, rounds: int) -> list[dict[str, Any]]:
-    known = commands(size)
-    rows = []
-    for name in names:
-        print(name)
-        rows += timed_pairs(trees, name, known[name](), rounds)
-    return rows
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", help="what to compare with: a commit, branch or tag")
-    parser.add_argument("--only", choices=("bytes", "speed"), help="one part of the comparison")
-    parser.add_argument("--merges", metavar="NAME[,NAME]", help="of bytes or speed, by name (default: all)")
-    parser.add_argument("--expected", metavar="NAME[,NAME]", default="", help="merges whose weights may differ")
-    parser.add_argument("--size", choices=("small", "medium"), default="small", help="60 M or 0.26 B parameters")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs of each merge")
-    parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="default: results/against.json, of speed alone against_speed.json"
-    )
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep inputs and outputs of `bytes` in this folder")
-    return parser
-
-
-def chosen(parser: argparse.ArgumentParser, text: str | None, known: Sequence[str]) -> list[str]:
-    """The names in a list separated by commas, all of them for None."""
-    if text is None:
-        return list(known)
-    names = [name for name in text.split(",") if name]
-    if unknown := sorted(set(names) - set(known)):
-        parser.error(f"no merge called {', '.join(unknown)}; there are: {', '.join(known)}")
-    return names
+    def check(self) -> None:
+        """Raise `RuntimeError` when a child would import the package from another place."""
+        command = [sys.executable, "-c", "import actmat; print(actmat.__file__)"]
+        place = subprocess.check_output(command, env=os.environ | self.environment(), cwd=self.root, text=True).strip()
+        if not Path(place).is_relative_to(self.root / "src"):
+            raise RuntimeError(f"the {self.name} tree is {self.root}, but Python imports {place}")
 
 
 @contextlib.contextmanager
-def _workspace(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True)
-        yield keep.resolve()
-        return
+def checked_out(revision: str) -> Iterator[tuple[Tree, Tree]]:
+    """The revision in a git worktree, which is removed at the end, and the working tree.
+
+    Raises:
+        SystemExit: git does not know the revision.
+    """
+    try:
+        commit = git("rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}")
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"no revision '{revision}': {error.stderr.strip()}") from None
+    changed = "+changes" if git("status", "--porcelain", "--", "src") else ""
+    new = Tree("new", REPOSITORY, git("rev-parse", "--short=12", "HEAD") + changed)
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder).resolve()
+        old = Tree("old", Path(folder).resolve() / "revision", commit)
+        git("worktree", "add", "--quiet", "--detach", str(old.root), commit)
+        try:
+            for tree in (old, new):
+                tree.check()
+            yield old, new
+        finally:
+            git("worktree", "remove", "--force", str(old.root))
+
+
+def merge_arguments(name: str, size: str) -> list[str | Path]:
+    """Arguments of one of `MERGES`, `--out` left out; its inputs are made where they are missing."""
+    if name == "lora":
+        return [*_flags(write_adapters(WORK / "against-adapters", 4, 16, 1024, 2816, 8)), "-m", "actmat"]
+    shape, experts, scope = (SIZES[size], ELEMENTWISE[name], "all") if name in ELEMENTWISE else (MATRICES, 2, "linear")
+    base, paths = make_family(home(WORK, shape, "bfloat16"), shape, experts, dtype="bfloat16")
+    return ["-b", base, *_flags(paths), "-m", name, "--set", f"scope={scope}"]
+
+
+def _flags(experts: Sequence[Path]) -> list[str | Path]:
+    return [flag for path in experts for flag in ("-e", path)]
+
+
+def timed_pairs(trees: Sequence[Tree], name: str, arguments: Sequence[str | Path], rounds: int) -> list[dict[str, Any]]:
+    """Rows of one merge, one for each of `MEASURES`: run by each tree in turn, after one round that is not counted."""
+
+    def merge(tree: Tree) -> Run:
+        written = ["--out", fresh(WORK / "out" / f"against-{tree.name}"), "--set", "durable=false", "--quiet"]
+        return measure([sys.executable, "-m", "actmat", "merge", *arguments, *written], **tree.environment())
+
+    for tree in trees:
+        merge(tree)
+    calls: dict[str, Callable[[], Run]] = {tree.name: lambda tree=tree: merge(tree) for tree in trees}
+    runs = alternate(calls, rounds)
+    return [
+        {"merge": name, "measure": kind, **ratio_row(*([getattr(run, kind) for run in runs[t.name]] for t in trees))}
+        for kind in MEASURES
+    ]
+
+
+def ratio_row(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
+    """Medians of both, the mean ratio new/old of the pairs with its interval, the judgment, and every value."""
+    ratio, low, high = paired_ratio(old, new)
+    return {
+        "old": statistics.median(old),
+        "new": statistics.median(new),
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "judged": judgment(low, high),
+        "all_old": [round(value, 4) for value in old],
+        "all_new": [round(value, 4) for value in new],
+    }
+
+
+def paired_ratio(old: Sequence[float], new: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Geometric mean of new/old over the pairs, and its 95 % t interval (of the logarithms); None with one pair."""
+    logs = [math.log(b / a) for a, b in zip(old, new, strict=True)]
+    mean = statistics.fmean(logs)
+    if len(logs) == 1:
+        return math.exp(mean), None, None
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def judgment(low: float | None, high: float | None) -> str:
+    """`dearer` where the whole interval lies above `BOUND`, `not dearer` where none of it does, else `unclear`."""
+    if low is None or high is None:
+        return "unclear"
+    return "dearer" if low > BOUND else "not dearer" if high <= BOUND else "unclear"
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktree is removed
-    arguments = parser()
-    given = arguments.parse_args()
-    parts = [given.only] if given.only else ["bytes", "speed"]
-    known = {"bytes": [merge.name for merge in MERGES], "speed": list(commands(given.size))}
-    names = set(chosen(arguments, given.merges, [name for part in parts for name in known[part]]))
-    expected = frozenset(chosen(arguments, given.expected, known["bytes"]))
-    compared: list[dict[str, Any]] = []
-    timed: list[dict[str, Any]] = []
-    with _workspace(given.keep) as folder, checked_out(given.revision, folder) as trees:
+    parser = program(__doc__, "against_speed", 5)
+    parser.add_argument("revision", help="what to compare with: a commit, branch or tag")
+    parser.add_argument("--merges", nargs="+", choices=MERGES, default=MERGES)
+    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="60 M or 0.26 B parameters")
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with checked_out(given.revision) as trees:
         print(f"old: {trees[0].label}, new: {trees[1].label}\n")
-        if "bytes" in parts:
-            started = time.perf_counter()
-            compared = compare_bytes(trees, [merge for merge in MERGES if merge.name in names], folder, expected)
-            notes = [f"{row['merge']}: {note}" for row in compared for note in row["notes"]]
-            print(aligned(compared, BYTE_COLUMNS), *notes, sep="\n")
-            print(f"\n{len(compared)} merges in {time.perf_counter() - started:.0f} s\n")
-        if "speed" in parts:
-            timed = _speed(trees, [name for name in known["speed"] if name in names], given.size, given.rounds)
-            print("\n" + aligned([readable(row) for row in timed], COLUMNS))
-        more = {"old": trees[0].label, "new": trees[1].label, "bytes": compared}
-    rows, columns = (timed, COLUMNS) if timed else (compared, BYTE_COLUMNS)
-    name = "against_speed" if given.only == "speed" else "against"  # neither half wipes the record of the other
-    print(write_result("against", rows, given.results or RESULTS / f"{name}.json", **more, columns=columns))
-    sys.exit(any(row["verdict"] not in PASSES for row in compared))
+        for name in given.merges:
+            rows += timed_pairs(trees, name, merge_arguments(name, given.size), given.repeats)
+    print("\n" + aligned([readable(row) for row in rows], COLUMNS))
+    labels = {tree.name: tree.label for tree in trees}
+    print(write_result(given.name, rows, columns=COLUMNS, **labels))
+
+
+def readable(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with medians in seconds or GiB, as the measure's name says, for a table."""
+    kind = row["measure"][-2:]
+    divisor, unit = (1 << 30, "GiB") if kind == "_b" else (1, "s")
+    words = row["measure"].removesuffix(kind).replace("_", " ")
+    return row | {"measure": f"{words}, {unit}", "old": row["old"] / divisor, "new": row["new"] / divisor}
 
 
 if __name__ == "__main__":
