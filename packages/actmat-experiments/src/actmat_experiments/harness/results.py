@@ -67,10 +67,11 @@ class Score:
 
 
 def append_scores(path: Path, scores: Iterable[Score]) -> None:
-    """Add lines to a file, which is made if need be."""
+    """Add lines to a file, which is made if need be; in one write, since several processes may share a cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(s), sort_keys=True) + "\n" for s in scores)
+    text = "".join(json.dumps(asdict(s), sort_keys=True) + "\n" for s in scores)
+    with path.open("ab", buffering=0) as file:
+        file.write(text.encode())
 
 
 def read_scores(path: Path) -> list[Score]:

@@ -61,7 +61,8 @@ def _cut(text: str) -> str:
     return " ".join(text.replace("Title: ", "", 1).replace("Text: ", "", 1).split()[:WORDS])
 
 
-def _short(rows: Rows, text: str) -> Iterator[Mapping[str, Any]]:
+def short_rows(rows: Rows, text: str) -> Iterator[Mapping[str, Any]]:
+    """Rows whose text is read whole."""
     return (row for row in rows if len(row[text].split()) <= MOST_WORDS)
 
 
@@ -74,7 +75,7 @@ def _labeled(rows: Rows, *, ask: str, answers: Mapping[Any, str]) -> Iterator[As
 
 
 def _rte(rows: Rows) -> Iterator[Asked]:
-    for row in _short(rows, "premise"):
+    for row in short_rows(rows, "premise"):
         text = f"{row['premise']}\nDoes it follow that {row['hypothesis']}"
         yield _ask(row["premise"], text, ("no", "yes"), ("not_entailment", "entailment").index(row["label"]))
 
@@ -113,7 +114,7 @@ def _winogrande(rows: Rows) -> Iterator[Asked]:
 
 
 def _wsc(rows: Rows) -> Iterator[Asked]:
-    for row in _short(rows, "text"):
+    for row in short_rows(rows, "text"):
         of, pronoun = row["target"]["span1_text"], row["target"]["span2_text"]
         text = f"{row['text']}\nDoes “{pronoun}” mean “{of}”?"
         yield _ask(row["text"], text, ("no", "yes"), int(row["label"]))
@@ -163,7 +164,7 @@ def load_options(folder: Path, names: Sequence[str], *, train: int, validation: 
     found = [(name, *_read(folder, name, problems)) for name in names]
     if problems:
         raise CheckpointError(f"The data of the tasks in {folder} cannot be used.", problems)
-    return [_drawn(name, learnt, tested, (train, validation, test)) for name, learnt, tested in found]
+    return [draw_parts(name, learnt, tested, (train, validation, test)) for name, learnt, tested in found]
 
 
 def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], list[Asked]]:
@@ -175,7 +176,14 @@ def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], li
     return asked(source.learnt), asked(source.tested)
 
 
-def _drawn(name: str, learnt: list[Asked], tested: list[Asked], sizes: tuple[int, int, int]) -> Generated:
+def draw_parts(name: str, learnt: list[Asked], tested: list[Asked], sizes: tuple[int, int, int]) -> Generated:
+    """The parts of a task, drawn by its name and the groups of its rows: other texts of the same rows are drawn alike.
+
+    Args:
+        learnt: rows to train on.
+        tested: rows to test on; none: they are drawn from those to train on.
+        sizes: of the parts for training, validation and test, at most.
+    """
     train, validation, test = sizes
     groups = _shuffled(f"groups {name}", list(dict.fromkeys(a.group for a in learnt)))
     rank = {group: n for n, group in enumerate(groups)}

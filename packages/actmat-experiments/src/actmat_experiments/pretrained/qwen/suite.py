@@ -1,0 +1,121 @@
+"""`llm-qwen`: eight adapters of a chat model of half a billion weights, merged without data and by a few prompts.
+
+The base is Qwen2.5-Coder-0.5B-Instruct. Experts are trained in two common ways, by a loss on the answer and by one on
+the whole text, and every merge is asked in the words of the training and in other words of the same questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actmat.errors import RecipeError
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.sizes import size_file, store_size
+from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.training import Schedule
+from actmat_experiments.pretrained.decoder import Coder, write_base
+from actmat_experiments.pretrained.qwen.experiment import Loss, Precision, WordedLlm
+from actmat_experiments.pretrained.qwen.rows import chosen_rows
+from actmat_experiments.pretrained.qwen.tasks import TASKS, load_tasks
+from actmat_experiments.pretrained.suite import (
+    PretrainedSettings,
+    chosen_tasks,
+    copied_base,
+    copy_model,
+    settings_digest,
+    variants,
+)
+from actmat_experiments.suites import RunRequest
+
+ORIGINAL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+"""Where the base is on the hub. Its head is its embeddings."""
+LIBRARIES = ("transformers", "gguf")
+"""That read the base."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenSettings(PretrainedSettings):
+    """Settings of the suite, for `--set name=value`.
+
+    Args:
+        base: folder of the base, a checkpoint or its only GGUF file; default: the original on the hub.
+        validation: prompts of each task, in each wording, for merges by prompts.
+        steps: of every expert, of `batch_size` examples each.
+        alpha: of LoRA.
+        losses: a set of experts each: the loss is of the `answers`, or of the `whole` text.
+        precision: of matrix products on a GPU; a CPU computes in float32.
+    """
+
+    train: int = 1200
+    validation: int = 8
+    test: int = 80
+    steps: int = 96
+    lora_rate: float = 2e-4
+    ranks: tuple[int, ...] = (16,)
+    alpha: int = 32
+    batch_size: int = 16
+    losses: tuple[Loss, ...] = ("answers", "whole")
+    precision: Precision = "tf32"
+
+
+def run(request: RunRequest) -> None:
+    """See `suites.Suite`; seeds and tasks are those of the request, and the regime is LoRA.
+
+    Raises:
+        RecipeError: a task, row or setting cannot be, or no data folder was given.
+        CheckpointError: base or data cannot be had.
+    """
+    if tuple(request.regimes) != ("lora",):
+        raise RecipeError("The suite llm-qwen trains adapters only. Fix: leave out --full and --no-lora.")
+    rows = chosen_rows(request.methods)
+    with Watch(request.console, request.cache / "logs") as watch:
+        for experiment in experiments(request, watch):
+            experiment.measure(rows, score_file(request.cache, request.suite))
+            store_size(experiment, size_file(request.cache, request.suite))
+
+
+def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
+    """One for each seed, rank and loss; experts are not yet trained."""
+    settings = changed(QwenSettings(), request.settings)
+    if request.data is None:
+        raise RecipeError(
+            "The suite llm-qwen reads local texts: give their folder with --data. 'python -m benchmarks.data FOLDER "
+            "--only text' makes it, FOLDER/text, from public originals."
+        )
+    names = chosen_tasks(request, list(TASKS), "causal language model")
+    tasks = load_tasks(request.data, names, **settings.sizes)
+    location = settings.base or ORIGINAL
+    base = copied_base(Cache(request.cache), location, LIBRARIES, _write_base)
+    name = ORIGINAL.rpartition("/")[2] + " from GGUF" * bool(_quantized(Path(location)))
+    for fields in variants(request, watch, settings, base, name):
+        for loss in settings.losses:
+            yield WordedLlm(
+                **fields | {"testers": None, "model": f"{fields['model']}, loss on {_LEARNT[loss]}"},
+                digest=settings_digest(settings, base.digest, tasks),
+                coder=Coder(base.path),
+                tasks=tasks,
+                steps_each=settings.steps,
+                schedule=Schedule(1, settings.batch_size, settings.lora_rate),
+                loss=loss,
+                alpha=settings.alpha,
+                precision=settings.precision,
+            )
+
+
+_LEARNT = {"answers": "answers", "whole": "whole texts"}
+
+
+def _write_base(folder: Path, out: Path) -> None:
+    """The base as a checkpoint."""
+    if _quantized(folder):
+        write_base(folder, out, tied=True)
+    else:
+        copy_model(folder, out)
+
+
+def _quantized(folder: Path) -> Sequence[Path]:
+    return sorted(folder.glob("*.gguf"))
