@@ -21,12 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.sizes import size_file
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.pretrained.qwen.suite import experiments
-from actmat_experiments.suites import RunRequest
+from actmat_experiments.pretrained.qwen.suite import make_base
 
 SUITE = "llm-qwen"
 _POLL_S = 2.0
@@ -67,15 +66,6 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def prepare(given: argparse.Namespace) -> None:
-    """Make the base in the cache."""
-    settings = {"base": str(given.base)}
-    request = RunRequest(SUITE, given.cache, data=given.data, regimes=("lora",), settings=settings)
-    with Watch() as watch:
-        experiment = next(iter(experiments(request, watch)))
-    print(f"{experiment.model}: {experiment.base.digest}")
 
 
 def run(given: argparse.Namespace) -> list[int | None]:
@@ -120,7 +110,7 @@ def main() -> None:
     """Command line: 0 if all sets are complete, 1 if one failed or was ended."""
     given = arguments()
     if given.prepare:
-        prepare(given)
+        print(make_base(Cache(given.cache), str(given.base)).path)
         return
     statuses = run(given)
     print(f"exit statuses, None if ended at the limit: {statuses}; {collect(given)} scores in {given.out}")

@@ -116,7 +116,7 @@ def test_a_row_names_its_training_its_run_and_its_merge(finished):
             assert score.detail[part]["commit"] == origin.commit()
     by_row = {s.method: s.detail for s in scores if s.model.endswith("answers")}
     assert by_row["auto"]["rule"] in ("dc_merge", "ct_merging")
-    assert by_row["regmean:data=training"]["options"] == {"prior": 4 / 3, "ridge": 0.001}, "one of four is held back"
+    assert by_row["regmean:data=training"]["options"] == {"prior": 1.3333, "ridge": 0.001}, "one of four is held back"
     assert by_row[TOWARD]["toward"] == "ct_merging"
     merged = {by_row[row]["merge"] for row in (*METHODS, "ct_merging")}
     assert len(merged) == len(METHODS) + 1 - (by_row["auto"]["rule"] == "ct_merging")
@@ -230,19 +230,21 @@ def test_layer_inputs_are_those_that_statistics_are_made_of(base):
         torch.testing.assert_close(rows_NI.mT @ rows_NI, gram_II, rtol=F32_FORWARD, atol=F32_ELEMENTWISE)
 
 
-def test_a_regression_toward_a_merge_is_its_formula():
+@pytest.mark.parametrize("prior", [0.0, 0.5])
+def test_a_regression_toward_a_merge_is_its_formula(prior):
     torch.manual_seed(0)
     experts = [{"layer": Factors(torch.randn(6, 2), torch.randn(2, 8))} for _ in range(3)]
     inputs = [{"layer": torch.randn(5, 8) * scale} for scale in (1, 2, 3)]
     start = {"layer": Factors(torch.randn(6, 2), torch.randn(2, 8))}
-    (row,) = (row for row in ROWS if row.name == TOWARD)
+    (row,) = (r for r in ROWS if r.name == TOWARD + ",prior=0.5" * bool(prior))
     ((name, found),) = merge_by_inputs(row, experts, inputs, start)
     start_OI = start["layer"].dense().double()
     left, total = torch.zeros(6, 8).double(), torch.zeros(8, 8).double()
     for expert, rows in zip(experts, inputs, strict=True):
-        gram_II = rows["layer"].double().mT @ rows["layer"].double()
-        gram_II /= gram_II.trace()
-        left += (expert["layer"].dense().double() - start_OI) @ gram_II
+        delta_OI, gram_II = expert["layer"].dense().double(), rows["layer"].double().mT @ rows["layer"].double()
+        own_II = delta_OI.mT @ delta_OI
+        gram_II = (gram_II / gram_II.trace() + prior * own_II / own_II.trace()) / (1 + prior)
+        left += (delta_OI - start_OI) @ gram_II
         total += gram_II
     ridge_II = 0.05 * total.diagonal().mean() * torch.eye(8).double()
     wanted = start_OI + left @ torch.linalg.inv(total + ridge_II)
@@ -366,11 +368,11 @@ def test_processes_are_ended_at_the_limit(asked, tmp_path, monkeypatch):
     assert all(process.poll() is not None for process in sleeping)
 
 
-def test_a_base_is_made_ahead_of_time(asked, tmp_path, capsys):
-    given = command_line(asked, tmp_path)
-    given.cache = tmp_path / "cache"
-    program.prepare(given)
-    ((folder,),) = ([p for p in (given.cache / "base").iterdir() if p.is_dir()],)
-    assert folder.name in capsys.readouterr().out
-    assert (folder / "encoder" / "model.safetensors").is_file()
-    assert Path(given.cache / "expert").exists() is False
+def test_a_base_is_made_ahead_of_time(asked, tmp_path, monkeypatch, capsys):
+    words = ["--base", asked.settings["base"], "--data", str(asked.data), "--cache", str(tmp_path / "cache")]
+    monkeypatch.setattr(sys, "argv", ["qwen", *words, "--out", str(tmp_path / "out"), "--prepare"])
+    program.main()
+    folder = Path(capsys.readouterr().out.strip())
+    base = next(iter(suite.experiments(replace(asked, cache=tmp_path / "cache"), Watch()))).base.path
+    assert folder == base
+    assert (folder / "model.safetensors").is_file()

@@ -134,10 +134,20 @@ def merge_by_inputs(
         start: the merge that the regression goes toward.
     """
     for name in experts[0]:
-        grams = [(rows[name].mT @ rows[name]) / len(rows[name]) for rows in inputs]
+        deltas = [factors[name].dense() for factors in experts]
+        grams = [gram(rows[name], delta_OI, row.prior) for rows, delta_OI in zip(inputs, deltas, strict=True)]
         start_OI = start[name].dense() if start is not None else 0.0
-        beyond = [factors[name].dense() - start_OI for factors in experts]
+        beyond = [delta_OI - start_OI for delta_OI in deltas]
         yield name, start_OI + actmat.merge_matrices(row.method, beyond, statistics={"gram": grams}, **row.options)
+
+
+def gram(rows_NI: Tensor, delta_OI: Tensor, prior: float) -> Tensor:
+    """Mean of `z z^T` over the rows, plus a share of `D^T D` at the same trace."""
+    gram_II = rows_NI.mT @ rows_NI / len(rows_NI)
+    if not prior:
+        return gram_II
+    own_II = delta_OI.mT @ delta_OI
+    return gram_II + prior * gram_II.trace() / own_II.trace() * own_II
 
 
 def _digest(deltas: Mapping[str, Tensor]) -> str:

@@ -23,6 +23,7 @@ class Row:
         by: how it is merged.
         words: of the prompts, where there are some.
         toward: row from whose merge the regression starts.
+        prior: share of the experts' own `D^T D`, at equal traces, that is added to the Gram matrices of the layers.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Row:
     by: By = "weights"
     words: Words = "training"
     toward: str = ""
+    prior: float = 0.0
 
     @property
     def about(self) -> dict[str, Any]:
@@ -40,7 +42,7 @@ class Row:
         facts |= {"post": list(self.post)} if self.post else {}
         if self.by != "weights":
             facts |= {"by": self.by, "prompts": self.words}
-        return facts | ({"toward": self.toward} if self.toward else {})
+        return facts | ({"toward": self.toward, "prior": self.prior} if self.toward else {})
 
 
 def _plain(method: str, *post: str) -> Row:
@@ -51,11 +53,11 @@ def _tool(words: Words) -> Row:
     return Row(f"regmean:data={words}", "auto", by="tool", words=words)
 
 
-def _regression(words: Words, toward: str = "", **options: Any) -> Row:
-    facts = ({"toward": toward} if toward else {}) | options
-    name = ",".join([words, *(f"{key}={value}" for key, value in facts.items())])
-    shared: dict[str, Any] = {"normalize": "trace"} if toward else {}
-    return Row(f"regmean:{name}", "regmean", shared | options, by="layers", words=words, toward=toward)
+def _regression(words: Words, ridge: float, toward: str = "", prior: float = 0.0) -> Row:
+    facts = {"toward": toward, "ridge": ridge, "prior": prior}
+    name = ",".join([words, *(f"{key}={value}" for key, value in facts.items() if value)])
+    options: dict[str, Any] = {"ridge": ridge} | ({"normalize": "trace"} if toward else {})
+    return Row(f"regmean:{name}", "regmean", options, by="layers", words=words, toward=toward, prior=prior)
 
 
 ROWS: tuple[Row, ...] = (
@@ -63,11 +65,11 @@ ROWS: tuple[Row, ...] = (
     *(_tool("training"), _tool("other")),
     Row("task_arithmetic_1", "task_arithmetic", {"scaling": 1.0}),
     *(_plain("knots"), _plain("actmat_ridge"), _plain("actmat")),
-    _regression("training", ridge=0.001),
-    *(_regression("training", "ct_merging", ridge=ridge) for ridge in (0.05, 0.5)),
-    _regression("training", "ct_merging", prior=0.5, ridge=0.05),
-    _regression("other", ridge=0.001),
-    _regression("other", "ct_merging", ridge=0.05),
+    _regression("training", 0.001),
+    *(_regression("training", ridge, "ct_merging") for ridge in (0.05, 0.5)),
+    _regression("training", 0.05, "ct_merging", prior=0.5),
+    _regression("other", 0.001),
+    _regression("other", 0.05, "ct_merging"),
     Row("ssr:training", "ssr", by="layers"),
     *(_plain("tsv", "mean_norm"), _plain("dc_merge", "mean_norm")),
     *(_plain("iso_c"), _plain("aswudi"), _plain("cart")),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.sizes import size_file, store_size
@@ -89,7 +90,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     names = chosen_tasks(request, list(TASKS), "causal language model")
     tasks = load_tasks(request.data, names, **settings.sizes)
     location = settings.base or ORIGINAL
-    base = copied_base(Cache(request.cache), location, LIBRARIES, _write_base)
+    base = make_base(Cache(request.cache), location)
     name = ORIGINAL.rpartition("/")[2] + " from GGUF" * bool(_quantized(Path(location)))
     for fields in variants(request, watch, settings, base, name):
         for loss in settings.losses:
@@ -104,6 +105,15 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
                 alpha=settings.alpha,
                 precision=settings.precision,
             )
+
+
+def make_base(cache: Cache, location: str) -> Made:
+    """The base in the cache, as a checkpoint.
+
+    Args:
+        location: folder, or place on the hub.
+    """
+    return copied_base(cache, location, LIBRARIES, _write_base)
 
 
 _LEARNT = {"answers": "answers", "whole": "whole texts"}
