@@ -39,7 +39,7 @@ CHOSEN = ("trec", "record")
 TOWARD = "regmean:training,toward=ct_merging,ridge=0.05"
 METHODS = ("average", "auto", "regmean:data=training", "regmean:other,ridge=0.001", TOWARD, "ssr:training")
 SIZES = {"train": 12, "validation": 4, "test": 6}
-TINY = {n: str(v) for n, v in SIZES.items()} | {"steps": "2", "batch_size": "4", "ranks": "2"}
+TINY = {"train": "12", "prompts": "4", "test": "6", "steps": "2", "batch_size": "4", "rank": "2"}
 
 
 @pytest.fixture(scope="module")

@@ -59,10 +59,10 @@ class Score:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Fields that a later score must share to replace this one."""
+        """Fields that a later score must share to replace this one; experts that were trained again are others."""
         return (
             *(self.suite, self.model, self.regime, self.method, self.scale, self.task),
-            *(str(self.seed), self.settings),
+            *(str(self.seed), self.settings, self.detail.get("training", {}).get("weights", "")),
         )
 
 

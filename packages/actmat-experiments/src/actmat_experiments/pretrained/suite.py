@@ -177,7 +177,7 @@ def variants(
                 }
 
 
-_NAMED = ("base", "ranks", "mixed", "alpha", "start", "drawn", "losses")
+_NAMED = ("base", "ranks", "mixed", "alpha", "start", "drawn")
 """Settings that the model's name has, or the digest of the base."""
 
 

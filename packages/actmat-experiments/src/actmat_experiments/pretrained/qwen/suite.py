@@ -6,12 +6,13 @@ the whole text, and every merge is asked in the words of the training and in oth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from actmat.errors import RecipeError
-from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.settings import changed
@@ -22,14 +23,7 @@ from actmat_experiments.pretrained.decoder import Coder, write_base
 from actmat_experiments.pretrained.qwen.experiment import Loss, Precision, WordedLlm
 from actmat_experiments.pretrained.qwen.rows import chosen_rows
 from actmat_experiments.pretrained.qwen.tasks import TASKS, load_tasks
-from actmat_experiments.pretrained.suite import (
-    PretrainedSettings,
-    chosen_tasks,
-    copied_base,
-    copy_model,
-    settings_digest,
-    variants,
-)
+from actmat_experiments.pretrained.suite import chosen_tasks, copied_base, copy_model
 from actmat_experiments.suites import RunRequest
 
 ORIGINAL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
@@ -39,26 +33,29 @@ LIBRARIES = ("transformers", "gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QwenSettings(PretrainedSettings):
+class QwenSettings:
     """Settings of the suite, for `--set name=value`.
 
     Args:
         base: folder of the base, a checkpoint or its only GGUF file; default: the original on the hub.
-        validation: prompts of each task, in each wording, for merges by prompts.
-        steps: of every expert, of `batch_size` examples each.
-        alpha: of LoRA.
+        train, test: largest number of examples per task.
+        prompts: of each task, in each wording, for merges by prompts.
+        steps, batch_size: of every expert, and examples of each step.
+        rate: highest learning rate; it falls to zero.
+        rank, alpha: of LoRA on all linear layers.
         losses: a set of experts each: the loss is of the `answers`, or of the `whole` text.
         precision: of matrix products on a GPU; a CPU computes in float32.
     """
 
+    base: str = ""
     train: int = 1200
-    validation: int = 8
     test: int = 80
+    prompts: int = 8
     steps: int = 96
-    lora_rate: float = 2e-4
-    ranks: tuple[int, ...] = (16,)
-    alpha: int = 32
     batch_size: int = 16
+    rate: float = 2e-4
+    rank: int = 16
+    alpha: int = 32
     losses: tuple[Loss, ...] = ("answers", "whole")
     precision: Precision = "tf32"
 
@@ -75,12 +72,12 @@ def run(request: RunRequest) -> None:
     rows = chosen_rows(request.methods)
     with Watch(request.console, request.cache / "logs") as watch:
         for experiment in experiments(request, watch):
-            experiment.measure(rows, score_file(request.cache, request.suite))
             store_size(experiment, size_file(request.cache, request.suite))
+            experiment.measure(rows, score_file(request.cache, request.suite))
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
-    """One for each seed, rank and loss; experts are not yet trained."""
+    """One for each seed and loss; experts are not yet trained."""
     settings = changed(QwenSettings(), request.settings)
     if request.data is None:
         raise RecipeError(
@@ -88,20 +85,30 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
             "--only text' makes it, FOLDER/text, from public originals."
         )
     names = chosen_tasks(request, list(TASKS), "causal language model")
-    tasks = load_tasks(request.data, names, **settings.sizes)
+    tasks = load_tasks(request.data, names, train=settings.train, validation=settings.prompts, test=settings.test)
     location = settings.base or ORIGINAL
     base = make_base(Cache(request.cache), location)
+    decided = {name: value for name, value in asdict(settings).items() if name not in ("base", "losses")}
     name = ORIGINAL.rpartition("/")[2] + " from GGUF" * bool(_quantized(Path(location)))
-    for fields in variants(request, watch, settings, base, name):
+    for seed in request.seeds:
         for loss in settings.losses:
             yield WordedLlm(
-                **fields | {"testers": None, "model": f"{fields['model']}, loss on {_LEARNT[loss]}"},
-                digest=settings_digest(settings, base.digest, tasks),
+                suite=request.suite,
+                model=f"{name}, r = {settings.rank}, loss on {_LEARNT[loss]}",
+                regime="lora",
+                seed=seed,
+                digest=digest([decided, base.digest, [[task.name, task.content] for task in tasks]]),
+                base=base,
+                cache=Cache(request.cache),
+                watch=watch,
+                device=request.device,
+                threads=request.threads or os.cpu_count(),
                 coder=Coder(base.path),
                 tasks=tasks,
                 steps_each=settings.steps,
-                schedule=Schedule(1, settings.batch_size, settings.lora_rate),
+                schedule=Schedule(1, settings.batch_size, settings.rate),
                 loss=loss,
+                rank=settings.rank,
                 alpha=settings.alpha,
                 precision=settings.precision,
             )
