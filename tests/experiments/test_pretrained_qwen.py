@@ -36,8 +36,8 @@ from actmat_experiments.pretrained.qwen.tasks import TASKS, WORDS, Worded, load_
 from actmat_experiments.suites import RunRequest, get_suite
 
 CHOSEN = ("trec", "record")
-TOWARD = "regmean:training,toward=ct_merging,ridge=0.05"
-METHODS = ("average", "auto", "regmean:data=training", "regmean:other,ridge=0.001", TOWARD, "ssr:training")
+TOWARD = "regmean:training:toward=ct_merging:ridge=0.05"
+METHODS = ("average", "auto", "regmean:data=training", "regmean:other:ridge=0.001", TOWARD, "ssr:training")
 SIZES = {"train": 12, "validation": 4, "test": 6}
 TINY = {"train": "12", "prompts": "4", "test": "6", "steps": "2", "batch_size": "4", "rank": "2"}
 
@@ -236,7 +236,7 @@ def test_a_regression_toward_a_merge_is_its_formula(prior):
     experts = [{"layer": Factors(torch.randn(6, 2), torch.randn(2, 8))} for _ in range(3)]
     inputs = [{"layer": torch.randn(5, 8) * scale} for scale in (1, 2, 3)]
     start = {"layer": Factors(torch.randn(6, 2), torch.randn(2, 8))}
-    (row,) = (r for r in ROWS if r.name == TOWARD + ",prior=0.5" * bool(prior))
+    (row,) = (r for r in ROWS if r.name == TOWARD + ":prior=0.5" * bool(prior))
     ((name, found),) = merge_by_inputs(row, experts, inputs, start)
     start_OI = start["layer"].dense().double()
     left, total = torch.zeros(6, 8).double(), torch.zeros(8, 8).double()

@@ -118,7 +118,7 @@ class Merging:
             return self.live.layer_inputs(self.coder(task.part(words, "validation")))
 
     def _folder(self, row: str) -> Path:
-        return self.work / row.replace("=", "-").replace(":", "-").replace(",", "-")
+        return self.work / row.replace("=", "-").replace(":", "-")
 
 
 def merge_by_inputs(

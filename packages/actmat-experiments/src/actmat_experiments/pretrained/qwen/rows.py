@@ -10,7 +10,7 @@ from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.pretrained.qwen.tasks import Words
 
 By = Literal["weights", "tool", "layers"]
-"""How a row is merged: from weights only; by `merge --data`; or by the inputs of layers."""
+"""Ways of a merge: from weights only; by `merge --data`; or by the inputs of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def _tool(words: Words) -> Row:
 
 def _regression(words: Words, ridge: float, toward: str = "", prior: float = 0.0) -> Row:
     facts = {"toward": toward, "ridge": ridge, "prior": prior}
-    name = ",".join([words, *(f"{key}={value}" for key, value in facts.items() if value)])
+    name = ":".join([words, *(f"{key}={value}" for key, value in facts.items() if value)])
     options: dict[str, Any] = {"ridge": ridge} | ({"normalize": "trace"} if toward else {})
     return Row(f"regmean:{name}", "regmean", options, by="layers", words=words, toward=toward, prior=prior)
 

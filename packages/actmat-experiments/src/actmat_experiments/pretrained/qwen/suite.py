@@ -27,7 +27,7 @@ from actmat_experiments.pretrained.suite import chosen_tasks, copied_base, copy_
 from actmat_experiments.suites import RunRequest
 
 ORIGINAL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-"""Where the base is on the hub. Its head is its embeddings."""
+"""The base on the hub. Its head is its embeddings."""
 LIBRARIES = ("transformers", "gguf")
 """That read the base."""
 

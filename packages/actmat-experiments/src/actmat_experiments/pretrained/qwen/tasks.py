@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from actmat.errors import CheckpointError
 from actmat_experiments.harness.lines import read_files
-from actmat_experiments.pretrained.generated import END_OF_TURN, Generated, Question, turn
+from actmat_experiments.pretrained.generated import END_OF_TURN, MONTHS, NAMES, Generated, Question, turn
 from actmat_experiments.pretrained.instructions.texts import Asked, draw_parts, short_rows
 
 Words = Literal["training", "other"]
@@ -106,31 +106,23 @@ def _copa(row: Row) -> Phrased:
 
 def _record(row: Row) -> Phrased:
     name, city, day, month, year = (row[field] for field in ("name", "city", "day", "month", "year"))
-    born = f"{year}-{_MONTHS.index(month) + 1:02}-{day:02}"
+    born = f"{year}-{MONTHS.index(month) + 1:02}-{day:02}"
     training = f"Record: {name}, {city}, born {day} {month} {year}."
     other = f"Make data of this: on {month} {day} of {year}, in {city}, {name} was born."
     return Phrased(training, training, other, json.dumps({"name": name, "city": city, "born": born}))
 
 
-_NAMES = (
-    *("Anna", "Boris", "Clara", "David", "Elena", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Karin", "Luis", "Mona"),
-    *("Nils", "Olga", "Pavel", "Rosa", "Samir", "Tara", "Viktor"),
-)
 _CITIES = (*("Lima", "Oslo", "Cairo", "Quito", "Delhi", "Tunis", "Perth", "Turin", "Porto", "Sofia", "Kyoto", "Accra"),)
-_MONTHS = (
-    *("January", "February", "March", "April", "May", "June"),
-    *("July", "August", "September", "October", "November", "December"),
-)
 
 
 def _draw_records() -> Iterator[Row]:
     generator = random.Random("questions of record in two wordings")
     for _ in range(_RECORDS):
         yield {
-            "name": generator.choice(_NAMES),
+            "name": generator.choice(NAMES),
             "city": generator.choice(_CITIES),
             "day": generator.randrange(1, 29),
-            "month": generator.choice(_MONTHS),
+            "month": generator.choice(MONTHS),
             "year": generator.randrange(1950, 2006),
         }
 
