@@ -61,8 +61,7 @@ def _cut(text: str) -> str:
     return " ".join(text.replace("Title: ", "", 1).replace("Text: ", "", 1).split()[:WORDS])
 
 
-def short_rows(rows: Rows, text: str) -> Iterator[Mapping[str, Any]]:
-    """Rows whose text is read whole."""
+def _short(rows: Rows, text: str) -> Iterator[Mapping[str, Any]]:
     return (row for row in rows if len(row[text].split()) <= MOST_WORDS)
 
 
@@ -75,7 +74,7 @@ def _labeled(rows: Rows, *, ask: str, answers: Mapping[Any, str]) -> Iterator[As
 
 
 def _rte(rows: Rows) -> Iterator[Asked]:
-    for row in short_rows(rows, "premise"):
+    for row in _short(rows, "premise"):
         text = f"{row['premise']}\nDoes it follow that {row['hypothesis']}"
         yield _ask(row["premise"], text, ("no", "yes"), ("not_entailment", "entailment").index(row["label"]))
 
@@ -114,7 +113,7 @@ def _winogrande(rows: Rows) -> Iterator[Asked]:
 
 
 def _wsc(rows: Rows) -> Iterator[Asked]:
-    for row in short_rows(rows, "text"):
+    for row in _short(rows, "text"):
         of, pronoun = row["target"]["span1_text"], row["target"]["span2_text"]
         text = f"{row['text']}\nDoes “{pronoun}” mean “{of}”?"
         yield _ask(row["text"], text, ("no", "yes"), int(row["label"]))

@@ -1,7 +1,7 @@
 """Eight tasks for a chat model, each in the words of the training and in other words of the same questions.
 
 Seven are local JSON lines, those of `benchmarks.data`; `record` is drawn. Rows of one group (a premise, a text) are in
-one part only, and the parts are the same for all seeds. Long premises of `rte` are left out.
+one part only, and the parts are the same for all seeds. Long prompts are left out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple
 from actmat.errors import CheckpointError
 from actmat_experiments.harness.lines import read_files
 from actmat_experiments.pretrained.generated import END_OF_TURN, MONTHS, NAMES, Generated, Question, turn
-from actmat_experiments.pretrained.instructions.texts import Asked, draw_parts, short_rows
+from actmat_experiments.pretrained.instructions.texts import Asked, draw_parts
 
 Words = Literal["training", "other"]
 WORDS: tuple[Words, ...] = ("training", "other")
 """The words in which a question is asked: those of the training, and others."""
+MOST_WORDS = 60
+"""Of a prompt in the words of the training; longer ones are left out, for the memory of a batch."""
 _RECORDS = 1600
 
 
@@ -163,11 +165,8 @@ def _phrase(folder: Path, name: str, problems: list[str]) -> list[Phrased]:
     file, phrase = TASKS[name]
     if not file:
         return list(map(phrase, _draw_records()))
-
-    def read(rows: list[Row]) -> list[Phrased]:
-        return [phrase(row) for row in (short_rows(rows, "premise") if name == "rte" else rows)]
-
-    return [row for rows in read_files(folder, name, [file], read, problems) for row in rows]
+    files = read_files(folder, name, [file], lambda rows: list(map(phrase, rows)), problems)
+    return [row for rows in files for row in rows if len(row.training.split()) <= MOST_WORDS]
 
 
 def _ask(rows: Sequence[Phrased], words: Words) -> list[Asked]:
