@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import qwen as program
-from safetensors.torch import load_file, save_file
 from evidence.tests.helpers.pretrained import write_gguf, write_llama
 from evidence.tests.helpers.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_SOLVE
+from safetensors.torch import load_file, save_file
 
 from actmat.errors import RecipeError
 from actmat.statistics.triangle import unpack
@@ -33,7 +33,8 @@ from actmat_experiments.pretrained.qwen.live import Factors, Live, dense, read_f
 from actmat_experiments.pretrained.qwen.merging import merge_by_inputs
 from actmat_experiments.pretrained.qwen.rows import ROWS, Row, chosen_rows
 from actmat_experiments.pretrained.qwen.tasks import TASKS, WORDS, Worded, load_tasks
-from actmat_experiments.suites import RunRequest, get_suite
+from actmat_experiments.harness.request import RunRequest
+from actmat_experiments.suites import get_suite
 
 CHOSEN = ("trec", "record")
 TOWARD = "regmean:training:toward=ct_merging:ridge=0.05"

@@ -24,7 +24,7 @@ from actmat_experiments.pretrained.qwen.experiment import Loss, Precision, Worde
 from actmat_experiments.pretrained.qwen.rows import chosen_rows
 from actmat_experiments.pretrained.qwen.tasks import TASKS, load_tasks
 from actmat_experiments.pretrained.suite import chosen_tasks, copied_base, copy_model
-from actmat_experiments.suites import RunRequest
+from actmat_experiments.harness.request import RunRequest
 
 ORIGINAL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 """The base on the hub. Its head is its embeddings."""
