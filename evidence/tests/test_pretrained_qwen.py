@@ -15,6 +15,7 @@ from evidence.tests.helpers.pretrained import write_gguf, write_llama
 from evidence.tests.helpers.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_SOLVE
 from safetensors.torch import load_file, save_file
 
+import actmat
 from actmat.errors import RecipeError
 from actmat.statistics.triangle import unpack
 from actmat_experiments.core import collect
@@ -251,6 +252,17 @@ def test_a_regression_toward_a_merge_is_its_formula(prior):
     wanted = start_OI + left @ torch.linalg.inv(total + ridge_II)
     assert name == "layer"
     torch.testing.assert_close(found.double(), wanted, rtol=F32_SOLVE, atol=F32_SOLVE)
+
+
+def test_ssr_in_the_span_of_the_experts_rows_is_that_of_the_whole_layer():
+    torch.manual_seed(0)
+    experts = [{"layer": Factors(torch.randn(6, 2), torch.randn(2, 12))} for _ in range(3)]
+    inputs = [{"layer": torch.randn(20, 12) * scale} for scale in (1, 2, 3)]
+    (row,) = (r for r in ROWS if r.name == "ssr:training")
+    ((_, found),) = merge_by_inputs(row, experts, inputs, None)
+    grams = [rows["layer"].mT @ rows["layer"] / 20 for rows in inputs]
+    whole = actmat.merge_matrices("ssr", [e["layer"].dense() for e in experts], statistics={"gram": grams})
+    torch.testing.assert_close(found, whole, rtol=F32_SOLVE, atol=F32_SOLVE)
 
 
 def test_wordings_ask_the_same_questions_and_no_group_is_in_two_parts(tmp_path):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import actmat
@@ -138,7 +139,12 @@ def merge_by_inputs(
         grams = [gram(rows[name], delta_OI, row.prior) for rows, delta_OI in zip(inputs, deltas, strict=True)]
         start_OI = start[name].dense() if start is not None else 0.0
         beyond = [delta_OI - start_OI for delta_OI in deltas]
-        yield name, start_OI + actmat.merge_matrices(row.method, beyond, statistics={"gram": grams}, **row.options)
+        if row.method == "ssr":  # within the span of all A, where it is of the size of the ranks
+            span_IR = torch.linalg.qr(torch.cat([factors[name].a_RI for factors in experts]).mT).Q
+            cores, inner = [d @ span_IR for d in beyond], [span_IR.mT @ g @ span_IR for g in grams]
+            yield name, actmat.merge_matrices("ssr", cores, statistics={"gram": inner}, **row.options) @ span_IR.mT
+        else:
+            yield name, start_OI + actmat.merge_matrices(row.method, beyond, statistics={"gram": grams}, **row.options)
 
 
 def gram(rows_NI: Tensor, delta_OI: Tensor, prior: float) -> Tensor:
