@@ -322,7 +322,7 @@ def test_damage_is_named(
 
 def test_a_deltas_rows_do_not_depend_on_the_rest(place: Path) -> None:
     """Slabs of a few rows give the bits of all rows at once."""
-    from actmat.experts.changes import deltas as module
+    from actmat.experts import fitted as module
 
     with open_model(place / "base") as base, open_expert(place / "dora", base) as expert:
         name = "model.layers.0.mlp.down_proj.weight"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, final
 
 import torch
@@ -19,7 +19,7 @@ from actmat.checkpoints.base import TensorsHandle, TensorSpec
 from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.source import Source
-from actmat.errors import CheckpointError, did_you_mean, format_size
+from actmat.errors import CheckpointError, NoteSeverity, did_you_mean, format_size
 from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.lora.fields import StackWord
 from actmat.foreign import terminal
@@ -119,9 +119,9 @@ class Deltas(AbstractContextManager["Deltas"]):
         """Hash of the stored tensors behind a formed or zero delta."""
         self._refuse(name, "formed")
 
-    def note(self, *texts: str) -> None:
+    def note(self, *texts: str, severity: NoteSeverity = "note") -> None:
         """Add remarks for the plan."""
-        self.model = replace(self.model, folder=self.model.folder.noted(*texts))
+        self.model = replace(self.model, folder=self.model.folder.noted(*texts, severity=severity))
 
     @abc.abstractmethod
     def handle(self) -> DeltasHandle:
@@ -157,6 +157,12 @@ class Deltas(AbstractContextManager["Deltas"]):
         raise ValueError(f"{self.location}: '{name}' is {self.source(name).kind} and cannot be {wanted}")
 
 
+NO_FACTORS = (
+    "it has no factors from which an adapter could be merged. Fix: give the base and write a model (--base ..., "
+    "--to model)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFamily:
     """One kind of adapters: one of the core, or a plug-in of the group `actmat.experts`.
@@ -167,24 +173,15 @@ class AdapterFamily:
             the single file that may hold factors, open, if there is one, and the user's statements on stacked experts.
             Problems of its contents are in `Adapter.problems`; `CheckpointError` if its files cannot be read.
         fit: the adapter on its base; `CheckpointError` with all problems if it does not fit.
-        no_factors: why no adapter can be merged from it without a base, with the fix; empty if one can.
+        why_no_factors: why no adapter can be merged from it without a base, with the fix; empty if one can.
         describe: entries of `inspect` in place of those of modules with two factors.
     """
 
     name: str
     look: Callable[[Source, Model | None, tuple[StackWord, ...]], Adapter | None]
     fit: Callable[[Adapter, Model], Deltas]
-    no_factors: Callable[[Adapter], str] | None = None
-    describe: Callable[[Adapter], dict[str, Any]] = field(default=lambda adapter: {})
-
-    def why_no_factors(self, adapter: Adapter) -> str:
-        """See `no_factors`; a general reason for a family without that function."""
-        if self.no_factors is not None:
-            return self.no_factors(adapter)
-        return (
-            f"a {self.name} adapter has no factors from which an adapter could be merged. Fix: give the base and write "
-            "a model (--base ..., --to model)"
-        )
+    why_no_factors: Callable[[Adapter], str] = lambda adapter: NO_FACTORS
+    describe: Callable[[Adapter], dict[str, Any]] = lambda adapter: {}
 
 
 DeltasHandle: TypeAlias = TensorsHandle | AdapterHandle

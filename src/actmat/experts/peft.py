@@ -21,11 +21,11 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Content, Reader
-from actmat.experts.changes.deltas import FormedDeltas
+from actmat.experts.changes.deltas import fit_changes
 from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import field_refusals, parse_adapter_config
-from actmat.experts.lora.deltas import FactorDeltas
+from actmat.experts.lora.deltas import fit_factors
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.names import canonical
 
@@ -48,12 +48,11 @@ def reader_of(fields: Mapping[str, Any]) -> Reader | None:
 def _fit(adapter: Adapter, base: Model) -> Deltas:
     fields = adapter.config.fields
     reader = reader_of(fields)
-    deltas: Deltas
     if reader is None:
-        deltas = FactorDeltas(adapter, base)
+        deltas = fit_factors(adapter, base)
     else:
-        deltas = FormedDeltas(adapter, base, _content(reader, adapter))
-        unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
+        deltas = fit_changes(adapter, base, _content(reader, adapter))
+        unknown = () if reader.keys is None else reader.keys.unknown(fields)
         deltas.note(*unknown_note(ADAPTER_CONFIG, unknown))
     deltas.note(*_lost_biases(adapter, deltas, base))
     return deltas

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -43,8 +41,10 @@ class UnfittedDeltas(StoredDeltas):
     adapter: Adapter
 
     def __init__(self, adapter: Adapter) -> None:
-        super().__init__(with_notes(adapter))
+        super().__init__(adapter.model)
         self.adapter = self.stored = adapter
+        self.note(*adapter.listing.warnings, severity="warning")
+        self.note(*adapter.notes)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         """The delta of the module `name`."""
@@ -57,9 +57,3 @@ class UnfittedDeltas(StoredDeltas):
     def handle(self) -> AdapterHandle:
         """Address of the adapter."""
         return self.adapter.handle()
-
-
-def with_notes(adapter: Adapter, *notes: str) -> Model:
-    """The stored tensors of an adapter, with remarks on its factors and others."""
-    folder = adapter.model.folder.noted(*adapter.listing.warnings, severity="warning")
-    return replace(adapter.model, folder=folder.noted(*adapter.notes, *notes))

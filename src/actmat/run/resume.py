@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.remote import staging_folder, staging_for, storage_of
-from actmat.checkpoints.writing.staging import CheckedJournal, Staging, left_journal
+from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.staging import Staging, left_journal
 from actmat.diagnostics.model import REPORT_NAME, AgreementRow, Diagnosis, read_diagnosis
 from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
@@ -85,7 +86,7 @@ class Resumed:
 
     run: Prepared
     finished: tuple[MergeReport, ...]
-    checked: Mapping[Path | str, CheckedJournal]
+    checked: Mapping[Path | str, Journal]
 
 
 def resume(prepared: Prepared) -> Resumed:
@@ -192,15 +193,13 @@ def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
     return is_same and (pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location))
 
 
-def _checked(plan: MergePlan, out: Path, inputs: Inputs) -> CheckedJournal | None:
+def _checked(plan: MergePlan, out: Path, inputs: Inputs) -> Journal | None:
     """The journal of an interrupted run, if only the times of its inputs changed since; their content is compared."""
     journal = left_journal(out)
     if journal is None or journal.head.get("lasting") != plan.fingerprint(times=False):
         return None
-    fingerprint = str(journal.head.get("fingerprint"))
-    if fingerprint == plan.fingerprint() or not has_same_inputs(plan, journal, inputs):
-        return None
-    return CheckedJournal(fingerprint, len(journal))
+    is_same = journal.head.get("fingerprint") == plan.fingerprint()
+    return None if is_same or not has_same_inputs(plan, journal, inputs) else journal
 
 
 def has_same_inputs(plan: MergePlan, journal: Mapping[str, Mapping[str, Any]], inputs: Inputs) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
+from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.sidecars import copy_sidecars
-from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
+from actmat.checkpoints.writing.staging import Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
@@ -248,7 +249,7 @@ def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter
     return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
-def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: CheckedJournal | None) -> Staging:
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: Journal | None) -> Staging:
     """Staging of an output in a folder, in a bucket, or on the hub."""
     if isinstance(out, Path):
         lasting = plan.fingerprint(times=False)

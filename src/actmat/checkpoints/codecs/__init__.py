@@ -6,6 +6,7 @@ tensors that no other claims.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from actmat import plugins
@@ -13,7 +14,7 @@ from actmat.checkpoints import quantization
 from actmat.checkpoints.codecs.base import Codec, Headers
 from actmat.checkpoints.codecs.quantized import QuantizedTensors, without_quantization
 from actmat.checkpoints.composed import Composed
-from actmat.checkpoints.keys import Sorted, unknown_note
+from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 
@@ -46,15 +47,14 @@ def decoded(model: Model) -> Model:
     coded, faults = [t for tensors, _, _ in claims for t in tensors], [p for _, _, problems in claims for p in problems]
     if not (coded or faults):
         return model
-    keys = next((codec.keys[method] for codec in codecs.values() if method in codec.keys), None)
-    listed = keys.sort(settings) if keys is not None else Sorted({}, [])
+    judged = next((c.keys[method].judge(settings) for c in codecs.values() if method in c.keys), {})
     # the settings may be the reason for the problems of codecs
-    problems = [*_refused(listed), *_turned(headers)] or faults
+    problems = [*_refused(judged), *_turned(headers)] or faults
     if problems:
         model.close()
         raise CheckpointError(f"{model.location}: quantized tensors that cannot be read", problems)
-    folder = model.folder.with_config(without_quantization)
-    folder = folder.noted(*unknown_note("its quantization_config", listed.unknown))
+    unknown = sorted(key for key, why in judged.items() if not why)
+    folder = model.folder.with_config(without_quantization).noted(*unknown_note("its quantization_config", unknown))
     return Model(QuantizedTensors(stored, coded, [n for _, unused, _ in claims for n in unused]), folder)
 
 
@@ -70,12 +70,13 @@ def _without_leftover(model: Model) -> Model:
     return replace(model, folder=model.folder.with_config(without_quantization).noted(note))
 
 
-def _refused(listed: Sorted) -> list[str]:
+def _refused(judged: Mapping[str, str]) -> list[str]:
     """One sentence for each setting that is not read."""
     return [
         f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantized from, or save a dequantized "
         "(bfloat16) copy with the library that wrote it"
-        for key, why in listed.refused.items()
+        for key, why in judged.items()
+        if why
     ]
 
 

@@ -13,6 +13,7 @@ import io
 import pickletools
 import struct
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 MAX_OPCODES = 20_000_000
@@ -99,7 +100,7 @@ def check_pickle(file: IO[bytes]) -> None:
 def _follow(file: IO[bytes], allowed: Collection[str] | None, most: int) -> Any:
     """The value of a pickle; one of the errors `DAMAGED` if it is cut off or has an opcode that no state dict has."""
     machine = _Machine(allowed)
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], _Arguments(file)))):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(_bounded(file))):
         if count > most:
             raise PickleError(f"more than {most} opcodes; a state dict has about 32 per tensor")
         if opcode.name == "STOP":
@@ -108,17 +109,15 @@ def _follow(file: IO[bytes], allowed: Collection[str] | None, most: int) -> Any:
     raise ValueError("it has no end")
 
 
-class _Arguments:
-    """Wrapper of a file that bounds the size of an argument, whose memory is allocated before it is read."""
+def _bounded(file: IO[bytes]) -> IO[bytes]:
+    """The file with a bound on the size of an argument, whose memory is allocated before it is read."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.tell, self.readline = file.tell, file.readline
-        self._file = file
-
-    def read(self, length: int) -> bytes:
+    def read(length: int) -> bytes:
         if length > MAX_ARGUMENT_BYTES:
             raise PickleError(f"a text of {length} bytes; names of a state dict have less than 1000")
-        return self._file.read(length)
+        return file.read(length)
+
+    return cast(IO[bytes], SimpleNamespace(read=read, readline=file.readline, tell=file.tell))
 
 
 class _Machine:

@@ -1,4 +1,4 @@
-"""An adapter of `Change`s as an expert: deltas formed row by row, with the base's own rows if they depend on it.
+"""Deltas of `Change`s on a base: formed row by row, with the base's own rows if they depend on it.
 
 Shapes: `O` rows and `I` columns of the logical delta, `P` requested rows.
 """
@@ -6,20 +6,19 @@ Shapes: `O` rows and `I` columns of the logical delta, `P` requested rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.base import Tensors, TensorSpec, torch_dtype
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Change, Content
-from actmat.experts.fitted import FittedDeltas
+from actmat.experts.fitted import FittedDeltas, FormedPart, tie_adapter
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.deltas import entries_of
 from actmat.experts.lora.fitting import hidden_names
 from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk
 from actmat.layout.resolve import resolve_layout
@@ -27,93 +26,24 @@ from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
 
-_SLAB = 1 << 20
-"""Entries of a delta that are formed at a time."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A change on a tensor of the base, and the logical shape `O I` of the delta."""
-
-    change: Change
-    shape: tuple[int, int]
-    is_turned: bool
-
-
-class FormedDeltas(FittedDeltas):
-    """The base with changes; only tensors trained in full are stored.
-
-    Args:
-        stored: closed with the expert.
-        base: must stay open, as deltas may depend on it.
-        content: of the adapter.
+def fit_changes(stored: Adapter, base: Model, content: Content) -> FittedDeltas:
+    """An adapter of changes on a base, which must stay open, as deltas may depend on it.
 
     Raises:
         CheckpointError: the adapter does not fit the base, or cannot be read; carries all problems.
     """
-
-    def __init__(self, stored: Adapter, base: Model, content: Content) -> None:
-        content = _without_copies(content, base, stored)
-        # PEFT ties trained tokens itself
-        own = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
-        super().__init__(stored, base, content.extras, {c.target: () for c in own})
-        parts = self._parts
-        layouts = resolve_layout(parts.base.specs, parts.base.config)
-        fitted = replace(content, changes=[c for c in content.changes if c.target not in parts.refused])
-        self._places, full, problems = _fit(fitted, parts.base, layouts, stored.config.trained_class)
-        self._take(full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
-        self.note(*parts.notes)
-
-    def dense(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed, where possible.
-
-        A transposed layer, and a product of factors, is formed whole and kept until the next is asked for.
-        """
-        if self.source(name).kind != "formed":
-            return super().dense(name, start, stop, dtype)
-        place = self._places[name]
-        if place.change.rank or place.is_turned:
-            whole = self._whole(name, dtype)
-            return entries_of(whole, start, stop) if isinstance(whole, LowRank) else whole.flatten()[start:stop].clone()
-        tensors, columns = self._tensors(place.change, dtype), place.shape[1]
-        out = torch.empty(stop - start, dtype=dtype)
-        position = start
-        while position < stop:
-            first = position // columns
-            last = min(place.shape[0], first + max(1, _SLAB // columns), -(-stop // columns))
-            rows = place.change.rows(tensors, self._base_rows(name, place, first, last, dtype), first, last)
-            found = rows.flatten()[position - first * columns :][: stop - position]
-            out[position - start : position - start + found.numel()] = found
-            position += found.numel()
-        return out
-
-    def _formed_of(self, name: str) -> tuple[Sequence[str], int] | None:
-        place = self._places.get(name)
-        return None if place is None else (place.change.stored, place.change.rank)
-
-    def _tensors(self, change: Change, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {n: self.model.tensors.read(n).to(dtype) for n in change.stored}
-
-    def _form(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
-        place = self._places[name]
-        tensors = self._tensors(place.change, dtype)
-        base_OI = self._base_rows(name, place, 0, place.shape[0], dtype)
-        if not place.change.rank:
-            return place.change.rows(tensors, base_OI, 0, place.shape[0]).mT.contiguous()
-        product = place.change.factors(tensors, base_OI, place.shape)
-        turned = LowRank(product.a_RI.mT.contiguous(), product.b_OR.mT.contiguous())
-        return turned if place.is_turned else product
-
-    def _base_rows(self, name: str, place: _Place, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Logical rows of the base; all of a transposed layer, none unless the change depends on them."""
-        if not place.change.reads_base:
-            return torch.empty(0, place.shape[1], dtype=dtype)
-        if place.is_turned:
-            return self._base.tensors.read(name).to(dtype).mT
-        spec, columns = self._base.specs[name], place.shape[1]
-        raw = torch.empty((last - first, columns), dtype=torch_dtype(spec.dtype))
-        self._base.tensors.read_into(name, first * columns * raw.itemsize, raw_bytes(raw))
-        return raw.to(dtype)
+    content = _without_copies(content, base, stored)
+    # PEFT ties trained tokens itself
+    own = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
+    tied = tie_adapter(stored, base, content.extras, {c.target: () for c in own})
+    layouts = resolve_layout(tied.base.specs, tied.base.config)
+    fitted = replace(content, changes=[c for c in content.changes if c.target not in tied.refused])
+    formed, full, problems = _fit(fitted, tied.base, layouts, stored)
+    hidden = hidden_names(layouts, tied.base, {*formed, *full})
+    deltas = FittedDeltas(stored, tied, formed, full, hidden, problems)
+    deltas.note(*tied.notes)
+    return deltas
 
 
 def _without_copies(content: Content, base: Model, stored: Adapter) -> Content:
@@ -134,25 +64,25 @@ def _without_copies(content: Content, base: Model, stored: Adapter) -> Content:
 
 
 def _fit(
-    content: Content, base: Model, layouts: LayoutMap, part: str
-) -> tuple[dict[str, _Place], dict[str, str], list[str]]:
-    """Place of every change by the base's tensor; tensors trained in full; problems."""
+    content: Content, base: Model, layouts: LayoutMap, stored: Adapter
+) -> tuple[dict[str, FormedPart], dict[str, str], list[str]]:
+    """The base's tensor -> its delta; tensors trained in full; problems."""
     problems = list(content.problems)
     wanted = [[c.target] for c in content.changes if not c.is_optional]
     optional = [*content.extras, *(c.target for c in content.changes if c.is_optional)]
     of_name = {c.target: c for c in content.changes}
 
     def fits(name: str, spec: TensorSpec) -> bool:
-        place = TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
-        return name not in of_name or not isinstance(_place(of_name[name], place, layouts), str)
+        whole = TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
+        return name not in of_name or not isinstance(_place(of_name[name], whole, layouts), str)
 
     try:
-        found, why = find_on_disk(base, wanted, optional, fits, part)
+        on_disk, why = find_on_disk(base, wanted, optional, fits, stored.config.trained_class)
     except CheckpointError as error:
         return {}, {}, [*problems, error.sentence]
-    places: dict[str, _Place] = {}
+    formed: dict[str, FormedPart] = {}
     for change in content.changes:
-        located = found.get(change.target)
+        located = on_disk.get(change.target)
         if located is None:
             if not change.is_optional:
                 problems.append(f"'{change.target}' is not in the base ({base.location})"
@@ -161,19 +91,19 @@ def _fit(
         place = _place(change, located, layouts)
         if isinstance(place, str):
             problems.append(f"module of '{change.target}': {place}")
-        elif located.slices[0].name in places:
-            problems.append(f"'{located.slices[0].name}' of the base would be changed twice")
+        elif (name := located.slices[0].name) in formed:
+            problems.append(f"'{name}' of the base would be changed twice")
         else:
-            places[located.slices[0].name] = place
+            formed[name] = _formed(change, stored.weights, base, name, *place)
     full = {}
-    for name, stored in content.extras.items():
-        slices = found[name].slices if name in found else ()
-        full[slices[0].name if len(slices) == 1 else name] = stored
-    return places, full, problems
+    for name, n in content.extras.items():
+        slices = on_disk[name].slices if name in on_disk else ()
+        full[slices[0].name if len(slices) == 1 else name] = n
+    return formed, full, problems
 
 
-def _place(change: Change, located: TensorOnDisk, layouts: LayoutMap) -> _Place | str:
-    """The change in the orientation that fits; where both do (a square matrix), the base's layout decides."""
+def _place(change: Change, located: TensorOnDisk, layouts: LayoutMap) -> tuple[tuple[int, int], bool] | str:
+    """Shape `O I` of the delta, and whether the base's tensor is its transpose; where both fit, the layout decides."""
     if located.rows:
         return f"the base packs it with others in '{located.slices[0].name}', which only plain LoRA is merged into"
     if len(located.slices) > 1 or located.slices[0].index is not None or located.slices[0].stop is not None:
@@ -190,5 +120,38 @@ def _place(change: Change, located: TensorOnDisk, layouts: LayoutMap) -> _Place 
         allowed = [False]
     for is_turned in allowed:
         if not misfits[is_turned]:
-            return _Place(change, turned if is_turned else straight, is_turned)
+            return (turned if is_turned else straight), is_turned
     return f"{misfits[allowed[0]]}, the base's tensor is {' x '.join(map(str, stored)) or 'a scalar'}"
+
+
+def _formed(
+    change: Change, weights: Tensors, base: Model, name: str, shape: tuple[int, int], is_turned: bool
+) -> FormedPart:
+    """The delta of the tensor `name` of the base, `O I` in this shape; a transposed one is formed whole."""
+
+    def tensors(dtype: torch.dtype) -> dict[str, Tensor]:
+        return {n: weights.read(n).to(dtype) for n in change.stored}
+
+    def base_rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Logical rows of the base; all of a transposed layer, none unless the change depends on them."""
+        if not change.reads_base:
+            return torch.empty(0, shape[1], dtype=dtype)
+        if is_turned:
+            return base.tensors.read(name).to(dtype).mT
+        raw = torch.empty((last - first, shape[1]), dtype=torch_dtype(base.specs[name].dtype))
+        base.tensors.read_into(name, first * shape[1] * raw.itemsize, raw_bytes(raw))
+        return raw.to(dtype)
+
+    def form(dtype: torch.dtype) -> Tensor | LowRank:
+        stored, base_OI = tensors(dtype), base_rows(0, shape[0], dtype)
+        if not change.rank:
+            return change.rows(stored, base_OI, 0, shape[0]).mT.contiguous()
+        product = change.factors(stored, base_OI, shape)
+        turned = LowRank(product.a_RI.mT.contiguous(), product.b_OR.mT.contiguous())
+        return turned if is_turned else product
+
+    def rows(dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+        stored = tensors(dtype)
+        return lambda first, last: change.rows(stored, base_rows(first, last, dtype), first, last)
+
+    return FormedPart(change.stored, change.rank, form, None if change.rank or is_turned else rows)

@@ -169,7 +169,8 @@ def field_refusals(keys: Keys, fields: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
         "models, where PEFT can do that"
-        for name, why in keys.sort(fields).refused.items()
+        for name, why in keys.judge(fields).items()
+        if why
     ]
 
 

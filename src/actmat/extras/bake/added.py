@@ -19,8 +19,8 @@ from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
+from actmat.experts.fitted import entries_of
 from actmat.experts.locate import OpenInput, fit_expert, require_model, stored_of
-from actmat.experts.lora.deltas import entries_of
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.choose import Chooser
 from actmat.recipe import Recipe, make_recipe

@@ -24,7 +24,7 @@ from actmat.checkpoints.source import Source
 from actmat.experts.deltas import AdapterFamily
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
-from actmat.experts.lora.deltas import FactorDeltas
+from actmat.experts.lora.deltas import fit_factors
 from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
 from actmat.experts.lora.names import first_factor, foreign_writer
@@ -223,4 +223,4 @@ def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> 
     return adapter_of(file) if file is not None and first_factor(file.specs) is not None else None
 
 
-LORA_FILE = AdapterFamily("LoRA file", _look, FactorDeltas, lambda adapter: "")
+LORA_FILE = AdapterFamily("LoRA file", _look, fit_factors, lambda adapter: "")

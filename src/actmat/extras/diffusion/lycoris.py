@@ -33,7 +33,7 @@ from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import Source
 from actmat.experts.changes.base import Change, Content
-from actmat.experts.changes.deltas import FormedDeltas
+from actmat.experts.changes.deltas import fit_changes
 from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
@@ -99,7 +99,7 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
         match = _NAME.fullmatch(name)
         if match is None:
             role = name.partition(".")[2].removesuffix(".weight")
-            why = TENSORS.sort({role: True}).refused.get(role, "does not belong to LoRA, LoHa, LoKr, (IA)^3 or DoRA")
+            why = TENSORS.judge({role: True}).get(role) or "does not belong to LoRA, LoHa, LoKr, (IA)^3 or DoRA"
             problems.append(f"tensor '{name}' {why} in kohya's names; LyCORIS's other algorithms are not supported. "
             "Fix: fold the file into its base with the program that trained it, and merge full "
             "models")  # fmt: skip
@@ -261,7 +261,7 @@ def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> 
 
 def _fit(adapter: Adapter, base: Model) -> Deltas:
     content, notes = _content(adapter.weights, base)
-    expert = FormedDeltas(adapter, base, content)
+    expert = fit_changes(adapter, base, content)
     expert.note(*notes, *metadata_notes(adapter.model.folder.header))
     return expert
 
