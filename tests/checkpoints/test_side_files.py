@@ -121,7 +121,7 @@ def test_a_run_goes_on_though_files_in_folders_were_copied(
 ) -> None:
     base, expert = sentences
     with monkeypatch.context() as patch:
-        patch.setattr("actmat.run.stage.write_manifest", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("actmat.run.output.write_manifest", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             actmat.merge(base, [expert], out=tmp_path / "out", threads=1, durable=False)
     (partial,) = tmp_path.glob(".out.actmat-partial")

@@ -211,7 +211,7 @@ def test_weights_of_blocks_by_pattern(pipelines: Path) -> None:
 def test_an_interrupted_pipeline_goes_on(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (pipelines / "base", [pipelines / "e1", pipelines / "e2"])
     with monkeypatch.context() as patch:
-        patch.setattr("actmat.run.stage.copy_sidecars", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("actmat.run.output.copy_sidecars", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             actmat.merge(*args, out=tmp_path / "out", **QUICK)
     report = actmat.merge(*args, out=tmp_path / "out", **QUICK)

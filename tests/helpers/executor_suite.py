@@ -287,7 +287,7 @@ def opened_run(
         yield ExecutorRun(
             spec,
             units,
-            Inputs(recipes[0].labels, base, experts, statistics),
+            Inputs(tuple(recipes), base, experts, statistics),
             writers,
             {},
             Findings(tolerated=False),

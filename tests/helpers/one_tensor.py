@@ -40,7 +40,7 @@ class OneTensor:
         spec = TensorSpec("w", tuple(base.shape), dtype, "")
         target = Target(spec, VECTOR, sources=tuple(e.source("w") for e in opened))
         self.item = Item(target, "merge", "", Write("sum", (spec,)))
-        inputs = Inputs(labels, model, opened, ExpertStatistics.none(labels))
+        inputs = Inputs((), model, opened, ExpertStatistics.none(labels))
         self.reader = ItemReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
     def first_part(self, strategy: Strategy = "each") -> RegionDeltas:

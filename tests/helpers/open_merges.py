@@ -53,8 +53,8 @@ def merge_open(
         folder.mkdir(parents=True)
         plans.append(plan)
         writers.append(ShardWriter(folder, plan.shards, durable=False))
-    labels = plans[0].recipe.labels
-    inputs = Inputs(labels, base, opened, ExpertStatistics.none(labels))
+    statistics = ExpertStatistics.none(plans[0].recipe.labels)
+    inputs = Inputs(tuple(p.recipe for p in plans), base, opened, statistics)
     executor = ThreadExecutor(inputs, writers, Resources(workers, 1 << 33))
     spec = SessionSpec(tuple(plans), None, (), (None,) * len(plans))
     spec = dataclasses.replace(spec, surveys=executor.survey(spec))

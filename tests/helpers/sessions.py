@@ -17,8 +17,8 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
 from actmat.planning.work import HOST, DeviceRoom
 from actmat.recipe import make_recipe
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of
+from actmat.run.inputs import open_inputs
+from actmat.run.run import plan_all
 
 Run = tuple[SessionSpec, list[Unit], list[UnitResult]]
 
@@ -36,8 +36,8 @@ def run_here(
     Returns the spec with its surveys, the units and the results; without `finish`, tensors may be missing.
     """
     recipes = [make_recipe(f) for f in fields]
-    with open_inputs(recipes) as opened:
-        inputs, plans = opened.inputs, tuple(plans_of(opened, room))
+    with open_inputs(recipes) as (inputs, _):
+        plans = plan_all(inputs, room)
         writers = []
         for plan, folder in zip(plans, folders, strict=True):
             folder.mkdir(parents=True)

@@ -15,7 +15,7 @@ from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.source import LocalSource
 from actmat.identity.inputs import chat_template, label_names
-from actmat.run.stage import most_frequent_template
+from actmat.run.output import most_frequent_template
 
 ORDERED, TURNED = ["neg", "neu", "pos"], ["pos", "neu", "neg"]
 GENERIC = ["LABEL_0", "LABEL_1", "LABEL_2"]

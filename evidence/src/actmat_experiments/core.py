@@ -15,7 +15,7 @@ from actmat.layout.types import TensorLayout
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
 from actmat.run.adapters import size_and_overlap
-from actmat.run.locate import located
+from actmat.run.locate import locate_inputs
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
@@ -33,7 +33,7 @@ __all__ = [
     "entropy",
     "get_method",
     "in_one_line",
-    "located",
+    "locate_inputs",
     "make_recipe",
     "one_thread",
     "open_statistics",

@@ -15,7 +15,7 @@ from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.output import with_output
 from actmat.run import MergeReport
-from actmat.run.locate import located
+from actmat.run.locate import locate_inputs
 from actmat.settings import RunSettings
 
 LABEL = "model"
@@ -110,7 +110,7 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
     experts = [{"path": str(model), "name": LABEL}]
     made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
     recipe = make_recipe(with_output(made, given))
-    with located(recipe) as inputs:
+    with locate_inputs(recipe) as inputs:
         if inputs.have_factors:
             raise RecipeError(
                 f"{model} is a LoRA adapter; its rank is reduced without a base. Fix: actmat merge -e {model} "

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
+from actmat.errors import Problems
 from actmat.experts.deltas import Deltas
 from actmat.planning.item import Item
 from actmat.planning.statistics import ExpertStatistics
+from actmat.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Inputs that all outputs of one run share.
+    """Inputs that all outputs of one run share: the first of its three stages.
 
     Args:
-        labels: names of the experts, for messages.
+        recipes: each with a named method and its kind of output.
         base: None if adapters are merged into an adapter.
-        experts: in the order of the recipe.
+        experts: in the order of the recipes.
         statistics: of the experts, for methods that need them.
+        base_config: `config.json` of the base that is named for adapters, which tells packed projections apart.
+        problems: found so far; planning adds its own.
+        began: start of the run on the performance counter.
     """
 
-    labels: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
     base: Model | None
     experts: Sequence[Deltas]
     statistics: ExpertStatistics
+    base_config: Mapping[str, Any] | None = None
+    problems: Problems = field(default_factory=Problems)
+    began: float = 0.0
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the experts, for messages."""
+        return self.statistics.labels
 
     @property
     def base_tensors(self) -> Tensors | None:

@@ -147,7 +147,7 @@ class Session:
                 stack.callback(writer.close)
                 writers.append(writer)
             device = next(iter(open_devices(spec.device)), None)
-            yield cls(spec, Inputs(recipe.labels, base, experts, statistics), writers, device)
+            yield cls(spec, Inputs((recipe,), base, experts, statistics), writers, device)
 
     def merge(self, unit: Unit) -> UnitResult:
         """Merge and write one unit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ Held = Mapping[str, Callable[[], OpenInput]]
 
 
 @dataclass(frozen=True)
-class Given:
+class Located:
     """Open inputs of a recipe: its base, if it has one, and its experts in order."""
 
     base: OpenInput | None
@@ -52,67 +52,33 @@ class Given:
         return fields_of(self.experts[0] if self.base is None else self.base)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Recipes with their inputs.
-
-    Args:
-        recipes: as they were given.
-        given: inputs of each recipe; fewer if some have problems.
-        problems: with inputs that cannot be opened.
-    """
-
-    recipes: tuple[Recipe, ...]
-    given: tuple[Given, ...]
-    problems: Problems
-
-
 @contextlib.contextmanager
-def locate_recipes(recipes: Sequence[Recipe], held: Held | None = None) -> Iterator[Wanted]:
-    """The inputs of recipes, each looked at once for all of them; problems are noted."""
+def locate_recipes(recipes: Sequence[Recipe], held: Held, problems: Problems) -> Iterator[list[Located]]:
+    """The inputs of each recipe, looked at once for all of them; `problems` receives those of the others."""
+    named = [((r.base, ()), [(e.path, e.stacks) for e in r.experts]) for r in recipes]
+    opened: dict[tuple[str, tuple[StackWord, ...]], OpenInput] = {}
     with contextlib.ExitStack() as stack:
-        looks = _Looks(stack, held or {})
-        given = [looks.given(recipe) for recipe in recipes]
-        yield Wanted(tuple(recipes), tuple(g for g in given if g is not None), looks.problems)
+        for place, words in dict.fromkeys(key for base, experts in named for key in (base, *experts) if key[0]):
+            with problems.noted(CheckpointError):
+                located = held[place]() if place in held else locate(place, words)
+                stack.callback(located.close)
+                opened[place, words] = located
+        complete = [(b, es) for b, es in named if all(key in opened for key in (b, *es) if key[0])]
+        yield [Located(opened.get(b), tuple(opened[e] for e in es)) for b, es in complete]
 
 
 @contextlib.contextmanager
-def located(recipe: Recipe, held: Held | None = None) -> Iterator[Given]:
+def locate_inputs(recipe: Recipe, held: Held | None = None) -> Iterator[Located]:
     """The inputs of a recipe, for decisions that come before its run.
 
     Raises:
         CheckpointError: some cannot be opened; carries all problems.
     """
-    with locate_recipes([recipe], held) as wanted:
-        if wanted.problems.found:
-            raise input_error(wanted.problems)
-        yield wanted.given[0]
-
-
-@dataclass
-class _Looks:
-    """Inputs by place, closed by the stack; and problems with others."""
-
-    stack: contextlib.ExitStack
-    held: Held
-    problems: Problems = field(default_factory=Problems)
-    inputs: dict[tuple[str, tuple[StackWord, ...]], OpenInput | None] = field(default_factory=dict)
-
-    def given(self, recipe: Recipe) -> Given | None:
-        """The inputs of a recipe; None if one has a problem."""
-        base = self._look(recipe.base) if recipe.base else None
-        experts = [self._look(e.path, e.stacks) for e in recipe.experts]
-        opened = tuple(e for e in experts if e is not None)
-        return None if len(opened) < len(experts) or (recipe.base and base is None) else Given(base, opened)
-
-    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> OpenInput | None:
-        if (place, stacks) not in self.inputs:
-            self.inputs[place, stacks] = None
-            with self.problems.noted(CheckpointError):
-                opened = self.held[place]() if place in self.held else locate(place, stacks)
-                self.stack.callback(opened.close)
-                self.inputs[place, stacks] = opened
-        return self.inputs[place, stacks]
+    problems = Problems()
+    with locate_recipes([recipe], held or {}, problems) as located:
+        if problems.found:
+            raise input_error(problems)
+        yield located[0]
 
 
 def input_error(problems: Problems) -> CheckpointError:

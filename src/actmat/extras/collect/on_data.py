@@ -36,8 +36,8 @@ from actmat.extras.collect.outputs import recipe_of_output
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of
+from actmat.run.inputs import open_inputs
+from actmat.run.run import plan_all
 
 
 def residual_on_data(
@@ -72,8 +72,8 @@ def residual_on_data(
                 f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, "
                 "--to model), or compare answers (--data)."
             )
-        with open_inputs([recipe]) as opened:
-            inputs, (plan,) = opened.inputs, plans_of(opened)
+        with open_inputs([recipe]) as (inputs, places):
+            (plan,) = plan_all(inputs, places.room)
             check_adapters(inputs)
             return _residuals(plan, inputs, merged, progress=progress)
 

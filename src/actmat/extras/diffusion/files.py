@@ -29,7 +29,7 @@ from actmat.planning.implied import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import ModelOutput
-from actmat.run.locate import Held, located
+from actmat.run.locate import Held, locate_inputs
 from actmat.run.resume import MergeReport
 from actmat.settings import RunSettings
 from actmat.version import __version__
@@ -78,7 +78,7 @@ def _metadata_of_files(recipe: Recipe, held: Held) -> list[Mapping[str, str]] | 
     if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
-        with located(recipe, held) as given:
+        with locate_inputs(recipe, held) as given:
             base = given.base or given.experts[0]
             if recipe.base or isinstance(base, Model):
                 is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)

@@ -22,7 +22,7 @@ from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.run import run_recipes
 from actmat.run.automatic import check_options, with_method
-from actmat.run.locate import Given, located
+from actmat.run.locate import Located, locate_inputs
 from actmat.settings import RunSettings
 
 
@@ -109,7 +109,7 @@ def search_inputs(recipe: Recipe) -> Iterator[SearchInputs]:
     """
     check_options(recipe)
     with contextlib.ExitStack() as stack:
-        given = stack.enter_context(located(recipe))
+        given = stack.enter_context(locate_inputs(recipe))
         found = with_method(recipe, given)
         base = given.base
         if base is None:
@@ -121,7 +121,7 @@ def search_inputs(recipe: Recipe) -> Iterator[SearchInputs]:
         yield SearchInputs(found, require_model(base), are_adapters)
 
 
-def _base_of_adapters(recipe: Recipe, given: Given) -> str:
+def _base_of_adapters(recipe: Recipe, given: Located) -> str:
     names = set()
     for label, expert in zip(recipe.labels, given.experts, strict=True):
         if isinstance(expert, Model):

@@ -31,7 +31,7 @@ from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.report.manifest import write_manifest
 from actmat.run import MergeReport, run_recipes
 from actmat.run.automatic import AUTO
-from actmat.run.locate import Given, located
+from actmat.run.locate import Located, locate_inputs
 from actmat.settings import RunSettings
 
 
@@ -65,7 +65,7 @@ def merge_with_inputs(
     outs = [str(r.out) for r in recipes]
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
-    with located(recipes[0]) as given:
+    with locate_inputs(recipes[0]) as given:
         adapters = settings.as_adapter and given.only_adapters and given.have_factors
         kinds = kinds_of(recipes, given) if data else frozenset()
         both = ((data, True), (check, False))
@@ -102,7 +102,7 @@ def plan_inputs(
     Raises:
         RecipeError, StatisticsError: inputs or data that cannot be used.
     """
-    with located(recipe) as given, contextlib.ExitStack() as stack:
+    with locate_inputs(recipe) as given, contextlib.ExitStack() as stack:
         kinds = kinds_of([recipe], given) if data else frozenset()
         both = ((data, True), (check, False))
         measured, checked = (read_sources(recipe, d, settings, given.config, measured=m) if d else {} for d, m in both)
@@ -127,7 +127,7 @@ def plan_inputs(
     return [*lines, f"  memory: one model of {format_size(model)} at a time; nothing was run"]
 
 
-def kinds_of(recipes: Sequence[Recipe], given: Given) -> frozenset[str]:
+def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
     """Kinds of statistics that the merges use."""
     found: set[str] = set()
     for recipe in recipes:

@@ -1,4 +1,4 @@
-"""One output of a run: its folder, its finished items, and its completion."""
+"""Stage three of a run, one output: its folder, its finished items, and its completion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from actmat.report.identity import identity_findings
 from actmat.report.manifest import build_manifest, write_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.words import warnings_of
-from actmat.run.resume import Resumed
+from actmat.run.resume import find_unchanged
+from actmat.run.run import Run
 from actmat.settings import RunSettings
 from actmat.system import stored_bytes
 
@@ -74,7 +75,7 @@ class JournalRecords(Mapping[str, Record]):
 
 
 @dataclass
-class StagedOutput:
+class Output:
     """An output that is being built.
 
     Args:
@@ -94,7 +95,7 @@ class StagedOutput:
     resumed: int = 0
 
     @classmethod
-    def measured(cls, plan: MergePlan) -> StagedOutput:
+    def measured(cls, plan: MergePlan) -> Output:
         """An output that is only measured; copies need no measurement."""
         return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
 
@@ -207,7 +208,7 @@ class StagedOutput:
 
 
 @contextlib.contextmanager
-def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
+def stage(run: Run) -> Iterator[list[Output]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
     Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
@@ -216,10 +217,10 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
     Raises:
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
-    settings = resumed.run.place.settings
-    plans = [plan for _, plan in resumed.run.unfinished]
+    settings = run.places.settings
+    plans = [plan for _, plan in run.unfinished]
     with contextlib.ExitStack() as stack:
-        stages = [_staging(out, plan, settings, resumed.checked.get(out)) for out, plan in resumed.run.unfinished]
+        stages = [_staging(out, plan, settings, find_unchanged(plan, out, run.inputs)) for out, plan in run.unfinished]
         journals = []
         try:
             for staging in stages:
@@ -233,7 +234,7 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
                 intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
                 for name in journal.keys() - intact:
                     journal.drop(name)
-                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
+                outputs.append(Output(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
             yield outputs
             for staging in stages:
                 staging.commit()

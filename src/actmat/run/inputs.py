@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from actmat.checkpoints.marks import with_marks
 from actmat.checkpoints.model import Model
@@ -30,59 +28,38 @@ from actmat.recipe.output import AdapterOutput, ExtractedOutput
 from actmat.recipe.vocabulary import vocabulary_aligner
 from actmat.run.automatic import AUTO, check_options
 from actmat.run.decide import check_shared, decide
-from actmat.run.locate import Given, Wanted, input_error, locate_recipes
-from actmat.run.places import OutputPlace, Writes, find_place
+from actmat.run.locate import Located, input_error, locate_recipes
+from actmat.run.places import Places, Writes, find_places
 from actmat.settings import RunSettings
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Recipes with their opened inputs.
-
-    Args:
-        recipes: each with its kind of output, and a base, the first expert if it needs none.
-        inputs: shared by all.
-        place: of the run.
-        problems: found so far; planning adds its own.
-        began: start of the run on the performance counter.
-        base_config: `config.json` of the base that is named for adapters, which tells packed projections apart.
-    """
-
-    recipes: tuple[Recipe, ...]
-    inputs: Inputs
-    place: OutputPlace
-    problems: Problems
-    began: float
-    base_config: Mapping[str, Any] | None
 
 
 @contextlib.contextmanager
 def open_inputs(
     recipes: Sequence[Recipe], settings: RunSettings | None = None, writes: Writes = "nothing", *, here: bool = True
-) -> Iterator[Opened]:
+) -> Iterator[tuple[Inputs, Places]]:
     """Open base, experts and statistics of recipes that share them, after a check of the run's places.
 
     Args:
         recipes: of the run.
         settings: of the run.
-        writes: see `find_place`.
+        writes: see `find_places`.
         here: whether the run takes place on this machine.
 
     Raises:
         MergeError: all inputs that cannot be opened, with all problems of the places.
     """
-    began, problems, settings = time.perf_counter(), Problems(), settings or RunSettings()
-    with locate_recipes(recipes, settings.held) as wanted, contextlib.ExitStack() as stack:
-        decided = _decided(wanted, problems)
-        chosen, given = decided or wanted.recipes, wanted.given[0] if decided else None
+    began, problems, of_inputs, settings = time.perf_counter(), Problems(), Problems(), settings or RunSettings()
+    with locate_recipes(recipes, settings.held, of_inputs) as located, contextlib.ExitStack() as stack:
+        decided = _decide_all(recipes, located, problems, of_inputs)
+        chosen = decided or tuple(recipes)
         check_shared(chosen)
-        paths: Mapping[str, Path | str] = {} if given is None else given.paths(chosen[0].labels)
-        place = find_place(chosen, settings, writes, problems, inputs=paths, here=here)
-        if given is None:
-            _stop(wanted, problems)
-        base, experts = _opened(chosen[0], given, stack, wanted.problems)
-        if wanted.problems.found:
-            _stop(wanted, problems)
+        paths = located[0].paths(chosen[0].labels) if decided else {}
+        places = find_places(chosen, settings, writes, problems, inputs=paths, here=here)
+        if not decided:
+            _stop(recipes, problems, of_inputs)
+        base, experts = _open_first(chosen[0], located[0], stack, of_inputs)
+        if of_inputs.found:
+            _stop(recipes, problems, of_inputs)
         if base is not None:
             known = len(problems.found)
             with problems.noted():
@@ -91,41 +68,44 @@ def open_inputs(
                 base = with_marks(base, {n: e.model for n, e in pairs if not e.needs_base})
             if len(problems.found) > known:
                 problems.check()
-        inputs = Inputs(chosen[0].labels, base, experts, stack.enter_context(opened_statistics(chosen[0])))
-        if place.outs or not here:
+        statistics = stack.enter_context(opened_statistics(chosen[0]))
+        config = fields_of(located[0].base) if located[0].base is not None else None
+        inputs = Inputs(chosen, base, experts, statistics, config, problems, began)
+        if places.outs or not here:
             with problems.noted():
-                _check_copied_files(chosen, inputs)
-        config = fields_of(given.base) if given.base is not None else None
-        yield Opened(tuple(chosen), inputs, place, problems, began, config)
+                _check_copied_files(inputs)
+        yield inputs, places
 
 
-def _decided(wanted: Wanted, problems: Problems) -> Sequence[Recipe]:
+def _decide_all(
+    recipes: Sequence[Recipe], located: Sequence[Located], problems: Problems, of_inputs: Problems
+) -> tuple[Recipe, ...]:
     """The recipes as their inputs decide them; empty if one has a problem."""
-    for recipe in wanted.recipes:
+    for recipe in recipes:
         with problems.noted():
             check_options(recipe)
-    if wanted.problems.found:
+    if of_inputs.found:
         return ()
     try:
-        return [decide(recipe, given) for recipe, given in zip(wanted.recipes, wanted.given, strict=True)]
+        return tuple(decide(recipe, inputs) for recipe, inputs in zip(recipes, located, strict=True))
     except RecipeError as error:
         problems.found.append(error)
         return ()
 
 
-def _stop(wanted: Wanted, problems: Problems) -> NoReturn:
+def _stop(recipes: Sequence[Recipe], problems: Problems, of_inputs: Problems) -> NoReturn:
     """Raise all problems that were found."""
-    if wanted.problems.found:
-        problems.found.append(input_error(wanted.problems))
-        named = [r for r in wanted.recipes if r.method != AUTO]
+    if of_inputs.found:
+        problems.found.append(input_error(of_inputs))
+        named = [r for r in recipes if r.method != AUTO]
         if choices := [p for r in named for p in Chooser(r, declared_kinds(r)).problems]:
             problems.found.append(RecipeError("The recipe is not valid.", choices))
     problems.check()
     raise AssertionError("a run stops for a reason")
 
 
-def _opened(
-    recipe: Recipe, given: Given, stack: contextlib.ExitStack, problems: Problems
+def _open_first(
+    recipe: Recipe, located: Located, stack: contextlib.ExitStack, problems: Problems
 ) -> tuple[Model | None, list[Deltas]]:
     """The base, and the experts on it; without a base, adapters in the layout of the output.
 
@@ -135,22 +115,22 @@ def _opened(
         problems: receives those of all inputs.
     """
     if isinstance(recipe.output, AdapterOutput):
-        experts = _each([partial(fit_expert, e, None) for e in given.experts], stack, problems)
+        experts = _each([partial(fit_expert, e, None) for e in located.experts], stack, problems)
         return None, _in_one_layout(recipe, experts)
-    named = given.base or given.experts[0]  # an average is measured from any point
+    named = located.base or located.experts[0]  # an average is measured from any point
     bases = _each([partial(require_model, named)], stack, problems)
     if not bases:
         return None, []
     base, aligned, moved = bases[0], dict[str, Model](), set[str]()
     if (vocabulary := recipe.model.vocabulary) is not None:
         with problems.noted(CheckpointError):
-            tables = {n: token_tables(e) for n, e in zip(recipe.labels, given.experts, strict=True)}
+            tables = {n: token_tables(e) for n, e in zip(recipe.labels, located.experts, strict=True)}
             with_tables = {n: model for n, model in tables.items() if model is not None}
             base, aligned, labels = vocabulary_aligner()(base, with_tables, vocabulary)
             moved = set(labels)
         if problems.found:
             return base, []  # adapters would not fit tables of the old size
-    rows = zip(recipe.labels, given.experts, strict=True)
+    rows = zip(recipe.labels, located.experts, strict=True)
     openers = [partial(_expert, aligned.get(n), e, base, moved=bool(moved & {"base", n})) for n, e in rows]
     return base, _each(openers, stack, problems)
 
@@ -219,12 +199,13 @@ def _in_one_layout(recipe: Recipe, experts: Sequence[Deltas]) -> list[Deltas]:
     ]
 
 
-def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
+def _check_copied_files(inputs: Inputs) -> None:
     """Refuse local folders whose config or tokenizer files cannot be copied into an output.
 
     Raises:
         CheckpointError: a file is a link out of its folder, or not a regular file.
     """
+    recipes = inputs.recipes
     if inputs.base is None or isinstance(recipes[0].output, ExtractedOutput):
         return
     folders = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
