@@ -22,6 +22,7 @@ from actmat_experiments.core import collect
 from actmat_experiments.harness import origin
 from actmat_experiments.harness.models import with_adapter
 from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.sizes import size_file
 from actmat_experiments.harness.suite import score_file
@@ -34,7 +35,6 @@ from actmat_experiments.pretrained.qwen.live import Factors, Live, dense, read_f
 from actmat_experiments.pretrained.qwen.merging import merge_by_inputs
 from actmat_experiments.pretrained.qwen.rows import ROWS, Row, chosen_rows
 from actmat_experiments.pretrained.qwen.tasks import TASKS, WORDS, Worded, load_tasks
-from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.suites import get_suite
 
 CHOSEN = ("trec", "record")

@@ -15,6 +15,7 @@ from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.sizes import size_file, store_size
 from actmat_experiments.harness.suite import score_file
@@ -24,7 +25,6 @@ from actmat_experiments.pretrained.qwen.experiment import Loss, Precision, Worde
 from actmat_experiments.pretrained.qwen.rows import chosen_rows
 from actmat_experiments.pretrained.qwen.tasks import TASKS, load_tasks
 from actmat_experiments.pretrained.suite import chosen_tasks, copied_base, copy_model
-from actmat_experiments.harness.request import RunRequest
 
 ORIGINAL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 """The base on the hub. Its head is its embeddings."""
