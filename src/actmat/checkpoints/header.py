@@ -50,18 +50,18 @@ def read_header(
     data_size = file_size - data_start
     problems: list[str] = []
     metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
-    found: list[tuple[int, int, TensorSpec]] = []
+    rows: list[tuple[int, int, TensorSpec]] = []
     for name, entry in entries.items():
         try:
-            found.append(_tensor(name, entry, data_start, data_size, file))
+            rows.append(_tensor(name, entry, data_start, data_size, file))
         except ValueError as problem:
             problems.append(f"tensor {shown(name)} in {file}: {problem}")
-    found.sort(key=lambda item: item[:2])
+    rows.sort(key=lambda item: item[:2])
     if not problems:  # one bad entry would show up again as a gap where it should have been
-        problems.extend(_gaps(found, data_size, file))
+        problems.extend(_gaps(rows, data_size, file))
     if problems:
         raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
-    return {spec.name: spec for _, _, spec in found}, metadata
+    return {spec.name: spec for _, _, spec in rows}, metadata
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
@@ -179,11 +179,11 @@ def _nbytes(shape: list[int], itemsize: int) -> int:
     return 0 if 0 in shape else total
 
 
-def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
+def _gaps(rows: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
     """Overlaps, gaps and bytes after the last tensor, given entries sorted by offset."""
     problems: list[str] = []
     reached, before = 0, "the start of the data"
-    for begin, end, spec in found:
+    for begin, end, spec in rows:
         if begin < reached:
             problems.append(f"tensor {shown(spec.name)} in {file}: overlaps {before} by {reached - begin} bytes")
         elif begin > reached:

@@ -86,10 +86,10 @@ def storage_of(url: str) -> Storage:
         CheckpointError: no plug-in serves the URL.
     """
     scheme = url.partition("://")[0].lower()
-    found = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
-    if found is None:
+    storage = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
+    if storage is None:
         raise CheckpointError(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
-    return found
+    return storage
 
 
 def check_upload_url(url: str) -> list[str]:

@@ -152,9 +152,9 @@ def _why_not_folder(top: str, paths: list[str], is_part: bool) -> str | None:
         return "hidden"
     if any(fnmatch.fnmatchcase(top, pattern) for pattern in _TRAINING):
         return "training records"
-    found = next((p for p in paths if is_weights(p)), None)
-    if found is not None and not is_part:
-        return f"a folder with weights of its own, such as {PurePosixPath(found).name}"
+    weights = next((p for p in paths if is_weights(p)), None)
+    if weights is not None and not is_part:
+        return f"a folder with weights of its own, such as {PurePosixPath(weights).name}"
     if len(paths) > MOST_IN_FOLDER:
         return f"a folder of {len(paths)} files"
     return None
@@ -186,9 +186,9 @@ def list_tree(folder: Path | None) -> dict[str, int]:
 
     Links to files and non-regular files count with size 0: `folder.member` judges them when they are copied.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     if folder is None or not os.path.isdir(folder):
-        return found
+        return sizes
     for where, folders, names in os.walk(folder):
         below = os.path.relpath(where, folder)
         depth = 0 if below == "." else below.count(os.sep) + 1
@@ -197,8 +197,8 @@ def list_tree(folder: Path | None) -> dict[str, int]:
         for name in names:
             path = Path(where, name)
             size = path.stat().st_size if path.is_file() else 0
-            found[path.relative_to(folder).as_posix()] = size
-    return found
+            sizes[path.relative_to(folder).as_posix()] = size
+    return sizes
 
 
 def side_files_of(folder: Path | None, merged: Collection[str] = ()) -> SideFiles:

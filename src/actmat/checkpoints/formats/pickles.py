@@ -210,10 +210,10 @@ class _Machine:
 
 
 def _tuple_of(items: list[Any]) -> _Tuple:
-    found = _Tuple(items)
+    value = _Tuple(items)
     inner = [v for v in items if isinstance(v, _Tuple)]
-    found.size = 1 + len(items) - len(inner) + sum(v.size for v in inner)
-    found.depth = 1 + max((v.depth for v in inner), default=0)
-    if found.size > MAX_TUPLE_SIZE or found.depth > MAX_TUPLE_DEPTH:
-        raise PickleError(f"a tuple of {found.size} values, nested {found.depth} deep; those of a state dict have 10")
-    return found
+    value.size = 1 + len(items) - len(inner) + sum(v.size for v in inner)
+    value.depth = 1 + max((v.depth for v in inner), default=0)
+    if value.size > MAX_TUPLE_SIZE or value.depth > MAX_TUPLE_DEPTH:
+        raise PickleError(f"a tuple of {value.size} values, nested {value.depth} deep; those of a state dict have 10")
+    return value

@@ -116,16 +116,16 @@ class SafetensorsFiles(TensorFiles):
 
     def _all_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label; the problems of all files are raised together."""
-        found: dict[str, Mapping[str, TensorSpec]] = {}
+        headers: dict[str, Mapping[str, TensorSpec]] = {}
         problems: list[str] = []
         for label in self.labels:
             try:
-                found[label] = self._local_specs(label)
+                headers[label] = self._local_specs(label)
             except CheckpointError as error:
                 problems.extend(error.problems)
         if problems:
             raise CheckpointError(f"{self.location}: weight files that cannot be used", problems)
-        return found
+        return headers
 
     def _request_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label, through parallel requests; the first error is raised."""

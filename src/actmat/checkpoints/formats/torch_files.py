@@ -109,17 +109,17 @@ TORCH_FILES = Format(
 )
 
 
-def _main_file(found: Sequence[str], location: str) -> str:
+def _main_file(names: Sequence[str], location: str) -> str:
     """The index, else `pytorch_model.bin`, else the only one of the torch files found."""
     for name in (BIN_INDEX_NAME, BIN_NAME):
-        if name in found:
+        if name in names:
             return name
-    if len(found) != 1:
+    if len(names) != 1:
         raise CheckpointError(
             f"{location}: expected {BIN_INDEX_NAME}, {BIN_NAME} or one torch file, found "
-            f"{', '.join(found[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
+            f"{', '.join(names[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
         )
-    return found[0]
+    return names[0]
 
 
 def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
@@ -206,9 +206,9 @@ def _check_bounds(file: IO[bytes], *, is_zip: bool) -> None:
 def _refusal(error: BaseException, label: str, location: str) -> CheckpointError:
     blocked = BLOCKED_GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if blocked or "TorchScript" in str(error):
-        found = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
+        content = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
         return CheckpointError(
-            f"{location}: expected tensors in {label}, found {found}. Nothing of it was run. Likely cause: a whole "
+            f"{location}: expected tensors in {label}, found {content}. Nothing of it was run. Likely cause: a whole "
             "module or trainer state was saved, or the file is hostile. Fix: if you trust it, save its state_dict as "
             "safetensors in a place where running it does no harm, and merge that."
         )

@@ -394,8 +394,8 @@ def _read_journal(path: Path, folder: Path | None = None) -> Journal | None:
 
 def _foreign(folder: Path) -> bool:
     """True if the folder holds anything except regular files and folders, such as links: no run made it."""
-    with os.scandir(folder) as found:
-        entries = list(found)
+    with os.scandir(folder) as scanned:
+        entries = list(scanned)
     folders = [e for e in entries if e.is_dir(follow_symlinks=False)]
     files = [e for e in entries if e.is_file(follow_symlinks=False)]
     return len(folders) + len(files) < len(entries) or any(_foreign(Path(e.path)) for e in folders)

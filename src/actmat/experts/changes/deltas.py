@@ -35,8 +35,8 @@ def fit_changes(stored: Adapter, base: Model, content: Content) -> FittedDeltas:
     """
     content = _without_copies(content, base, stored)
     # PEFT ties trained tokens itself
-    own = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
-    tied = tie_adapter(stored, base, content.extras, {c.target: () for c in own})
+    untied = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
+    tied = tie_adapter(stored, base, content.extras, {c.target: () for c in untied})
     layouts = resolve_layout(tied.base.specs, tied.base.config)
     fitted = replace(content, changes=[c for c in content.changes if c.target not in tied.refused])
     formed, full, problems = _fit(fitted, tied.base, layouts, stored)

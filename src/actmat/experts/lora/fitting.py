@@ -91,14 +91,14 @@ class Fit:
         optional = [*self._adapter.extras, *biases.values()]
         part = (modules[0].part if modules else "") or self._adapter.config.trained_class
         try:
-            found, why = find_on_disk(
+            on_disk, why = find_on_disk(
                 self._base, list(candidates.values()), optional, self._judge(modules, candidates), part
             )
         except CheckpointError as error:
             self.problems.append(error.sentence)
             return True
-        self._on_disk |= found
-        if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
+        self._on_disk |= on_disk
+        if is_optional and not problems and not any(n in on_disk for names in candidates.values() for n in names):
             return False
         self.problems += problems
         self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
@@ -123,31 +123,31 @@ class Fit:
                 self.problems += [_unfitted(m, options, candidates[m.name], self._base, why) for m in members]
         proven = {next(iter(w)) for w in ways.values() if len(w) == 1}
         open_ones = []
-        for owner, found in ways.items():
-            axes = self._axes(found, proven)
-            if found and axes is None:
+        for owner, fitting in ways.items():
+            axes = self._axes(fitting, proven)
+            if fitting and axes is None:
                 open_ones.append(owner)
-            elif axes is not None and len(found[axes]) > 1:
+            elif axes is not None and len(fitting[axes]) > 1:
                 self.problems.append(
-                    f"module '{owner}': the shapes of its factors fit its parameters in {len(found[axes])} ways, and "
+                    f"module '{owner}': the shapes of its factors fit its parameters in {len(fitting[axes])} ways, and "
                     "the adapter's names do not tell them apart. Fix: fold it into its base with the PEFT that wrote "
                     "it, and merge full models"
                 )
             elif axes is not None:
-                for module, name in zip(nests[owner], found[axes][0], strict=True):
+                for module, name in zip(nests[owner], fitting[axes][0], strict=True):
                     self._add(module, name, transposed=axes == "e_i_o")
         if open_ones:
             self.problems.append(self._undecided(open_ones, nests))
 
-    def _axes(self, found: Mapping[StackWord, list[tuple[str, ...]]], proven: set[StackWord]) -> StackWord | None:
+    def _axes(self, ways: Mapping[StackWord, list[tuple[str, ...]]], proven: set[StackWord]) -> StackWord | None:
         """Axes of the stacks of one module, of those that fit: as said, as other shapes prove, or by the version."""
         config = self._adapter.config
         said = config.said(AXES)
-        if said is not None or len(found) < 2:
-            return said if said in found else next(iter(found), None) if said is None else None
+        if said is not None or len(ways) < 2:
+            return said if said in ways else next(iter(ways), None) if said is None else None
         if len(proven) == 1:
             return next(iter(proven))
-        first = self._on_disk[found["e_o_i"][0][0]].slices[0].name
+        first = self._on_disk[ways["e_o_i"][0][0]].slices[0].name
         orientation = self._layouts.tensors[first].orientation
         return axes_by_version(config.version, orientation, str((self._base.config or {}).get("model_type")))
 
@@ -244,12 +244,14 @@ class Fit:
         parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
         wanted = [n for names in packed.values() for n in names]
         wanted += [n for groups in parts.values() for names in groups for n in names]
-        found = find_by_name(self._base, wanted, part) if wanted else {}
+        stored = find_by_name(self._base, wanted, part) if wanted else {}
         unknown: dict[str, str] = {}
         done = set()
         for module in lost:
-            tensor = next((found[n].slices[0].name for n in packed[module.name] if n in found), None)
-            chosen = [next((found[n].slices[0].name for n in names if n in found), "") for names in parts[module.name]]
+            tensor = next((stored[n].slices[0].name for n in packed[module.name] if n in stored), None)
+            chosen = [
+                next((stored[n].slices[0].name for n in names if n in stored), "") for names in parts[module.name]
+            ]
             if tensor is not None:
                 if not (rows := rows_of(inside[module.name], self._layouts.tensors[tensor])):
                     unknown[module.name] = tensor
@@ -350,9 +352,9 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:2] if all(size == 1 for size in shape[2:]) else shape
 
 
-def _misfit(module: AdapterModule, found: str) -> str:
+def _misfit(module: AdapterModule, place: str) -> str:
     delta = "x".join(map(str, module.shape))
-    return f"module '{module.name}' has a delta of {delta}, which does not fit {found} of the base; {OF_ANOTHER}"
+    return f"module '{module.name}' has a delta of {delta}, which does not fit {place} of the base; {OF_ANOTHER}"
 
 
 def _unfitted(

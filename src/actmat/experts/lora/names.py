@@ -78,13 +78,12 @@ def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) 
         if _PLAIN.search(name) is not None or (not of_architecture and looks_like_factor(name)):
             return name
         if (match := _SIDE.fullmatch(name)) is not None:
-            own = sides.setdefault(match["module"], [])
-            own.append(match["side"])
-            if {"a1", "a2", "b1", "b2"} <= set(own):
+            of_module = sides.setdefault(match["module"], [])
+            of_module.append(match["side"])
+            if {"a1", "a2", "b1", "b2"} <= set(of_module):
                 return name  # of GLoRA
-    only_pairs = 2 * len(sides) == len(listed) and all(
-        sorted(map(str.lower, own)) == ["a", "b"] for own in sides.values()
-    )
+    are_pairs = all(sorted(map(str.lower, of_module)) == ["a", "b"] for of_module in sides.values())
+    only_pairs = 2 * len(sides) == len(listed) and are_pairs
     return listed[0] if sides and only_pairs and not config else None
 
 
@@ -117,10 +116,10 @@ def without_adapter_name(names: Collection[str]) -> dict[str, str]:
     >>> without_adapter_name(["q.lora_A.style.weight", "q.lora_B.style.weight"])
     {'q.lora_A.style.weight': 'q.lora_A.weight', 'q.lora_B.style.weight': 'q.lora_B.weight'}
     """
-    found = {n: m for n in names if (m := _NAMED.fullmatch(n)) is not None}
-    if len({m["name"] for m in found.values()}) != 1:
+    named = {n: m for n in names if (m := _NAMED.fullmatch(n)) is not None}
+    if len({m["name"] for m in named.values()}) != 1:
         return {n: n for n in names}
-    return {n: found[n]["factor"] + (found[n]["leaf"] or "") if n in found else n for n in names}
+    return {n: named[n]["factor"] + (named[n]["leaf"] or "") if n in named else n for n in names}
 
 
 def canonical(weights: Model) -> Model:

@@ -56,7 +56,7 @@ class PatternTable:
         Raises:
             MatchError: the patterns have taken too many steps.
         """
-        found, shapes = self._first_name(module, len(self._values))
+        named, shapes = self._first_name(module, len(self._values))
         self._steps += shapes * SHAPE_STEPS + self._letters * len(module)
         if self._steps > MOST_STEPS:
             raise self._refusal("they take too long on the names of the modules")
@@ -64,7 +64,7 @@ class PatternTable:
             other = self._set.first(module) if self._set is not None else None
         except MatchError as error:
             raise self._refusal(str(error)) from None
-        first = min(found, len(self._values) if other is None else self._others[other])
+        first = min(named, len(self._values) if other is None else self._others[other])
         return self._values[first] if first < len(self._values) else default
 
     def _add_name(self, pattern: str, index: int) -> bool:
