@@ -106,7 +106,7 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
     def kind(fields: dict[str, Any]) -> Recipe:
         recipe = flagged({"method": "actmat", **fields})
         with locate_inputs(recipe) as given:
-            return decide(recipe, given)
+            return decide(given)
 
     assert kind({"experts": lora}).output == AdapterOutput()
     assert kind({"base": base, "experts": lora}).output == ModelOutput()

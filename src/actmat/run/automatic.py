@@ -1,7 +1,7 @@
 """`method: auto`: the named method that the evidence prefers for experts of this kind.
 
 The table is that of `python -m benchmarks.evidence.choice`, which computes it from the committed scores by a criterion
-that it states; `tests/house/test_benchmark_choice.py` holds both together.
+that it states; `evidence/tests/benchmarks/test_choice.py` holds both together.
 """
 
 from __future__ import annotations
@@ -110,23 +110,24 @@ def choice_for(form: ModelForm, kind: ModelKind) -> AutoChoice:
     return TABLE.get((form, kind)) or TABLE.get((form, "any")) or TABLE["mixed", "any"]
 
 
-def with_method(recipe: Recipe, located: Located) -> Recipe:
+def with_method(located: Located) -> Recipe:
     """The recipe with a named method in place of `auto`, and the reason in its notes, with the measurements.
 
     Args:
-        recipe: of the merge; options without a method are refused, see `check_options`.
-        located: its inputs.
+        located: recipe and inputs; options without a method are refused, see `check_options`.
     """
+    recipe = located.recipe
     if recipe.method != AUTO:
         is_told = recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters
-        return _told(recipe, located) if is_told else recipe
-    method, space, options, reason = _chosen(recipe, located)
+        return _told(located) if is_told else recipe
+    method, space, options, reason = _chosen(located)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
-def _told(recipe: Recipe, located: Located) -> Recipe:
+def _told(located: Located) -> Recipe:
     """The recipe of a method that solves or orthogonalizes, on adapters, with measurements among the notes."""
+    recipe = located.recipe
     form, size, start = _by_size(located)
     note = f"{recipe.method} on adapters{size}{start}"
     if recipe.method == "actmat":
@@ -136,9 +137,10 @@ def _told(recipe: Recipe, located: Located) -> Recipe:
     return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
-def _chosen(recipe: Recipe, located: Located) -> tuple[str, Space, dict[str, Any], str]:
+def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     """Method, space, options and reason."""
-    form, space = _form(recipe, located), recipe.space
+    recipe = located.recipe
+    form, space = _form(located), recipe.space
     if len(located.experts) == 1:
         why = "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight"
         return "task_arithmetic", space, dict(WHOLE), why
@@ -192,11 +194,11 @@ def _beyond(located: Located, kind: ModelKind) -> str:
     return f"; none of them merges {len(located.experts)} experts" if len(located.experts) > MOST else ""
 
 
-def _form(recipe: Recipe, located: Located) -> ModelForm:
+def _form(located: Located) -> ModelForm:
     """The form of the experts; adapters for which the recipe names a space are not merged as they are."""
     if not located.only_adapters:
         return "mixed" if any(isinstance(e, Adapter) for e in located.experts) else "full"
-    return "adapters" if located.have_factors and recipe.space == "full" else "changes"
+    return "adapters" if located.have_factors and located.recipe.space == "full" else "changes"
 
 
 def _kind(config: Mapping[str, Any]) -> ModelKind:

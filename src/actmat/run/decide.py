@@ -20,13 +20,13 @@ PEFT = ("same", "peft")
 """Layouts of adapters that can be extracted."""
 
 
-def decide(recipe: Recipe, located: Located) -> Recipe:
+def decide(located: Located) -> Recipe:
     """The recipe with a named method and its kind of output, and with a base if its result depends on none.
 
     Raises:
         RecipeError: an adapter from full checkpoints, or a model without a base.
     """
-    recipe = with_method(recipe, located)
+    recipe = with_method(located)
     full = [label for label, e in zip(recipe.labels, located.experts, strict=True) if isinstance(e, Model)]
     if isinstance(recipe.output, AdapterOutput):
         return _adapter(recipe, recipe.output, located, full)

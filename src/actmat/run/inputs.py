@@ -50,16 +50,16 @@ def open_inputs(
     """
     began, problems, of_inputs, settings = time.perf_counter(), Problems(), Problems(), settings or RunSettings()
     with locate_recipes(recipes, settings.held, of_inputs) as located, contextlib.ExitStack() as stack:
-        decided = _decide_all(recipes, located, problems, of_inputs)
-        chosen = decided or tuple(recipes)
+        decided = _decide_all(located, problems, of_inputs)
+        chosen = decided or tuple(one.recipe for one in located)
         check_shared(chosen)
-        paths = located[0].paths(chosen[0].labels) if decided else {}
+        paths = located[0].paths if decided else {}
         places = find_places(chosen, settings, writes, problems, inputs=paths, here=here)
         if not decided:
-            _stop(recipes, problems, of_inputs)
+            _stop(chosen, problems, of_inputs)
         base, experts = _open_first(chosen[0], located[0], stack, of_inputs)
         if of_inputs.found:
-            _stop(recipes, problems, of_inputs)
+            _stop(chosen, problems, of_inputs)
         if base is not None:
             known = len(problems.found)
             with problems.noted():
@@ -77,17 +77,15 @@ def open_inputs(
         yield inputs, places
 
 
-def _decide_all(
-    recipes: Sequence[Recipe], located: Sequence[Located], problems: Problems, of_inputs: Problems
-) -> tuple[Recipe, ...]:
+def _decide_all(located: Sequence[Located], problems: Problems, of_inputs: Problems) -> tuple[Recipe, ...]:
     """The recipes as their inputs decide them; empty if one has a problem."""
-    for recipe in recipes:
+    for inputs in located:
         with problems.noted():
-            check_options(recipe)
+            check_options(inputs.recipe)
     if of_inputs.found:
         return ()
     try:
-        return tuple(decide(recipe, inputs) for recipe, inputs in zip(recipes, located, strict=True))
+        return tuple(map(decide, located))
     except RecipeError as error:
         problems.found.append(error)
         return ()

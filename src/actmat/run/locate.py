@@ -21,15 +21,17 @@ Held = Mapping[str, Callable[[], OpenInput]]
 
 @dataclass(frozen=True)
 class Located:
-    """Open inputs of a recipe: its base, if it has one, and its experts in order."""
+    """A recipe with its open inputs: its base, if it has one, and its experts in order."""
 
+    recipe: Recipe
     base: OpenInput | None
     experts: tuple[OpenInput, ...]
 
-    def paths(self, labels: Sequence[str]) -> dict[str, Path | str]:
+    @property
+    def paths(self) -> dict[str, Path | str]:
         """Name of an input, or of a part of it -> folder, file or URL that it is read from."""
         named = [("base", self.base)] if self.base is not None else []
-        named += [(f"expert '{label}'", e) for label, e in zip(labels, self.experts, strict=True)]
+        named += [(f"expert '{label}'", e) for label, e in zip(self.recipe.labels, self.experts, strict=True)]
         paths: dict[str, Path | str] = {}
         for name, located in named:
             rows = read_paths(located).items()
@@ -54,17 +56,16 @@ class Located:
 
 @contextlib.contextmanager
 def locate_recipes(recipes: Sequence[Recipe], held: Held, problems: Problems) -> Iterator[list[Located]]:
-    """The inputs of each recipe, looked at once for all of them; `problems` receives those of the others."""
-    named = [((r.base, ()), [(e.path, e.stacks) for e in r.experts]) for r in recipes]
+    """The inputs of each recipe, looked at once for all; those that cannot be opened are left out, with a problem."""
+    named = [(r, (r.base, ()), [(e.path, e.stacks) for e in r.experts]) for r in recipes]
     opened: dict[tuple[str, tuple[StackWord, ...]], OpenInput] = {}
     with contextlib.ExitStack() as stack:
-        for place, words in dict.fromkeys(key for base, experts in named for key in (base, *experts) if key[0]):
+        for place, words in dict.fromkeys(key for _, base, experts in named for key in (base, *experts) if key[0]):
             with problems.noted(CheckpointError):
                 located = held[place]() if place in held else locate(place, words)
                 stack.callback(located.close)
                 opened[place, words] = located
-        complete = [(b, es) for b, es in named if all(key in opened for key in (b, *es) if key[0])]
-        yield [Located(opened.get(b), tuple(opened[e] for e in es)) for b, es in complete]
+        yield [Located(r, opened.get(base), tuple(opened[e] for e in es if e in opened)) for r, base, es in named]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model, with_adapter
 from actmat.extras.collect.files import check_output, write_statistics
-from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Run, Settings, StoredTensors
+from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Measurement, Settings, StoredTensors
 from actmat.statistics.header import DataInfo, StatisticsHeader
 from actmat.version import __version__
 
@@ -74,14 +74,14 @@ def collect(
     if out is not None:
         check_output(Path(out), overwrite=overwrite)
     with bound(model, checkpoint, adapter) as binding:
-        result = measured(Run(model, binding, settings), batches, progress)
+        result = measured(Measurement(model, binding, settings), batches, progress)
     if out is not None:
         result.save(out, overwrite=overwrite)
     return result
 
 
 def measured(
-    run: Run, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
+    run: Measurement, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
 ) -> Collected:
     """`collect` of a model whose binding to a checkpoint the caller answers for."""
     seen = DataSeen()
@@ -171,7 +171,7 @@ def _observable(model: nn.Module) -> Iterator[None]:
             switch(experts)
 
 
-def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
+def _result(run: Measurement, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     """StatisticsHeader and tensors of everything that was measured."""
     if not seen.samples:
         raise StatisticsError("No batches were given to measure the model on.")

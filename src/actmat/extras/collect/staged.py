@@ -24,7 +24,7 @@ from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
 from actmat.extras.collect.files import join_statistics
-from actmat.extras.collect.measures import Run, Settings
+from actmat.extras.collect.measures import Measurement, Settings
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.run import run_recipes
 from actmat.statistics.header import ModelInfo, content_hash
@@ -131,7 +131,7 @@ class _Job:
             source=f"staged batches of {label}",
             details=details,
         )
-        return measured(Run(self.model, self.bindings[label], settings), batches)
+        return measured(Measurement(self.model, self.bindings[label], settings), batches)
 
     def put_merged(self, own: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
         """Merge a block from its statistics, as a checkpoint of its own, and put it into the model."""

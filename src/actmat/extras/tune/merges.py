@@ -110,7 +110,7 @@ def search_inputs(recipe: Recipe) -> Iterator[SearchInputs]:
     check_options(recipe)
     with contextlib.ExitStack() as stack:
         given = stack.enter_context(locate_inputs(recipe))
-        found = with_method(recipe, given)
+        found = with_method(given)
         base = given.base
         if base is None:
             place, first = _base_of_adapters(recipe, given), recipe.experts[0].path

@@ -17,7 +17,7 @@ from actmat.experts.locate import locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
-from actmat.extras.collect.measures import Run, Settings
+from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
@@ -217,7 +217,9 @@ class InputMeasuring:
         same = self._binding if loaded.adapter is not None and can_switch(loaded.adapter) else None
         with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as binding:
             found = measured(
-                Run(loaded.model, binding, settings), [b.keywords for b in batches], lambda n, tokens: progress.done(n)
+                Measurement(loaded.model, binding, settings),
+                [b.keywords for b in batches],
+                lambda n, tokens: progress.done(n),
             )
             self._binding = binding
         found.save(out, overwrite=True)
