@@ -38,7 +38,7 @@ def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, f
         fresh: beginning of the names of files, where the runs choose nothing: see `group.FRESH` and `group.RANKS`.
     """
     if fresh:
-        every = (*SUITES, *SMALL, "text-mpnet")
+        every = (*SUITES, *SMALL, "text-mpnet", "llm-qwen")
         written = [_scores(cache, suite, folder, f"{fresh}-") for suite in every]
         written += [_lines(size_file(cache, suite), folder, f"{fresh}-") for suite in every]
         written += [_lines(gram_file(cache, suite), folder, f"{fresh}-") for suite in every if fresh == "regimes"]

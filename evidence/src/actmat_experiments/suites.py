@@ -109,6 +109,13 @@ SUITES: tuple[Suite, ...] = (
         "pretrained.instructions.suite",
         ("lora", "full"),
     ),
+    Suite(
+        "llm-qwen",
+        "Qwen2.5-Coder-0.5B-Instruct, eight adapters trained in two ways, asked in two wordings; merges by prompts",
+        "a GPU, or days of two cores; local texts, the hub or a local copy",
+        "pretrained.qwen.suite",
+        ("lora",),
+    ),
 )
 
 

@@ -145,8 +145,12 @@ def write_llama(folder: Path) -> Path:
     return folder
 
 
-def write_gguf(checkpoint: Path, path: Path) -> None:
-    """The weights of a tiny Llama as a GGUF file, with a tokenizer of bytes."""
+def write_gguf(checkpoint: Path, path: Path, head: torch.Tensor | None = None) -> None:
+    """The weights of a tiny Llama as a GGUF file, with a tokenizer of bytes.
+
+    Args:
+        head: a head of its own.
+    """
     from gguf import GGUFWriter
     from safetensors.torch import load_file
 
@@ -172,6 +176,8 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     parts |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
     parts |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    if head is not None:
+        writer.add_tensor("output.weight", head.numpy())
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         stem = name.removesuffix(".weight")
         if stem in whole:

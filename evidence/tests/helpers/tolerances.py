@@ -16,3 +16,6 @@ F32_PRODUCT = 1e-5
 
 F32_SOLVE = 1e-4
 """A solve in float32 on well-conditioned input: the squared system keeps half of the seven digits."""
+
+F32_FORWARD = 1e-3
+"""A forward pass of two layers in float32 whose weights agree to `F32_SOLVE`."""

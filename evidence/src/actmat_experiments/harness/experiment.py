@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.cache import Cache, code_digest, file_digest, library_versions
+from actmat_experiments.harness.cache import Cache, code_digest, digest, file_digest, library_versions
 from actmat_experiments.harness.measuring import Batch, drawn_likelihood, measure_expert
 from actmat_experiments.harness.merging import (
     KINDS,
@@ -30,6 +30,7 @@ from actmat_experiments.harness.merging import (
     needs_statistics,
 )
 from actmat_experiments.harness.models import in_place, is_adapter, with_adapter
+from actmat_experiments.harness.origin import join_origins, read_origin, write_origin
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.training import side_by_side
@@ -185,13 +186,24 @@ class Experiment(abc.ABC):
 
                 def make(task: Any) -> None:
                     stage.say(task.name)
-                    train = partial(self.train, task, stage=stage)
+                    train = partial(self._train_on_record, task, stage)
                     self.cache.get("expert", keys[task.name], train, resumable=True)
                     stage.log(f"{task.name} is trained")
 
                 side_by_side(make, left, self.testers or 1)
         places = {name: self.cache.path("expert", key) for name, key in keys.items()}
         return {name: Made(place, place.name) for name, place in places.items()}
+
+    def _train_on_record(self, task: Any, stage: Stage, out: Path) -> None:
+        self.train(task, out, stage)
+        write_origin(out, self.device)
+
+    def trained_by(self) -> dict[str, str]:
+        """Training of the experts: digests of the settings and of the weights, and machine, date and commit."""
+        folders = [made.path for made in self.experts().values()]
+        files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+        weights = digest([file_digest([path]) for path in files])
+        return {"settings": self.digest, "weights": weights, **join_origins(map(read_origin, folders))}
 
     def of_expert(self, task: str, answer: Callable[[Any], Answer]) -> Answer:
         """Answers of the expert of a task; computed once."""

@@ -21,6 +21,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Weight files, the first kind that a repository has; other formats (Flax, TensorFlow, ONNX) are left there."""
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configs and tokenizers."""
+_LOCAL = (*WEIGHTS, *_BESIDE, "*.gguf")
+"""Files of a local folder that its identity depends on."""
 _CONVERTED = "refs/convert/parquet"
 """Branch on which the hub keeps Parquet files made by a data set's former script."""
 _MOST_MALFORMED = 0.01
@@ -39,7 +41,7 @@ def model_folder(location: str) -> tuple[Path, str]:
     """
     folder = Path(location)
     if folder.is_dir():
-        return folder, file_digest(p for pattern in (*WEIGHTS, *_BESIDE) for p in folder.glob(pattern))
+        return folder, file_digest(p for pattern in _LOCAL for p in folder.glob(pattern))
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 

