@@ -15,11 +15,10 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
-from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.experts.lora.adapter import Adapter, AdapterHandle
-from actmat.experts.untied import TiedParts, keeps_ties, tied_parts
+from actmat.experts.untied import TiedParts
 from actmat.linalg.lowrank import LowRank
 
 _SLAB = 1 << 20
@@ -45,30 +44,12 @@ class FormedPart:
     rows: Callable[[torch.dtype], Callable[[int, int], Tensor]] | None = None
 
 
-def tie_adapter(
-    adapter: Adapter, base: Model, extras: Mapping[str, str], deltas: Mapping[str, tuple[int, ...]]
-) -> TiedParts:
-    """Treatment of the tied table and head of a base for an adapter, see `tied_parts`.
-
-    Args:
-        extras: tensors trained in full, name in the model -> stored name.
-        deltas: names in the model of the weights that it has deltas for, and their shapes, empty if not known.
-    """
-    return tied_parts(
-        base,
-        {name: adapter.weights.specs[stored] for name, stored in extras.items()},
-        deltas,
-        keeps_ties=keeps_ties(adapter.config.fields),
-        equal=lambda a, b: adapter.hashes[extras[a]] == adapter.hashes[extras[b]],
-    )
-
-
 class FittedDeltas(Deltas):
     """An adapter on its base.
 
     Args:
         stored: the adapter, which is closed with it.
-        tied: its base, see `tie_adapter`; may be closed afterwards, unless deltas depend on it.
+        tied: its base, see `tied_parts`; may be closed afterwards, unless deltas depend on it.
         formed: name in the base -> its delta.
         full: name in the base -> stored name of the tensor that replaces it.
         hidden: other names of tensors of the base.

@@ -9,7 +9,7 @@ Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.untied import untie
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
+from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import find_on_disk
 from actmat.layout.ties import (
     can_untie,
@@ -73,24 +74,19 @@ class TiedParts:
 
 
 def tied_parts(
-    base: Model,
-    saved: Mapping[str, TensorSpec],
-    deltas: Mapping[str, tuple[int, ...]],
-    *,
-    keeps_ties: bool,
-    equal: Callable[[str, str], bool],
+    adapter: Adapter, base: Model, extras: Mapping[str, str], deltas: Mapping[str, tuple[int, ...]]
 ) -> TiedParts:
     """Treatment of a table and a head that the base of an adapter ties.
 
     Args:
+        adapter: on the base.
         base: as it is stored.
-        saved: tensors trained in full, by their names in the model.
+        extras: tensors trained in full, name in the model -> stored name.
         deltas: names in the model of the weights that it has deltas for, and their shapes, empty if not known.
-        keeps_ties: of the adapter.
-        equal: `equal(a, b)` is true for two of the saved tensors with the same content.
     """
     if not (ties_embeddings(base.config) and may_have_head(base.config)):
         return TiedParts(base, {})
+    saved = {name: adapter.weights.specs[stored] for name, stored in extras.items()}
     tables = _tables(base, [n for n in (*saved, *deltas) if is_token_table(n)])
     of_names = tied_heads(
         {n: TensorSpec(n, s, "", "") for n, s in deltas.items()} | dict(saved), base.specs, base.config
@@ -98,10 +94,11 @@ def tied_parts(
     at = {n: of_names[n] for n in saved if n in of_names}
     saved_tables = {n: table for n, table in tables.items() if n in saved}
     twins = {table: n for n, table in reversed(list(saved_tables.items()))}
-    copies = frozenset(n for n, table in at.items() if table in twins and equal(n, twins[table]))
+    pairs = {n: (extras[n], extras[twins[table]]) for n, table in at.items() if table in twins}
+    copies = frozenset(n for n, (a, b) in pairs.items() if adapter.hashes[a] == adapter.hashes[b])
     apart = {n: table for n, table in at.items() if n not in copies}
     heads, problems = {}, []
-    if keeps_ties:
+    if keeps_ties(adapter.config.fields):
         problems = [
             f"ensure_weight_tying is set, but the saved '{n}' differs from the table it is tied to" for n in apart
         ]

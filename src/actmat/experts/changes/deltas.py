@@ -17,9 +17,10 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Change, Content
-from actmat.experts.fitted import FittedDeltas, FormedPart, tie_adapter
+from actmat.experts.fitted import FittedDeltas, FormedPart
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import hidden_names
+from actmat.experts.untied import tied_parts
 from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_partner
@@ -36,7 +37,7 @@ def fit_changes(stored: Adapter, base: Model, content: Content) -> FittedDeltas:
     content = _without_copies(content, base, stored)
     # PEFT ties trained tokens itself
     untied = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
-    tied = tie_adapter(stored, base, content.extras, {c.target: () for c in untied})
+    tied = tied_parts(stored, base, content.extras, {c.target: () for c in untied})
     layouts = resolve_layout(tied.base.specs, tied.base.config)
     fitted = replace(content, changes=[c for c in content.changes if c.target not in tied.refused])
     formed, full, problems = _fit(fitted, tied.base, layouts, stored)

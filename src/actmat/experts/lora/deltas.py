@@ -13,10 +13,11 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
-from actmat.experts.fitted import FittedDeltas, FormedPart, tie_adapter
+from actmat.experts.fitted import FittedDeltas, FormedPart
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
 from actmat.experts.lora.fitting import Fit, ModulePart
+from actmat.experts.untied import tied_parts
 from actmat.layout.types import Block
 from actmat.linalg.lowrank import LowRank
 
@@ -28,7 +29,7 @@ def fit_factors(adapter: Adapter, base: Model) -> FittedDeltas:
         CheckpointError: it does not fit; carries all problems.
     """
     shapes = {f"{module.inside}.weight": module.shape for module in adapter.modules.values()}
-    tied = tie_adapter(adapter, base, adapter.extras, shapes)
+    tied = tied_parts(adapter, base, adapter.extras, shapes)
     chosen = {n: n for n, m in adapter.modules.items() if f"{m.inside}.weight" not in tied.refused}
     fit = Fit(adapter.renamed(chosen) if tied.refused else adapter, tied.base)
     formed = {name: _formed(adapter, pieces, tied.base.specs[name]) for name, pieces in fit.pieces.items()}
