@@ -223,7 +223,7 @@ class MergePlan(Plain):
             "output": [self.output, self.adapter_config, dict(self.metadata)],
             "device": self.device.partition(":")[0],
             "versions": dict(self.versions),
-            "statistics": self.statistics_identity,
+            "statistics": self.statistics_identity if times else [dict(s) for s in self.statistics],
         }
         content = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
         content.update(_ITEMS.dump_json(self.items))

@@ -86,6 +86,7 @@ def build_manifest(
     experts: Sequence[Deltas],
     *,
     out: Path | None,
+    fingerprint: str,
     seconds: float,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -99,6 +100,7 @@ def build_manifest(
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
             None for an output in a bucket.
+        fingerprint: of the plan, without the times of its inputs' files, by which the same call knows the output.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
     """
@@ -120,6 +122,7 @@ def build_manifest(
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
         "recipe": plan.recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
+        "plan": fingerprint,
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,

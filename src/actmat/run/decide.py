@@ -136,9 +136,9 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
         for r in recipes
     ]
     for name in rows[0]:
-        found = {str(row[name]) for row in rows}
-        if len(found) > 1:
+        values = {str(row[name]) for row in rows}
+        if len(values) > 1:
             raise RecipeError(
-                f"Recipes of one run share {', '.join(rows[0])}, but '{name}' differs: {' and '.join(sorted(found))}. "
+                f"Recipes of one run share {', '.join(rows[0])}, but '{name}' differs: {' and '.join(sorted(values))}. "
                 "Run them one after the other."
             )
