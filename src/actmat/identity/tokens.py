@@ -21,7 +21,7 @@ from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.sentencepiece import pieces
 from actmat.checkpoints.side_files import MODULES, ModelFiles
 from actmat.errors import CheckpointError, first_of
-from actmat.identity.compare import words_of
+from actmat.identity.configs import words_of
 from actmat.identity.usable import TOKENIZERS
 
 TOKENIZER = "tokenizer.json"

@@ -12,7 +12,7 @@ from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import MergeError
 from actmat.experts.base import DeltaSource, Expert
-from actmat.identity.compare import InputAgreement
+from actmat.identity.configs import InputAgreement
 from actmat.identity.inputs import compare_inputs
 from actmat.layout.ties import tied_partner
 from actmat.layout.types import Role, TensorLayout
