@@ -5,6 +5,7 @@
 # WORKERS    processes of the test-suite                       make test WORKERS=8
 # MINUTES    time of the fuzzer                                make fuzz MINUTES=60
 # RUNS       disturbed merges                                  make chaos RUNS=500
+# OTHER      checkout whose merged bytes are compared          make ledger OTHER=../other
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -22,7 +23,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test examples fuzz lint chaos mutants site clean
+.PHONY: help demo test examples fuzz lint chaos mutants ledger site clean
 
 help:  ## show this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +51,9 @@ chaos: $(VENV)/dev.stamp  ## kill and disturb merges at random      make chaos R
 
 mutants: $(VENV)/dev.stamp  ## break formulae that carry a claim, and check that their tests fail
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
+
+ledger: $(VENV)/dev.stamp  ## make the same merges here and in OTHER, and compare their bytes
+	$(BIN)/python -m tests.ledger $(OTHER)
 
 site: $(VENV)/dev.stamp  ## build the documentation as a site in build/site
 	$(BIN)/python -m docs.site

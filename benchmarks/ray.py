@@ -141,13 +141,12 @@ NODES = (1, 8, 64)
 @cache
 def gigaflops(rows: int, width: int) -> float:
     """Rate of `actmat_ridge` on matrices of these proportions, on one thread, in 1e9 planned operations per second."""
-    from actmat.linalg.operations import total
     from actmat.methods import get_method
 
     rule = get_method("actmat_ridge")
     deltas = [torch.randn(rows // 4, width // 4) for _ in range(3)]
     options = rule.resolve_options({})
-    planned = total(rule.cost.operations((rows // 4, width // 4), 3, options, False))
+    planned = rule.cost.flops((rows // 4, width // 4), 3, options)
     with torch_threads(1):
         return planned / timed(lambda: rule.merge(deltas), 1) / 1e9
 

@@ -18,7 +18,7 @@ from tests.adapters.test_adapter_to_adapter import KINDS, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 
 import actmat
-from actmat.planning.adapter.serving import VLLM_RANKS
+from actmat.planning.serving import VLLM_RANKS
 
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Linear layers of a Llama by the last part of their names, all of which vLLM adapts."""

@@ -128,7 +128,7 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
 
     def reasons(**fields: Any) -> str:
         plan = actmat.plan(None, both(group), **fields)
-        assert all(i.form == "factored" for i in plan.items)
+        assert all(i.is_factored for i in plan.items)
         return " | ".join({i.reason for i in plan.items})
 
     assert "average in the core space (equal to the full space)" in reasons(method="average", space="core")
@@ -136,7 +136,7 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
     assert "ties in the core space (not the result of the full space" in reasons(method="ties", space="core")
     assert "ties of A and of B apart" in reasons(method="ties", space="factors")
     assert ", then isotropize" in reasons(method="average", post="isotropize")
-    ranks = {s: {i.pair.exact_rank for i in actmat.plan(None, both(group), method="ties", space=s).items} for s in
+    ranks = {s: {i.write.exact_rank for i in actmat.plan(None, both(group), method="ties", space=s).items} for s in
              ("core", "factors")}  # fmt: skip
     assert ranks == {"core": {4, 2}, "factors": {2}}
 

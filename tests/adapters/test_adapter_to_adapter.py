@@ -56,7 +56,7 @@ def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:
     assert plan.output == "adapter"
     notes = "\n".join(map(str, plan.notes))
     assert "expert 'one' does not change 4 modules" in notes
-    ranks = {m.name.rpartition(".")[2]: m.pair.ranks for m in plan.modules}
+    ranks = {m.name.rpartition(".")[2]: m.module.ranks for m in plan.modules}
     assert ranks == {"c_attn": (2, 3), "c_fc": (2, 0), "c_proj": (0, 3)}
 
 

@@ -64,7 +64,7 @@ def test_factors_give_what_full_experts_give(method: str, family: str, tmp_path:
     adapters = merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"], "from_a", method=method)
     merge(tmp_path, tmp_path / "base", [tmp_path / "m1", tmp_path / "m2"], "from_m", method=method)
     merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "m2"], "mixed", method=method)
-    assert any(t.form == "factored" for t in adapters.plan.items) == (method in ("actmat", "tsv", "iso_c", "wudi"))
+    assert any(t.is_factored for t in adapters.plan.items) == (method in ("actmat", "tsv", "iso_c", "wudi"))
     want = load_file(tmp_path / "from_m" / "model.safetensors")
     for out in ("from_a", "mixed"):
         found = load_file(tmp_path / out / "model.safetensors")

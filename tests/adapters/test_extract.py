@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import actmat
 from actmat.cli.main import app
-from actmat.engine.kernels import extracted as extraction
+from actmat.engine import sinks
 from actmat.errors import MergeError
 from actmat.report.verify import verify
 
@@ -136,7 +136,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     here = place / "llama"
     run: dict[str, Any] = {"rank": 3, "threads": 1}
     actmat.extract(here / "base", here / "model", out=tmp_path / "whole", **run)
-    real, calls = extraction.DeltaFactors.finish, []
+    real, calls = sinks.Svd.finish, []
 
     def stops(factors: Any) -> Any:
         calls.append(factors.item.name)
@@ -144,7 +144,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
             raise KeyboardInterrupt
         return real(factors)
 
-    monkeypatch.setattr(extraction.DeltaFactors, "finish", stops)
+    monkeypatch.setattr(sinks.Svd, "finish", stops)
     with pytest.raises(KeyboardInterrupt):
         actmat.extract(here / "base", here / "model", out=tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()

@@ -124,8 +124,7 @@ def test_plans_say_what_is_written_and_are_data(place: Path) -> None:
     plan = actmat.plan(place / "base", experts, to="adapter", rank=3, method="average")
     assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     item = plan.by_name[Q]
-    assert item.extraction is not None
-    assert (item.extraction.kind, item.extraction.rank) == ("factored", 3)
+    assert (item.write.kind, item.write.rank) == ("svd", 3)
     assert item.reason.endswith("factors of rank 3")
     model = actmat.plan(place / "base", experts, method="average").by_name[Q]
     assert item.cost.host_bytes > model.cost.host_bytes + 4 * item.numel

@@ -80,12 +80,12 @@ def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
     assert data["actmat_plan"] == 1
     assert data["family"] == "llama"
     assert [e["label"] for e in data["experts"]] == ["expert0", "expert1"]
-    rows, totals = {i["name"]: i for i in data["items"]}, data["totals"]
+    rows, totals = {i["target"]["spec"]["name"]: i for i in data["items"]}, data["totals"]
     assert len(rows) == 7
     q = rows[Q0]
-    assert (q["action"], q["call"]["method"], q["layout"]["role"]) == ("merge", "actmat", "linear")
-    assert [s["name"] for s in q["sources"]] == [Q0, Q0]
-    assert [s["name"] for s in q["outputs"]] == [Q0]
+    assert (q["action"], q["call"]["method"], q["target"]["layout"]["role"]) == ("merge", "actmat", "linear")
+    assert [s["name"] for s in q["target"]["sources"]] == [Q0, Q0]
+    assert [s["name"] for s in q["write"]["outputs"]] == [Q0]
     assert q["cost"]["read_bytes"] == 3 * 64 * 4
     assert q["cost"]["write_bytes"] == 64 * 4
     assert q["cost"]["host_bytes"] > 0

@@ -9,7 +9,7 @@ from actmat.engine.devices import ON_HOST, DeviceNames, check_device, device_roo
 from actmat.engine.resources import share_resources
 from actmat.errors import Problems, RecipeError
 from actmat.planning.model import MergePlan
-from actmat.planning.placement import HOST, DeviceRoom
+from actmat.planning.work import HOST, DeviceRoom
 from actmat.recipe import make_recipe
 from actmat.run.places import find_place
 from actmat.settings import RunSettings

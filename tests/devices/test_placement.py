@@ -26,16 +26,16 @@ from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
-from actmat.engine.reader import TensorReader
+from actmat.engine.reader import ItemReader
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, MergeError
 from actmat.methods import get_method
 from actmat.planning import MergePlan
-from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.regions import Region
 from actmat.planning.statistics import ExpertStatistics
+from actmat.planning.work import HOST, DeviceRoom
 
 # Places of items in a plan: device or host, why, and the memory of each.
 
@@ -46,17 +46,17 @@ def test_without_devices_nothing_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "room", "form", "words"),
+    ("method", "room", "factored", "words"),
     [
-        ("actmat", DeviceRoom("cuda:0,1"), "dense", ", on cuda"),
-        ("ties", DeviceRoom("mps"), "dense", ", on mps"),
-        ("actmat", DeviceRoom("mps"), "dense", ", on the host: mps has no float64, in which spectra are computed"),
-        ("average", DeviceRoom("cuda"), "dense", ", on the host: elementwise"),
-        ("actmat", DeviceRoom("cuda"), "factored", ", on the host: factors are small"),
+        ("actmat", DeviceRoom("cuda:0,1"), False, ", on cuda"),
+        ("ties", DeviceRoom("mps"), False, ", on mps"),
+        ("actmat", DeviceRoom("mps"), False, ", on the host: mps has no float64, in which spectra are computed"),
+        ("average", DeviceRoom("cuda"), False, ", on the host: elementwise"),
+        ("actmat", DeviceRoom("cuda"), True, ", on the host: factors are small"),
     ],
 )
-def test_every_place_has_a_reason(method: str, room: DeviceRoom, form: Any, words: str) -> None:
-    found = placed(method, (600, 500), room, form)
+def test_every_place_has_a_reason(method: str, room: DeviceRoom, factored: bool, words: str) -> None:
+    found = placed(method, (600, 500), room, factored=factored)
     assert found.words == words
     assert (found.device_bytes > 0) == (", on the host" not in words)
 
@@ -198,13 +198,13 @@ def test_large_tensors_have_the_bytes_of_the_host(tmp_path: Path, method: str) -
 def test_a_device_holds_deltas_and_the_host_one_chunk_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deltas are formed chunk by chunk on the host: never in the memory that is to be the device's."""
     sizes: list[tuple[bool, int]] = []
-    read: Callable[..., bool] = TensorReader.read_chunk
+    read: Callable[..., bool] = ItemReader.read_chunk
 
-    def watched(self: TensorReader, t: int, start: int, base_raw: torch.Tensor, out: torch.Tensor) -> bool:
+    def watched(self: ItemReader, t: int, start: int, base_raw: torch.Tensor, out: torch.Tensor) -> bool:
         sizes.append((self.on_host, out.untyped_storage().nbytes()))
         return read(self, t, start, base_raw, out)
 
-    monkeypatch.setattr(TensorReader, "read_chunk", watched)
+    monkeypatch.setattr(ItemReader, "read_chunk", watched)
     with opened(large(tmp_path), "out", {"method": "ties"}) as run:
         run.take(executor_of(run).run(run.spec, run.units))
     assert {on_host for on_host, _ in sizes} == {False}
@@ -212,10 +212,10 @@ def test_a_device_holds_deltas_and_the_host_one_chunk_of_them(tmp_path: Path, mo
 
 
 def test_running_out_of_memory_names_tensor_plan_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: TensorReader, region: Region) -> torch.Tensor:
+    def full(self: ItemReader, region: Region) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
 
-    monkeypatch.setattr(TensorReader, "passing_buffer", full)
+    monkeypatch.setattr(ItemReader, "passing_buffer", full)
     with opened(large(tmp_path), "out", {"method": "ties"}) as run, pytest.raises(MergeError) as caught:
         next(executor_of(run).run(run.spec, run.units))
     message = str(caught.value)
@@ -232,9 +232,9 @@ def test_a_merge_that_ran_out_of_memory_goes_on_where_it_stopped(
     family = Family.make(tmp_path, layers=2)
     library.merge(family.base, family.experts, out=family.out, durable=False)
     expected = contents(family.out)["model.safetensors"]
-    base_of, merged = TensorReader.base_of, threading.Event()
+    base_of, merged = ItemReader.base_of, threading.Event()
 
-    def fails(self: TensorReader, region: Region) -> Any:
+    def fails(self: ItemReader, region: Region) -> Any:
         if self.item.name == "lm_head.weight":  # it may be the first on the device; the host merges others
             assert merged.wait(60)
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -243,7 +243,7 @@ def test_a_merge_that_ran_out_of_memory_goes_on_where_it_stopped(
 
     out = tmp_path / "again"
     with monkeypatch.context() as patch:
-        patch.setattr(TensorReader, "base_of", fails)
+        patch.setattr(ItemReader, "base_of", fails)
         with pytest.raises(MergeError, match=r"cpu:0 ran out of memory at tensor 'lm_head\.weight'"):
             library.merge(family.base, family.experts, out=out, durable=False, device="cpu:0")
     report = library.merge(family.base, family.experts, out=out, durable=False, device="cpu:0")

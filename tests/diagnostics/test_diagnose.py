@@ -31,7 +31,7 @@ from actmat.extras.collect.outputs import recipe_of_output
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
 from actmat.planning import regions as regions_module
-from actmat.planning.model import Item, MethodCall
+from actmat.planning.item import Item, MethodCall, Target, Write
 from actmat.recipe import make_recipe
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
@@ -88,7 +88,7 @@ def test_every_logical_matrix_is_measured(
     monkeypatch.setattr(regions_module, "CHUNK", 100)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK", 100)
     monkeypatch.setattr("actmat.engine.reader.CHUNK", 100)
-    monkeypatch.setattr("actmat.engine.writing.CHUNK", 100)
+    monkeypatch.setattr("actmat.engine.sinks.CHUNK", 100)
     case = BY_NAME[name]
     base, experts = save_family(case, tmp_path)
     fields = {"keep": ["lm_head.weight"]} if "lm_head.weight" in stored(base) and not case.tied else {}
@@ -323,17 +323,10 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
     merged = ACTMAT.stages.finish(state, **options)
     kept, rule = (int(merged.stats["rank"]), state.items[0]) if reused else (None, None)
     peak = peak_bytes(lambda: measure_dense(deltas, merged.value, generator=torch.Generator(), kept=kept, rule=rule))
-    item = Item(
-        "w",
-        shape,
-        TensorLayout(Role.LINEAR, ""),
-        "merge",
-        "",
-        (TensorSpec("w", shape, "float32", ""),),
-        MethodCall("actmat", {}),
-        base_dtype="float32",
-        sources=(DeltaSource("w", "stored", "float32", 4 * merged.value.numel()),) * experts,
-    )
+    spec = TensorSpec("w", shape, "float32", "")
+    sources = (DeltaSource("w", "stored", "float32", 4 * merged.value.numel()),) * experts
+    target = Target(spec, TensorLayout(Role.LINEAR, ""), sources=sources)
+    item = Item(target, "merge", "", Write("sum", (spec,)), MethodCall("actmat", {}))
     there = 4 * experts * merged.value.numel()  # the deltas
     assert peak <= Observers(seed=0).memory(item, 4) - there
 

@@ -18,7 +18,7 @@ from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
 import actmat
-from actmat.engine.reader import TensorReader
+from actmat.engine.reader import ItemReader
 from actmat.errors import RecipeError
 from actmat.planning import regions
 from actmat.planning.regions import CHUNK
@@ -104,14 +104,14 @@ def test_deltas_held_or_read_again_between_two_passes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = TensorReader.base_chunk
+    read = ItemReader.base_chunk
     starts: list[int] = []
 
-    def noted(self: TensorReader, start: int, numel: int) -> Tensor:
+    def noted(self: ItemReader, start: int, numel: int) -> Tensor:
         starts.append(start)
         return read(self, start, numel)
 
-    monkeypatch.setattr(TensorReader, "base_chunk", noted)
+    monkeypatch.setattr(ItemReader, "base_chunk", noted)
     assert_same(merged(family, tmp_path / "held", RECIPES["ties"])[0], alone["ties"])
     assert not starts, "small tensors are held"
     monkeypatch.setattr(regions, "HELD_BYTES", 0)

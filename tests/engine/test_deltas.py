@@ -11,8 +11,8 @@ from torch import Tensor
 
 from actmat.engine import deltas as deltas_module
 from actmat.engine import reader as reader_module
-from actmat.engine.deltas import Deltas
-from actmat.engine.reader import StreamedBase, TensorReader
+from actmat.engine.deltas import RegionDeltas
+from actmat.engine.reader import ItemReader, StreamedBase
 from actmat.linalg.chunks import Streamed
 from actmat.planning import regions as regions_module
 from actmat.planning.regions import Region, cut
@@ -48,7 +48,7 @@ def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[tor
 def test_a_delta_is_read_once() -> None:
     setup = OneTensor(torch.zeros(4), torch.ones(4), torch.ones(4))
     region = cut((4,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
+    deltas = RegionDeltas(setup.reader, region, setup.reader.read_base(region))
     assert len(deltas) == 2
     assert torch.equal(deltas[1], torch.ones(4))
     with pytest.raises(RuntimeError, match="declare one_pass=False"):
@@ -61,7 +61,7 @@ def test_equal_bits_are_no_change_and_exact_zeros() -> None:
     base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
     setup = OneTensor(base, base.clone())
     region = cut((6,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
+    deltas = RegionDeltas(setup.reader, region, setup.reader.read_base(region))
     assert torch.equal(deltas[0], torch.zeros(6))
     assert not deltas.changed
     assert not setup.findings.fatal
@@ -73,7 +73,7 @@ def test_one_changed_entry_is_a_change() -> None:
     expert[11] = 1e-30
     setup = OneTensor(base, expert)
     region = cut((12,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
+    deltas = RegionDeltas(setup.reader, region, setup.reader.read_base(region))
     assert torch.equal(deltas[0], expert)
     assert deltas.changed
 
@@ -132,7 +132,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
 
     walked, held = OneTensor(base, *experts), OneTensor(base, *experts)
     assert walked.reader.item.is_chunkable
-    streamed = Deltas(walked.reader, region, walked.reader.read_base(region))
+    streamed = RegionDeltas(walked.reader, region, walked.reader.read_base(region))
     places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
     assert [start for start, _ in places] == [0, 4, 8, 12, 16, 20]
     for t, delta in enumerate(expected):
@@ -141,7 +141,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
 
     room = held.reader.scratch.room
     with room.opened(10_000, elsewhere=0):
-        whole = Deltas(held.reader, region, held.reader.read_base(region), "held")
+        whole = RegionDeltas(held.reader, region, held.reader.read_base(region), "held")
         result = whole.result()
         result.fill_(7.0)
         for delta, found in zip(expected, whole, strict=True):
@@ -154,13 +154,13 @@ def test_held_deltas_are_read_once_and_walked_over_often(monkeypatch: pytest.Mon
     bad[6] = NAN
     setup = OneTensor(base, good, bad, tolerated=True)
     asked: list[int] = []
-    read = TensorReader.read_chunk
+    read = ItemReader.read_chunk
 
-    def noted(self: TensorReader, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
+    def noted(self: ItemReader, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         asked.append(start)
         return read(self, t, start, base_raw, out)
 
-    monkeypatch.setattr(TensorReader, "read_chunk", noted)
+    monkeypatch.setattr(ItemReader, "read_chunk", noted)
     held = setup.first_part("held")
     assert asked == [0, 0, 4, 4, 8, 8]
     assert isinstance(held, Streamed)
@@ -182,7 +182,7 @@ def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() ->
     for region in regions:
         streamed = StreamedBase(setup.reader, region)
         assert streamed.numel() == 11
-        deltas = Deltas(setup.reader, region, streamed)
+        deltas = RegionDeltas(setup.reader, region, streamed)
         for _ in range(2):
             walked = [(s, -p.clone(), streamed[s : s + 4].clone()) for s, (p,) in deltas.walk()]
             wanted = base[region.start : region.stop]
@@ -216,7 +216,7 @@ def test_what_a_rule_did_not_look_at_is_hashed_all_the_same() -> None:
 def test_memory_of_deltas_in_turn_is_free_when_the_last_has_been_dropped() -> None:
     setup = OneTensor(torch.zeros(12), torch.ones(12), torch.full((12,), 2.0))
     region = cut((12,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
+    deltas = RegionDeltas(setup.reader, region, setup.reader.read_base(region))
     memory = set()
     for delta in deltas:
         memory.add(delta.data_ptr())
@@ -225,3 +225,11 @@ def test_memory_of_deltas_in_turn_is_free_when_the_last_has_been_dropped() -> No
     assert torch.equal(delta, torch.full((12,), 2.0))
     del delta
     assert storage() is None
+
+
+def test_deltas_are_counted_from_the_end_as_in_any_sequence() -> None:
+    one = OneTensor(torch.zeros(3), torch.ones(3), torch.full((3,), 2.0))
+    deltas = one.first_part("held")
+    assert torch.equal(deltas[-1], deltas[1])
+    with pytest.raises(IndexError):
+        deltas[2]

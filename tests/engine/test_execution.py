@@ -22,8 +22,8 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api.merging import plan as plan_merge
-from actmat.engine.calls import generator_for
 from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.method import generator_for
 from actmat.engine.observer import NoWriter
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
@@ -240,7 +240,7 @@ def test_however_deltas_are_read_the_rule_gives_its_bits(
     family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], held_bytes: int
 ) -> None:
     monkeypatch.setattr(regions_module, "HELD_BYTES", held_bytes)
-    for module in ("deltas", "reader", "kernels.regions", "writing"):
+    for module in ("deltas", "reader", "item", "sinks"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)
     merged, _ = merge(family, method=method, options=options, scope="all", seed=3, threads=2)
@@ -273,7 +273,7 @@ def test_large_transposed_matrices_give_the_bytes_of_small_ones(
     experts = [tmp_path / "e1", tmp_path / "e2"]
     found = []
     for chunk in (1 << 19, 16):
-        for module in ("deltas", "reader", "kernels.regions", "writing"):
+        for module in ("deltas", "reader", "item", "sinks"):
             monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", chunk)
         actmat.merge(tmp_path / "base", experts, out=tmp_path / f"m{chunk}", method=method, threads=1, durable=False)
         found.append(load_file(tmp_path / f"m{chunk}" / "model.safetensors"))

@@ -21,8 +21,8 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
-from actmat.planning.model import Item, ItemCost, MethodCall
-from actmat.planning.placement import HOST
+from actmat.planning.item import Item, ItemCost, MethodCall, Target, Write
+from actmat.planning.work import HOST
 from actmat.recipe import make_recipe
 
 
@@ -158,7 +158,9 @@ def test_memory_of_a_container_is_what_its_processes_do_not_hold(
 
 def plan_of(*peaks: int) -> MergePlan:
     layout = TensorLayout(Role.LINEAR, "")
-    items = tuple(Item(f"t{n}", (1,), layout, "copy", "", (), cost=ItemCost(host_bytes=p)) for n, p in enumerate(peaks))
+    targets = [Target(TensorSpec(f"t{n}", (1,), "float32", ""), layout) for n in range(len(peaks))]
+    costs = [ItemCost(host_bytes=p) for p in peaks]
+    items = tuple(Item(t, "copy", "", Write("sum"), cost=c) for t, c in zip(targets, costs, strict=True))
     return MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), items, (), 1)
 
 
@@ -203,7 +205,7 @@ def test_measuring_pays_for_deltas_that_are_held_only_for_it(method: str, held: 
     """A table of embeddings: nothing is measured, but methods that take deltas one by one are given them whole."""
     layout = TensorLayout(Role.EMBEDDING, "")
     call = MethodCall(method, get_method(method).resolve_options({}))
-    outputs = (TensorSpec("w", (50, 20), "bfloat16", ""),)
+    spec = TensorSpec("w", (50, 20), "bfloat16", "")
     sources = (DeltaSource("w", "stored", "bfloat16", 2000),) * 2
-    item = Item("w", (50, 20), layout, "merge", "", outputs, call, base_dtype="bfloat16", sources=sources)
+    item = Item(Target(spec, layout, sources=sources), "merge", "", Write("sum", (spec,)), call)
     assert Observers(seed=0).memory(item, 4) == held * 4 * 1000

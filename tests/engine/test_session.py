@@ -26,7 +26,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import plan_units
 from actmat.extras.collect.collect import collect
 from actmat.extras.conformance.experts import _other_process
-from actmat.planning.placement import DeviceRoom
+from actmat.planning.work import DeviceRoom
 from actmat.recipe import make_recipe
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of

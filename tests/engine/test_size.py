@@ -15,8 +15,8 @@ from tests.helpers.merging import actmat as run
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
+from actmat.engine.record import Record
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
-from actmat.engine.task import Record
 from actmat.experts.base import DeltaSource
 
 LARGE = RUNS * RUN * 3 + 17

@@ -15,14 +15,15 @@ from safetensors.torch import save_file
 from tests.helpers.executor_suite import ExecutorRun, opened_run
 from tests.helpers.samples import Samples
 
+from actmat.checkpoints.base import TensorSpec
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import Resources
 from actmat.experts.base import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.planning.cost import CallShape
-from actmat.planning.item import Item, MethodCall
-from actmat.planning.placement import DeviceRoom, Placed, place
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
+from actmat.planning.work import DeviceRoom, Placed, place
+from actmat.recipe import make_recipe
 
 __all__ = ["LINEAR", "executor_of", "large", "opened", "placed", "plain"]
 
@@ -71,10 +72,12 @@ def plain(run: ExecutorRun) -> Any:
 LINEAR = TensorLayout(Role.LINEAR, "")
 
 
-def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, form: Any = "dense", **settings: Any) -> Placed:
+def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, *, factored: bool = False) -> Placed:
     """Place of a tensor of three bfloat16 experts that a method merges in float32."""
     declared = get_method(method)
-    call = CallShape(declared, declared.resolve_options({}), 3, 2, "float32", **settings)
-    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
-    item = Item("w", shape, LINEAR, "merge", "", (), MethodCall(method, call.options), form=form, sources=(source,) * 3)
-    return place(item, call, room)
+    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * factored)
+    target = Target(TensorSpec("w", shape, "bfloat16", ""), LINEAR, sources=(source,) * 3)
+    call = MethodCall(method, declared.resolve_options({}))
+    reading = Reading("factors") if factored else None
+    recipe = make_recipe({"base": "b", "experts": ["a", "b", "c"]})
+    return place(Item(target, "merge", "", Write("sum"), call, reading), recipe, room)

@@ -29,10 +29,10 @@ from actmat.engine.executors.base import Executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import ObservedMerge, ObserverFactory, SinkSource
+from actmat.engine.record import Record
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
-from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
 from actmat.experts.locate import locate
@@ -40,8 +40,8 @@ from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning import build_plan
 from actmat.planning.model import Item
-from actmat.planning.placement import DeviceRoom
 from actmat.planning.statistics import opened_statistics
+from actmat.planning.work import DeviceRoom
 from actmat.recipe import make_recipe
 
 RecipeFields = Mapping[str, Any]
@@ -87,7 +87,7 @@ class ExecutorConformance(abc.ABC):
         ]
         run = self._assert_same(Samples.checkpoints(tmp_path), variants)
         assert not run.spec.surveys, "surveys that no method asked for"
-        assert any(item.aliases for item in run.spec.plans[0].items), "no tied tensors"
+        assert any(item.target.tied for item in run.spec.plans[0].items), "no tied tensors"
 
     def test_surveys_of_the_whole_model(self, tmp_path: Path) -> None:
         """Thresholds over all items, whichever worker saw which."""
@@ -118,7 +118,7 @@ class ExecutorConformance(abc.ABC):
         ]
         samples = dataclasses.replace(Samples.adapters(tmp_path), base=None)
         run = self._assert_same(samples, [{**v, "output": "adapter"} for v in variants])
-        assert all(item.factors is not None for item in run.spec.plans[0].items), "no adapter"
+        assert all(item.is_module for item in run.spec.plans[0].items), "no adapter"
 
     def test_observers_give_the_same_measures(self, tmp_path: Path) -> None:
         """Observers are made where the unit runs, and their measures come back with its records."""

@@ -11,14 +11,14 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.deltas import Deltas
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
-from actmat.engine.reader import TensorReader
+from actmat.engine.reader import ItemReader
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.types import Role, TensorLayout
-from actmat.planning.item import Strategy
+from actmat.planning.item import Strategy, Target, Write
 from actmat.planning.model import Item
 from actmat.planning.regions import cut
 from actmat.planning.statistics import ExpertStatistics
@@ -37,23 +37,22 @@ class OneTensor:
         checkpoint = MemoryCheckpoint({"w": base})
         opened = [CheckpointExpert(MemoryCheckpoint({"w": t})) for t in experts]
         dtype = checkpoint.specs["w"].dtype
-        self.item = Item(
-            "w", tuple(base.shape), VECTOR, "merge", "", (TensorSpec("w", tuple(base.shape), dtype, ""),),
-            base_dtype=dtype, sources=tuple(e.source("w") for e in opened),
-        )  # fmt: skip
+        spec = TensorSpec("w", tuple(base.shape), dtype, "")
+        target = Target(spec, VECTOR, sources=tuple(e.source("w") for e in opened))
+        self.item = Item(target, "merge", "", Write("sum", (spec,)))
         inputs = Inputs(labels, checkpoint, opened, ExpertStatistics.none(labels))
-        self.reader = TensorReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
+        self.reader = ItemReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
-    def first_part(self, strategy: Strategy = "each") -> Deltas:
+    def first_part(self, strategy: Strategy = "each") -> RegionDeltas:
         """The deltas of the first region, for a method that takes tensors whole."""
         region = cut(self.item.shape, VECTOR, "tensor")[0]
-        return Deltas(self.reader, region, self.reader.read_base(region), strategy)
+        return RegionDeltas(self.reader, region, self.reader.read_base(region), strategy)
 
     def read(self, acts_on: Any = "tensor") -> list[Tensor]:
         """The deltas, put together from all regions."""
         found: list[list[Tensor]] = []
         for region in cut(self.item.shape, VECTOR, acts_on):
-            deltas = Deltas(self.reader, region, self.reader.read_base(region))
+            deltas = RegionDeltas(self.reader, region, self.reader.read_base(region))
             found.append([d.flatten().clone() for d in deltas.each()])
         return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
 

@@ -15,7 +15,7 @@ from actmat.engine.observer import ObserverFactory
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
-from actmat.planning.placement import HOST, DeviceRoom
+from actmat.planning.work import HOST, DeviceRoom
 from actmat.recipe import make_recipe
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of

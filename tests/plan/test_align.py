@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import LayoutMap, Role, TensorLayout
-from actmat.planning.align import Alignment, align
+from actmat.planning.targets import BaseTargets, targets_of
 
 W = torch.zeros(4, 3)
 
@@ -22,17 +23,26 @@ def run(
     ties: Mapping[str, str] | None = None,
     kept: tuple[str, ...] = (),
     roles: Mapping[str, Role] | None = None,
-) -> Alignment:
+) -> BaseTargets:
     layouts = {n: TensorLayout((roles or {}).get(n, Role.LINEAR), "") for n in base}
     labels = [f"e{t}" for t in range(len(experts))]
     in_memory = [MemoryCheckpoint({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
-    return align(in_memory[0], in_memory[1:], labels, LayoutMap(layouts, ties or {}), frozenset(kept))
+    opened = [CheckpointExpert(e) for e in in_memory[1:]]
+    return targets_of(in_memory[0], opened, labels, LayoutMap(layouts, ties or {}), frozenset(kept))
+
+
+def tied(found: BaseTargets) -> dict[str, tuple[str, ...]]:
+    return {t.name: t.tied for t in found.targets}
+
+
+def sources(found: BaseTargets) -> dict[str, tuple[str | None, ...]]:
+    return {t.name: tuple(s and s.name for s in t.sources) for t in found.targets}
 
 
 def test_same_names_fit() -> None:
     found = run({"a": W, "b": W}, {"b": W, "a": W}, {"a": W, "b": W})
-    assert dict(found.canonical) == {"a": (), "b": ()}
-    assert dict(found.sources) == {"a": ("a", "a"), "b": ("b", "b")}
+    assert tied(found) == {"a": (), "b": ()}
+    assert sources(found) == {"a": ("a", "a"), "b": ("b", "b")}
     assert (found.problems, found.notes, found.ignored) == ((), (), ((), ()))
 
 
@@ -52,7 +62,7 @@ def test_kept_tensors_and_buffers_need_no_counterpart() -> None:
         {"a": W, "head": W, "ids": W.long()}, {"a": W, "head": W[:1]}, kept=("head",), roles={"ids": Role.BUFFER}
     )
     assert found.problems == ()
-    assert found.sources["ids"] == (None,)
+    assert sources(found)["ids"] == (None,)
 
 
 def test_extra_tensors_are_noted_not_merged() -> None:
@@ -76,7 +86,7 @@ def test_an_extra_prefix_of_an_expert() -> None:
     base = {"layers.0.w": W, "norm": W}
     found = run(base, {f"model.{n}": t for n, t in base.items()}, base)
     assert found.problems == ()
-    assert found.sources["norm"] == ("model.norm", "norm")
+    assert sources(found)["norm"] == ("model.norm", "norm")
     assert found.ignored == ((), ())
     assert "under the prefix 'model.'" in found.notes[0]
 
@@ -85,38 +95,38 @@ def test_a_prefix_that_an_expert_lacks() -> None:
     base = {"bert.layers.0.w": W, "bert.norm": W, "head": W}
     found = run(base, {n.removeprefix("bert."): t for n, t in base.items()})
     assert found.problems == ()
-    assert found.sources["bert.norm"] == ("norm",)
+    assert sources(found)["bert.norm"] == ("norm",)
     assert "without the prefix 'bert.'" in found.notes[0]
 
 
 def test_a_prefix_is_not_made_up() -> None:
     found = run({"a.w": W, "b.w": W}, {"a.w": W, "c.w": W})
     assert len(found.problems) == 1
-    assert found.sources["b.w"] == (None,)
+    assert sources(found)["b.w"] == (None,)
 
 
 def test_ties_count_once_whatever_is_stored() -> None:
     ties = {"lm_head": "embed"}
     both, alone = {"embed": W, "lm_head": W}, {"embed": W}
     found = run(both, both, alone, ties=ties)
-    assert dict(found.canonical) == {"embed": ("lm_head",)}
-    assert found.sources["embed"] == ("embed", "embed")
+    assert tied(found) == {"embed": ("lm_head",)}
+    assert sources(found)["embed"] == ("embed", "embed")
     assert found.problems == ()
     found = run(alone, both, {"lm_head": W}, ties=ties)
-    assert dict(found.canonical) == {"embed": ()}
-    assert found.sources["embed"] == ("embed", "lm_head")
+    assert tied(found) == {"embed": ()}
+    assert sources(found)["embed"] == ("embed", "lm_head")
     assert found.problems == ()
 
 
 def test_a_tie_of_other_shapes_is_two_tensors() -> None:
     found = run({"embed": W, "lm_head": W[:2]}, {"embed": W, "lm_head": W[:2]}, ties={"lm_head": "embed"})
-    assert set(found.canonical) == {"embed", "lm_head"}
+    assert set(tied(found)) == {"embed", "lm_head"}
     assert found.problems == ()
 
 
 def test_a_circle_of_ties_ends() -> None:
     found = run({"a": W, "b": W}, {"a": W, "b": W}, ties={"a": "b", "b": "a"})
-    assert sum(1 + len(aliases) for aliases in found.canonical.values()) == 2
+    assert sum(1 + len(aliases) for aliases in tied(found).values()) == 2
 
 
 def layers(at: str, count: int = 3) -> dict[str, Tensor]:
@@ -178,7 +188,7 @@ def test_the_language_model_of_a_multimodal_one_is_recognized(base: str, expert:
     )
     assert found.problems == ()
     assert found.ignored == ((),)
-    assert found.sources[f"{base}.layers.1.mlp.up.weight"] == (f"{expert}.layers.1.mlp.up.weight",)
-    assert found.sources[heads[0]] == (heads[1],)
+    assert sources(found)[f"{base}.layers.1.mlp.up.weight"] == (f"{expert}.layers.1.mlp.up.weight",)
+    assert sources(found)[heads[0]] == (heads[1],)
     (problem,) = run({**layers(base), heads[0]: W, **layers("vision")}, {**layers(expert), heads[1]: W}).problems
     assert problem.endswith("(--keep 'vision.*')")

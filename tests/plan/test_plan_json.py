@@ -148,7 +148,7 @@ def test_ties_are_items_of_their_own(inputs: Path) -> None:
     plan = planned(inputs, {"statistics": False} | EXAMPLES["ties"])
     again = MergePlan.from_json(json.loads(json.dumps(plan.to_json())))
     assert [i.tied_to for i in again.items if i.action == "tie"] == [EMBEDDING]
-    assert again.by_name[EMBEDDING].aliases == ("lm_head.weight",)
+    assert again.by_name[EMBEDDING].target.tied == ("lm_head.weight",)
 
 
 def test_totals_are_those_of_the_plan(example: MergePlan) -> None:
@@ -174,7 +174,7 @@ def test_what_decides_the_bytes_is_in_the_fingerprint(example: MergePlan) -> Non
     assert changed(lambda d: d["recipe"].update(out="elsewhere")) == print_
     assert changed(lambda d: d["recipe"].update(seed=7)) != print_
     assert changed(lambda d: d["versions"].update(torch="0")) != print_
-    assert changed(lambda d: d["items"][0].update(name="other")) != print_
+    assert changed(lambda d: d["items"][0]["target"]["spec"].update(name="other")) != print_
     assert changed(lambda d: d["experts"][0]["files"][0].update(size=1)) != print_
     assert changed(lambda d: d.update(device="cuda:1")) != print_
 
@@ -183,11 +183,11 @@ def test_what_decides_the_bytes_is_in_the_fingerprint(example: MergePlan) -> Non
     ("edit", "place"),
     [
         (lambda d: d.pop("items"), "items"),
-        (lambda d: d["items"][1].pop("name"), "items.1.name"),
+        (lambda d: d["items"][1]["target"]["spec"].pop("name"), "items.1.target.spec.name"),
         (lambda d: d["items"][0].update(action="burn"), "items.0.action"),
         (lambda d: d["items"][0]["cost"].update(flops="many"), "items.0.cost.flops"),
-        (lambda d: d["items"][0].update(shape=[1, "x"]), "items.0.shape.1"),
-        (lambda d: d["items"][0]["layout"].update(role="king"), "items.0.layout.role"),
+        (lambda d: d["items"][0]["target"]["spec"].update(shape=[1, "x"]), "items.0.target.spec.shape.1"),
+        (lambda d: d["items"][0]["target"]["layout"].update(role="king"), "items.0.target.layout.role"),
         (lambda d: d["experts"][0].pop("location"), "experts.0.location"),
         (lambda d: d["recipe"].update(scope="everything"), "recipe.scope"),
         (lambda d: d["recipe"].update(sope="all"), "recipe.sope"),

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.samples import Samples
 
 import actmat
+from actmat.checkpoints.base import TensorSpec
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
-from actmat.planning.item import Item, Kernel, MethodCall, Reading
-from actmat.planning.reading import reading_of, shared_way
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.regions import CHUNK, HELD_BYTES, Region
+from actmat.planning.work import reading_of, shared_reading
 
 Q, UP, NORM = (f"model.{n}.weight" for n in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "norm"))
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
@@ -78,34 +79,35 @@ def test_a_single_delta_may_be_read_several_times(method: str, tmp_path: Path) -
     assert bool(value.isfinite().all())
 
 
-def item(method: str, kernel: Kernel, reading: Reading | None) -> Item:
+def item(method: str, reading: Reading | None) -> Item:
     call = MethodCall(method, get_method(method).resolve_options({}))
-    return Item("w", (8,), TensorLayout(Role.VECTOR, ""), "merge", "", (), call, kernel, reading, base_dtype="float32")
+    target = Target(TensorSpec("w", (8,), "float32", ""), TensorLayout(Role.VECTOR, ""))
+    return Item(target, "merge", "", Write("sum"), call, reading)
 
 
 def test_outputs_that_share_a_reading() -> None:
     """One alone is read as planned; several, and one that is observed, are given all deltas; a copy holds the base."""
-    combined = item("karcher", "combine", Reading("combine", base_held=False))
-    streamed = item("dare", "dense", Reading("chunks", base_held=False))
-    copied = dataclasses.replace(combined, action="copy", call=None, kernel="copy", reading=None)
-    factored = dataclasses.replace(combined, kernel="factored", reading=None, form="factored")
+    combined = item("karcher", Reading("combine", base_held=False))
+    streamed = item("dare", Reading("chunks", base_held=False))
+    copied = dataclasses.replace(combined, action="copy", call=None, reading=None)
+    factored = dataclasses.replace(combined, reading=Reading("factors"))
     held = Reading("held")
-    assert shared_way([combined], observed=False) == ("combine", combined.reading)
-    assert shared_way([combined], observed=True) == ("dense", held)
-    assert shared_way([copied, combined], observed=False) == ("combine", Reading("combine"))
-    assert shared_way([combined, streamed], observed=False) == ("dense", held)
-    assert shared_way([copied, copied], observed=True) == ("copy", None)
-    assert shared_way([factored, copied, factored], observed=True) == ("factored", None)
-    assert shared_way([factored, streamed], observed=False) == ("dense", held)
+    assert shared_reading([combined], observed=False) == combined.reading
+    assert shared_reading([combined], observed=True) == held
+    assert shared_reading([copied, combined], observed=False) == Reading("combine")
+    assert shared_reading([combined, streamed], observed=False) == held
+    assert shared_reading([copied, copied], observed=True) is None
+    assert shared_reading([factored, copied, factored], observed=True) == Reading("factors")
+    assert shared_reading([factored, streamed], observed=False) == held
 
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, bool]]]] = {
-    "dense": ({}, {UP: ("dense", "each", True), NORM: ("dense", "each", False)}),
-    "combine": ({"method": "karcher"}, {UP: ("combine", "combine, base streamed", True)}),
-    "held": ({"method": "sce"}, {UP: ("dense", "held", True)}),
-    "observed": ({"method": "ties", "post": ["isotropize"]}, {UP: ("dense", "held", True)}),
-    "copy": ({"keep": [UP]}, {UP: ("copy", "None", False)}),
-    "extracted": ({"to": "adapter", "rank": 2}, {UP: ("extracted", "each", True), NORM: ("extracted", "each", False)}),
+    "dense": ({}, {UP: ("sum", "each", True), NORM: ("sum", "each", False)}),
+    "combine": ({"method": "karcher"}, {UP: ("sum", "combine, base streamed", True)}),
+    "held": ({"method": "sce"}, {UP: ("sum", "held", True)}),
+    "observed": ({"method": "ties", "post": ["isotropize"]}, {UP: ("sum", "held", True)}),
+    "copy": ({"keep": [UP]}, {UP: ("sum", "None", False)}),
+    "extracted": ({"to": "adapter", "rank": 2}, {UP: ("svd", "each", True), NORM: ("sum", "each", False)}),
 }
 
 
@@ -114,7 +116,7 @@ def test_the_plan_says_how_each_item_is_made(kind: str, tmp_path: Path) -> None:
     samples = Samples.checkpoints(tmp_path)
     fields, expected = PLANS[kind]
     plan = actmat.plan(samples.base, samples.experts, **fields)
-    found = {n: (i.kernel, str(i.reading), i.obeys_scale) for n, i in plan.by_name.items() if n in expected}
+    found = {n: (i.write.kind, str(i.reading), i.obeys_scale) for n, i in plan.by_name.items() if n in expected}
     assert found == expected
     assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
@@ -123,10 +125,11 @@ def test_adapters_are_merged_by_their_factors(tmp_path: Path) -> None:
     samples = Samples.adapters(tmp_path)
     into_model = actmat.plan(samples.base, samples.experts)
     dense = actmat.plan(samples.base, samples.experts, method="ties")
-    assert (into_model.by_name[UP].kernel, into_model.by_name[UP].reading) == ("factored", None)
-    assert (dense.by_name[UP].kernel, dense.by_name[UP].reading) == ("dense", Reading("held"))
+    assert (into_model.by_name[UP].write.kind, into_model.by_name[UP].reading) == ("sum", Reading("factors"))
+    assert (dense.by_name[UP].write.kind, dense.by_name[UP].reading) == ("sum", Reading("held"))
     adapter = actmat.plan(None, samples.experts)
-    assert {(i.kernel, i.reading, i.obeys_scale) for i in adapter.items} == {("factored", None, True)}
+    by_factors = Reading("factors", batched=True)
+    assert {(i.write.kind, i.reading, i.obeys_scale) for i in adapter.items} == {("factors", by_factors, True)}
 
 
 def test_ties_of_other_sizes_are_read_alike() -> None:

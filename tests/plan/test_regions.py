@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.base import DeltaSource
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import all_methods, get_method
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
 from actmat.planning import regions as regions_module
-from actmat.planning.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
-from actmat.planning.item import Reading
-from actmat.planning.reading import reading_of
+from actmat.planning.cost import MATRIX_BYTES, region_peak_bytes
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.regions import CHUNK, HELD_BYTES, cut, granularity, streams
-from actmat.recipe import Postprocess
+from actmat.planning.work import HOST, place
+from actmat.recipe import Postprocess, make_recipe
 
 LINEAR = TensorLayout(Role.LINEAR, "")
 KINDS: tuple[ActsOn, ...] = ("matrix", "tensor", "elementwise")
@@ -112,13 +112,25 @@ def test_caps_want_whole_tensors() -> None:
 NORM_CAP = Postprocess(norm_cap="mean")
 
 
-def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayout = LINEAR, **settings: Any) -> int:
-    method = get_method(name)
-    call = dataclasses.replace(CallShape(method, method.resolve_options({}), experts, 2, "float32"), **settings)
-    regions = cut(shape, layout, granularity(method, call.caps))
-    observed = call.caps.norm_cap is not None or bool(call.post)
-    reading = reading_of(method, call.options, regions, experts, call.width, observed=observed)
-    return tensor_peak_bytes(regions, call, reading)
+def item(name: str, shape: tuple[int, ...], experts: int, layout: TensorLayout, stored: str) -> Item:
+    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape))
+    target = Target(TensorSpec("w", shape, stored, ""), layout, sources=(source,) * experts)
+    return Item(target, "merge", "", Write("sum"), MethodCall(name, get_method(name).resolve_options({})))
+
+
+def peak(
+    name: str,
+    shape: tuple[int, ...],
+    experts: int = 3,
+    layout: TensorLayout = LINEAR,
+    *,
+    caps: Postprocess | None = None,
+    stored: str = "bfloat16",
+    compute_dtype: str = "float32",
+) -> int:
+    fields = {"base": "b", "experts": [f"e{t}" for t in range(experts)], "compute_dtype": compute_dtype}
+    recipe = make_recipe(fields).model_copy(update={"postprocess": caps or Postprocess()})
+    return place(item(name, shape, experts, layout, stored), recipe, HOST).host_bytes
 
 
 @pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
@@ -128,7 +140,7 @@ def test_more_of_anything_costs_no_less(method: MergeMethod) -> None:
     assert small > 0
     assert peak(name, (2048, 64)) >= small
     assert peak(name, (2048, 2048)) >= peak(name, (2048, 64))
-    assert peak(name, (64, 64), base_itemsize=4) >= small
+    assert peak(name, (64, 64), stored="float32") >= small
     assert peak(name, (64, 64), compute_dtype="float64") > small
     assert peak(name, (64, 64), caps=NORM_CAP) >= small
 
@@ -176,7 +188,9 @@ def test_a_stack_costs_what_one_of_its_matrices_costs() -> None:
 
 def test_the_peak_holds_deltas_and_workspace() -> None:
     """actmat on 8 x 8, float32, one delta alive: base in bfloat16, one piece of an expert, delta, workspace."""
+    merged = item("actmat", (8, 8), 3, LINEAR, "bfloat16")
     method = get_method("actmat")
-    call = CallShape(method, method.resolve_options({}), 3, 2, "float32")
-    expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.cost.workspace((8, 8), 3, call.options))
-    assert region_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call, Reading("each")) == expected
+    expected = (
+        MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.cost.workspace((8, 8), 3, method.resolve_options({})))
+    )
+    assert region_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], merged, Reading("each"), 4) == expected

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.errors import OutputError
 from actmat.experts.base import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
-from actmat.planning.model import InputSummary, Item
+from actmat.planning.item import Item, Target, Write
+from actmat.planning.model import InputSummary
 from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
@@ -38,15 +39,18 @@ def test_json_in_pieces(fields: dict[str, Any]) -> None:
     assert "".join(canonical_json(streamed)) == "".join(canonical_json(fields)) == sorted_text
 
 
+def sources_of(name: str, in_experts: list[dict[str, str]]) -> tuple[DeltaSource | None, ...]:
+    return tuple(DeltaSource(e[name], "stored", "float32", 8) if name in e else None for e in in_experts)
+
+
 def plan_of(names: list[str], in_experts: list[dict[str, str]]) -> MergePlan:
     """A plan of these tensors; per expert, the name that each has there, if any."""
     layout = TensorLayout(Role.LINEAR, "linear")
     summary = InputSummary("e", "e", (), 1, 1)
     items = tuple(
-        Item(n, (2,), layout, "merge", "why", (TensorSpec(n, (2,), "float32", ""),), base_dtype="float32",
-             sources=tuple(DeltaSource(e[n], "stored", "float32", 8) if n in e else None for e in in_experts))
-        for n in names
-    )  # fmt: skip
+        Item(Target(spec, layout, sources=sources_of(spec.name, in_experts)), "merge", "why", Write("sum", (spec,)))
+        for spec in (TensorSpec(n, (2,), "float32", "") for n in names)
+    )
     recipe = make_recipe({"base": "b", "experts": [f"e{t}" for t in range(len(in_experts))]})
     specs = tuple(i.outputs[0] for i in items)
     return MergePlan(recipe, "model", summary, (summary,) * len(in_experts), items, specs, 10**6)

@@ -90,7 +90,8 @@ def test_clip_masks_text_and_counts_all_patches(tmp_path: Path) -> None:
 
 
 def test_mixtral_sums_for_each_expert_the_tokens_routed_to_it(tmp_path: Path) -> None:
-    model = loaded("mixtral", tmp_path)
+    model = loaded("mixtral", tmp_path).double()  # how float32 rounds depends on the number of rows at once
+    model.set_experts_implementation("eager")  # grouped products have no float64
     batch = padded_batches(VOCABULARY, n=1)[0]
     real = batch["attention_mask"].flatten().bool()
     calls: list[tuple[str, Tensor, Tensor]] = []

@@ -86,7 +86,7 @@ def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str],
     if full:
         for item in items:  # line by line: a table of 100,000 rows would take gigabytes
             shape = "x".join(map(str, item.shape)) or "scalar"
-            way = item.kernel if item.reading is None else f"{item.kernel}, {item.reading}"
+            way = item.write.kind if item.reading is None else f"{item.write.kind}, {item.reading}"
             console.print(f"{item.action}  {escape(item.name)}  {shape} ({way}): {escape(item.reason)}")
     groups = item_groups(items if not full else (), kept)
     if not groups:
@@ -111,10 +111,10 @@ def _devices(plan: MergePlan) -> str:
 
 
 def _ranks(plan: MergePlan) -> str:
-    ranks = Counter(m.pair.rank for m in plan.modules)
+    ranks = Counter(m.write.rank for m in plan.modules)
     return (
         f"ranks written: {', '.join(f'{r} ({n} modules)' for r, n in sorted(ranks.items()))}; exact merges need up to "
-        f"{max((m.pair.exact_rank for m in plan.modules), default=0)}"
+        f"{max((m.write.exact_rank for m in plan.modules), default=0)}"
     )
 
 
@@ -247,7 +247,7 @@ def _model_lines(report: MergeReport) -> list[str]:
 def _adapter_lines(report: MergeReport) -> list[str]:
     modules = report.plan.modules
     full = len(report.plan.items) - len(modules)
-    rank = max((m.pair.rank for m in modules), default=0)
+    rank = max((m.write.rank for m in modules), default=0)
     counts = f"{len(modules)} module{'s' * (len(modules) != 1)} of rank {rank}, {full} full tensor{'s' * (full != 1)}"
     error = report.totals.relative_error
     if not error or error < ROUNDING:

@@ -17,7 +17,7 @@ from actmat.diagnostics.model import (
     TensorRow,
     measures_from_json,
 )
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.layout.types import Role
 from actmat.planning.model import Item, MergePlan
 from actmat.system import peak_memory
@@ -99,7 +99,7 @@ def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
     call = item.call if item.is_observed else None
     role = str(item.layout.role)
     if plan.base is None:
-        role = "tensor" if item.factors is None else item.factors.kind
+        role = item.module.kind if item.is_module else "tensor"
     norms = {k: observed[k] for k in NORM_FIELDS if k in observed} if observed else {}
     return TensorRow(
         name=item.name,

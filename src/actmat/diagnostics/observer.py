@@ -21,7 +21,7 @@ from actmat.diagnostics.checks import check_codes
 from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank, tidy
 from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
-from actmat.engine.calls import generator_for
+from actmat.engine.method import generator_for
 from actmat.engine.observer import ObservedMerge
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
@@ -46,7 +46,7 @@ class Observers:
 
     def memory(self, item: Item, itemsize: int) -> int:
         """Bytes on top of merging an item: all deltas of one region at once, probes, copies."""
-        if item.call is None or item.factors is not None or not item.base_dtype:
+        if item.call is None or not item.has_base:
             return 0
         experts, method = len(item.sources), get_method(item.call.method)
         streams = method.streams(item.call.options)
@@ -71,12 +71,12 @@ class ItemObserver:
     def __init__(self, item: Item, seed: int) -> None:
         assert item.call is not None
         self.name, self.call = item.name, item.call
-        self.role = str(item.layout.role) if item.factors is None else item.factors.kind
+        self.role = item.module.kind if item.is_module else str(item.layout.role)
         # the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate
         own = get_method(item.call.method).sums_own_grams(item.call.options)
         self.plain = own and all(w == 1.0 for w in item.call.weights or ())
         self._item, self._seed = item, seed
-        whole = item.factors is None and item.layout.role.is_matrix
+        whole = not item.is_module and item.layout.role.is_matrix
         self._regions = cut(item.shape, item.layout, "matrix") if whole else []
         self._next = 0
         self._buffers: list[Tensor] = []
@@ -103,7 +103,7 @@ class ItemObserver:
         out: dict[str, Any] = {"measures": self._measures}
         if self._sample:
             out["sample"] = self._sample
-        if not self._regions and self._item.factors is None:
+        if not self._regions and not self._item.is_module:
             out["norms"] = [tidy(math.sqrt(s)) for s in self._squares]
             out["base_norm"] = tidy(math.sqrt(self._base_square))
             out["merged_norm"] = tidy(math.sqrt(self._merged_square) * abs(self.call.scale))

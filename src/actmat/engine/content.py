@@ -51,8 +51,8 @@ def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Seque
     """
     groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = []
     if inputs.base is not None:
-        groups.append(("the base", inputs.base, item.name, base_hash, item.aliases))
-    rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.twins, strict=False)
+        groups.append(("the base", inputs.base, item.name, base_hash, item.target.tied))
+    rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.target.twins, strict=False)
     for label, expert, source, digest, twins in rows:
         if source is not None:
             groups.append((f"expert '{label}'", expert, source.name, digest, twins))

@@ -1,7 +1,7 @@
 """Deltas of one region of a tensor, as methods take them: one by one, all together, chunk by chunk, or as rows.
 
-`Deltas` reads by the strategies of `planning.item.Strategy`; `RowDeltas` gives the base and all deltas as rows of one
-matrix: row by row, an expert is read, hashed, converted and reduced by the base while it is in the cache, and inner
+`RegionDeltas` reads by the strategies of `planning.item.Strategy`; `RowDeltas` gives the base and all deltas as rows of
+one matrix: row by row, an expert is read, hashed, converted and reduced by the base while it is in the cache, and inner
 products are then those of one matrix.
 
 Shapes: `T` experts, `K = 1 + T` with the base, `S` entries of a chunk.
@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from functools import cached_property
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.reader import StreamedBase, TensorReader, same_bits
+from actmat.engine.memory import ALIGNMENT
+from actmat.engine.reader import BaseEntries, ItemReader, same_bits
+from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES, Stacked, walk
 from actmat.linalg.inner import PRODUCT
+from actmat.linalg.lowrank import LowRank
 from actmat.planning.item import Strategy
 from actmat.planning.regions import CHUNK, Region
 
@@ -42,16 +46,14 @@ class LazySequence(Sequence[Tensor]):
     def __getitem__(self, t: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(t, slice):
             return [self._make(i) for i in range(*t.indices(self._count))]
-        if not 0 <= t < self._count:
-            raise IndexError(t)
-        return self._make(t)
+        return self._make(range(self._count)[t])
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self._make(t) for t in range(self._count))
 
 
-class Deltas(LazySequence):
-    """Deltas of one region, read by one of the strategies of `plan.reading`.
+class RegionDeltas(LazySequence):
+    """Deltas of one region, read by one of the strategies of `planning.item.Strategy`.
 
     A sequence of tensors in the shape of the region; and, for methods that stream, `linalg.chunks.Streamed`. Each byte
     is hashed and checked when it is read first.
@@ -59,29 +61,75 @@ class Deltas(LazySequence):
     Args:
         reader: reads and subtracts.
         region: which entries.
-        base_raw: the base's entries as stored, held or read chunk by chunk.
-        strategy: how deltas are given. `combine` is not one of these, see `kernels.combine`.
+        base_raw: the base's entries as stored, held or read chunk by chunk; None without a base.
+        strategy: how deltas are given. `combine` is none of these, see `RowDeltas`.
+
+    Attributes:
+        stages: first stages that were computed, by `method.stage_key`, for variants of one family and observers; None
+            where nothing else takes them, so that a method may write its result over them.
     """
 
     def __init__(
-        self,
-        reader: TensorReader,
-        region: Region,
-        base_raw: Tensor | StreamedBase,
-        strategy: Strategy = "each",
+        self, reader: ItemReader, region: Region, base_raw: BaseEntries | None, strategy: Strategy = "each"
     ) -> None:
         super().__init__(reader.n_experts, self._get)
-        self._reader = reader
-        self._region = region
-        self._base_raw = base_raw
+        self.reader, self.region, self.base_raw = reader, region, base_raw
+        self.stages: dict[Any, Any] | None = None
         self._given: set[int] = set()
         self._shared: Tensor | None = None
         self._whole: list[Tensor] | None = None
+        # the plan lists items as factored, and modules, only where an expert changes them
+        self._changed = strategy == "factors" or reader.item.is_module
         self.shape = region.shape
         self.dtype = reader.compute_dtype
-        self.changed = False
-        if strategy == "held":
+        if strategy == "held" and not reader.item.is_module:
             self.held()
+
+    @property
+    def changed(self) -> bool:
+        """True if an entry that was read so far is not zero."""
+        return self._changed
+
+    @property
+    def _stored_base(self) -> BaseEntries:
+        assert self.base_raw is not None, "whole deltas are measured from a base"
+        return self.base_raw
+
+    @cached_property
+    def base(self) -> Tensor:
+        """The base on this region in the compute dtype, shaped like it, for a method that takes it."""
+        assert isinstance(self.base_raw, Tensor), "a method that takes the base is given it whole"
+        return self.reader.converted_base(self.region, self.base_raw)
+
+    @cached_property
+    def factors(self) -> list[list[LowRank]]:
+        """Per logical matrix of the region, every expert's delta in factored form, float64."""
+        if not self.reader.item.is_module:
+            return self.reader.factors(self.region)
+        split = [split_blocks(self.region.layout.blocks, d) for d in self.whole_factors]
+        return [list(group) for group in zip(*split, strict=True)]
+
+    @cached_property
+    def whole_factors(self) -> list[LowRank]:
+        """Every expert's delta of a module in factored form, its packed maps in one."""
+        return self.reader.module_factors()
+
+    def narrowed(self, region: Region) -> RegionDeltas:
+        """These deltas, which are held, on a region within theirs; of a module, in other blocks."""
+        if self.reader.item.is_module:
+            return RegionDeltas(self.reader, region, None, "factors")
+        base = narrow(self.base_raw, region) if isinstance(self.base_raw, Tensor) else self.base_raw
+        out = RegionDeltas(self.reader, region, base)
+        out._whole = [narrow(d, region).view(region.shape) for d in self.held()]
+        out._changed = any(bool(d.any()) for d in out._whole)
+        return out
+
+    def drain(self) -> None:
+        """Read all entries, whose values are only checked."""
+        if not self.reader.item.has_base:
+            return
+        for _ in self if isinstance(self.base_raw, Tensor) else self.walk():
+            pass
 
     def each(self) -> Iterator[Tensor]:
         """Yield the deltas in order, each in the memory of the previous one."""
@@ -89,12 +137,12 @@ class Deltas(LazySequence):
 
     def held(self) -> Sequence[Tensor]:
         """All deltas, in memory until the next region is read."""
-        chunkable = self._reader.on_host and self._reader.item.is_chunkable
-        if self._whole is None and chunkable and self._region.numel > CHUNK:
-            flat = [self._reader.buffer(self._region) for _ in range(len(self))]
+        chunkable = self.reader.on_host and self.reader.item.is_chunkable
+        if self._whole is None and chunkable and self.region.numel > CHUNK:
+            flat = [self.reader.buffer(self.region) for _ in range(len(self))]
             for _ in self._chunks(lambda start, numel: [flat_N[start : start + numel] for flat_N in flat]):
                 pass
-            self._whole = [flat_N.view(self._region.shape) for flat_N in flat]
+            self._whole = [flat_N.view(self.region.shape) for flat_N in flat]
         elif self._whole is None:
             self._whole = [self._load(t) for t in range(len(self))]
         return self._whole
@@ -104,14 +152,14 @@ class Deltas(LazySequence):
         if self._whole is not None:
             yield from walk(self._whole)
             return
-        scratch = self._reader.scratch
+        scratch = self.reader.scratch
         yield from self._chunks(lambda start, numel: [
             scratch.delta(t).take(numel, self.dtype) for t in range(len(self))
         ])  # fmt: skip
 
     def result(self) -> Tensor:
         """Memory for the merged delta, shaped like the region; contents arbitrary."""
-        return self._reader.result(self._region)
+        return self.reader.result(self.region)
 
     def release(self) -> None:
         """Release held deltas at once: device memory cannot wait for garbage collection."""
@@ -123,28 +171,42 @@ class Deltas(LazySequence):
         if t in self._given:
             raise RuntimeError("a method declared one_pass asked for a delta twice; declare one_pass=False")
         self._given.add(t)
-        if self._shared is None and self._region.numel > CHUNK:
-            self._shared = self._reader.passing_buffer(self._region)
-        elif self._shared is None and self._reader.on_host:
-            self._shared = self._reader.scratch.delta(0).take(self._region.numel, self.dtype)  # one for all experts
+        if self._shared is None and self.region.numel > CHUNK:
+            self._shared = self.reader.passing_buffer(self.region)
+        elif self._shared is None and self.reader.on_host:
+            self._shared = self.reader.scratch.delta(0).take(self.region.numel, self.dtype)  # one for all experts
         into = self._shared
         if len(self._given) == len(self):  # the pass ends: the method frees it, before it decomposes anything
             self._shared = None
         return self._load(t, into)
 
     def _load(self, t: int, into: Tensor | None = None) -> Tensor:
-        delta, changed = self._reader.load(t, self._region, self._base_raw, into)
-        self.changed |= changed
+        delta, changed = self.reader.load(t, self.region, self._stored_base, into)
+        self._changed |= changed
         return delta
 
     def _chunks(self, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
         """Read all experts chunk by chunk into `room(start, numel)`; they share one conversion of the base."""
-        for start in range(0, self._region.numel, CHUNK_ENTRIES):
-            base_P = self._base_raw[start : start + CHUNK_ENTRIES]
+        for start in range(0, self.region.numel, CHUNK_ENTRIES):
+            base_P = self._stored_base[start : start + CHUNK_ENTRIES]
             pieces_TP = room(start, base_P.numel())
             for t, piece_P in enumerate(pieces_TP):
-                self.changed |= self._reader.read_chunk(t, self._region.start + start, base_P, piece_P)
+                self._changed |= self.reader.read_chunk(t, self.region.start + start, base_P, piece_P)
             yield start, pieces_TP
+
+
+def split_blocks(blocks: tuple[Block, ...], delta: LowRank) -> list[LowRank]:
+    """Packed maps of a module one by one: their rows are rows of `b`."""
+    if not blocks:
+        return [delta]
+    layout = TensorLayout(Role.FUSED_LINEAR, "", blocks=blocks)
+    return [LowRank(b_OR, delta.a_RI) for b_OR in layout.to_matrices(delta.b_OR)]
+
+
+def narrow(whole: Tensor, region: Region) -> Tensor:
+    """Entries of a region of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
+    entries = whole.reshape(-1)[region.start : region.stop]
+    return entries if entries.data_ptr() % ALIGNMENT == 0 else entries.clone()
 
 
 def mapped(deltas: Sequence[Tensor], view: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
@@ -177,7 +239,7 @@ class RowDeltas(Sequence[Tensor]):
     Values are not checked on reading: the caller detects NaN and Inf from its inner products, and then calls `clear`.
     """
 
-    def __init__(self, reader: TensorReader, region: Region, *, with_base: bool) -> None:
+    def __init__(self, reader: ItemReader, region: Region, *, with_base: bool) -> None:
         self._reader = reader
         self._region = region
         self._first = 0 if with_base else 1
@@ -200,7 +262,7 @@ class RowDeltas(Sequence[Tensor]):
         return self._reader.result(self._region)
 
     def clear(self) -> None:
-        """From now on entries are checked, and those that are not finite are cleared (`TensorReader.check`)."""
+        """From now on entries are checked, and those that are not finite are cleared (`ItemReader.check`)."""
         self._checks = True
 
     def walk(self) -> Iterator[tuple[int, Stacked]]:

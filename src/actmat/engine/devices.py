@@ -17,7 +17,7 @@ import torch
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.memory import available_memory
 from actmat.errors import MergeError, RecipeError, format_size, is_memory_error
-from actmat.planning.placement import HOST, DeviceRoom
+from actmat.planning.work import HOST, DeviceRoom
 
 FORMS = "'cpu', 'cuda', 'cuda:N', 'cuda:N,M', 'mps', or for simulated devices 'cpu:N,M'"
 

@@ -66,7 +66,7 @@ class ObserverFactory(Protocol):
         """Bytes that observing an item takes, on top of merging it; `itemsize`: of the compute dtype."""
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """Receives the bytes of one tensor."""
 
     def write(self, data: memoryview) -> None:
@@ -80,14 +80,14 @@ class Sink(Protocol):
 class SinkSource(Protocol):
     """Factory of sinks."""
 
-    def sink(self, name: str, aliases: Sequence[str] = ()) -> Sink:
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> ByteSink:
         """The sink of tensor `name`; `aliases` get the same bytes."""
 
 
 class NoWriter:
     """Sinks of a merge that is only measured: nothing is kept, nothing is hashed."""
 
-    def sink(self, name: str, aliases: Sequence[str] = ()) -> Sink:
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> ByteSink:
         """A sink that drops its bytes."""
         return _Nowhere()
 

@@ -1,4 +1,4 @@
-"""Read one tensor of the base and of all experts by regions, as deltas: hashed, checked and subtracted on the way.
+"""Read one item from the base and all experts by regions, as deltas: hashed, checked and subtracted on the way.
 
 Chunks are read into a warm buffer, hashed, converted to the compute dtype and reduced by the base while they are in
 the cache, so that no second copy of a tensor ever exists in the storage dtype.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.findings import Findings
@@ -20,7 +20,6 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.size import InputSample
 from actmat.experts.base import DeltaSource, Expert
-from actmat.experts.lora.adapter import Adapter
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.item import Item, Reading
@@ -30,11 +29,11 @@ PREFIX_BYTES = 256
 """Bytes that are compared first, before the rest."""
 
 
-class TensorReader:
-    """The bytes of one tensor in the base and in every expert; each byte is read once, in order.
+class ItemReader:
+    """The bytes of one tensor in the base and in every expert, each read once, in order; or the factors of a module.
 
     Args:
-        item: the tensor.
+        item: the tensor, or a module of adapters that are merged without a base.
         inputs: base and experts.
         compute_dtype: dtype of the deltas.
         scratch: buffers of this worker.
@@ -70,15 +69,18 @@ class TensorReader:
         self.planned_bytes = 0
         self.inspect_only = False
         self._sources = [s for s in item.sources if s is not None]  # none for a copy
-        self._stored = [(inputs.base, item.name), *zip(inputs.experts, (s.name for s in self._sources), strict=False)]
+        self._stored: list[tuple[Checkpoint | Expert | None, str]] = []  # none without a base
+        if item.has_base:
+            names = (s.name for s in self._sources)
+            self._stored = [(inputs.base, item.name), *zip(inputs.experts, names, strict=False)]
         self._hashes = [ContentHash() for _ in self._stored]
-        self.base_dtype = torch_dtype(item.base_dtype)
+        self.base_dtype = torch_dtype(item.target.spec.dtype)
         self._wide_key: tuple[int, int] | None = None
         self._base_chunk: tuple[int, int] | None = None
         self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
         self._finite = [True for _ in inputs.experts]  # those that were
         self.sample: InputSample | None = None  # of a tensor that a method merges
-        if item.call is not None and item.numel:
+        if item.call is not None and item.numel and item.has_base:
             self.sample = InputSample(item, self._sources, inputs.experts)
 
     @property
@@ -86,8 +88,10 @@ class TensorReader:
         """True if the results of this run are discarded."""
         return self.inspect_only or self.findings.fatal
 
-    def base_of(self, region: Region) -> Tensor | StreamedBase:
-        """Entries of the base on a region as stored, held or streamed as the reading says."""
+    def base_of(self, region: Region) -> BaseEntries | None:
+        """Entries of the base on a region as stored, held or streamed as the reading says; None without a base."""
+        if not self.item.has_base:
+            return None
         streamed = self.reading is not None and not self.reading.base_held
         return StreamedBase(self, region) if streamed else self.read_base(region)
 
@@ -120,9 +124,7 @@ class TensorReader:
             if self.sample is not None:
                 self.sample.take(k, offset, out)
 
-    def load(
-        self, t: int, region: Region, base_raw: Tensor | StreamedBase, into: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
+    def load(self, t: int, region: Region, base_raw: BaseEntries, into: Tensor | None = None) -> tuple[Tensor, bool]:
         """Delta of expert `t` on this region, shaped like it, and True if it has a nonzero entry.
 
         `into`: memory for it, if it is read; by default the worker's, where the next region overwrites it.
@@ -218,9 +220,7 @@ class TensorReader:
             self._wide_key = key
         return wide
 
-    def merged_chunks(
-        self, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor, scale: float
-    ) -> Iterator[Tensor]:
+    def merged_chunks(self, region: Region, base_raw: BaseEntries, delta: Tensor, scale: float) -> Iterator[Tensor]:
         """`W_0 + scale * D*` on a region, flat, in consecutive chunks on the host; the next chunk overwrites the last.
 
         Sums land in a warm buffer: allocating for every chunk would cost as much as the arithmetic.
@@ -252,8 +252,10 @@ class TensorReader:
     def hashes(self) -> tuple[str, tuple[str, ...]]:
         """Content hashes of the base's tensor and of each expert's; all regions of the base must have been read.
 
-        Entries that the method did not ask for are read now.
+        Entries that the method did not ask for are read now. Empty without a base.
         """
+        if not self.item.has_base:
+            return "", ()
         found = []
         for t, source in enumerate(self._sources):
             if source.kind != "stored":
@@ -266,15 +268,33 @@ class TensorReader:
         return self._hashes[0].hexdigest(), tuple(found)
 
     def factors(self, region: Region) -> list[list[LowRank]]:
-        """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""
-        per_expert = [_logical(e, s, region) for e, s in zip(self.inputs.experts, self._sources, strict=True)]
-        return [list(group) for group in zip(*per_expert, strict=True)]
+        """Per logical matrix of the region, every expert's delta in factored form, float64; none is stored whole."""
+        split = [_logical(e, s, region) for e, s in zip(self.inputs.experts, self._sources, strict=True)]
+        return [list(group) for group in zip(*split, strict=True)]
+
+    def module_factors(self) -> list[LowRank]:
+        """The experts' deltas of a module in float64; an expert without the module gives a zero of rank 1."""
+        *batch, rows, columns = self.item.shape
+        out = []
+        for expert, source in zip(self.inputs.experts, self.item.sources, strict=True):
+            if source is not None:
+                product = expert.factors(source.name, self.item.shape, torch.float64)
+                out.append(LowRank(product.a_RI.mT, product.b_OR.mT) if self.item.module.turned else product)
+            else:
+                b_OR = torch.zeros(*batch, rows, 1, dtype=torch.float64)
+                out.append(LowRank(b_OR, torch.zeros(*batch, 1, columns, dtype=torch.float64)))
+        return out
+
+    def biases(self) -> list[Tensor | None]:
+        """Addition of each expert to the bias of a module's layer, in float64; None without one."""
+        pairs = zip(self.inputs.experts, self.item.sources, strict=True)
+        return [None if s is None else e.bias(s.name, torch.float64) for e, s in pairs]
 
 
 class StreamedBase:
     """The base on one region as stored, flat, cut like a tensor; every slice is read on request."""
 
-    def __init__(self, reader: TensorReader, region: Region) -> None:
+    def __init__(self, reader: ItemReader, region: Region) -> None:
         self._reader = reader
         self._region = region
 
@@ -287,43 +307,8 @@ class StreamedBase:
         return self._reader.base_chunk(self._region.start + start, stop - start)
 
 
-class AdapterReader:
-    """Modules of adapters, and tensors that they trained in full; no base is read.
-
-    Args:
-        inputs: experts that are all adapters.
-        compute_dtype: of dense deltas.
-    """
-
-    def __init__(self, inputs: Inputs, compute_dtype: torch.dtype) -> None:
-        self.inputs = inputs
-        self.compute_dtype = compute_dtype
-
-    def factors(self, item: Item) -> list[LowRank]:
-        """The experts' deltas of a module in float64; an expert without the module gives a zero of rank 1."""
-        *batch, rows, columns = item.shape
-        out = []
-        for expert, source in zip(self.inputs.experts, item.sources, strict=True):
-            if source is not None:
-                adapter = _adapter(expert)
-                found = adapter.factors(adapter.modules[source.name], torch.float64)
-                out.append(LowRank(found.a_RI.mT, found.b_OR.mT) if item.pair.turned else found)
-            else:
-                b_OR = torch.zeros(*batch, rows, 1, dtype=torch.float64)
-                out.append(LowRank(b_OR, torch.zeros(*batch, 1, columns, dtype=torch.float64)))
-        return out
-
-    def biases(self, item: Item) -> list[Tensor | None]:
-        """Addition of each expert to the bias of a module's layer, in float64; None without one."""
-        return [
-            None if s is None else (a := _adapter(e)).bias_delta(a.modules[s.name], torch.float64)
-            for e, s in zip(self.inputs.experts, item.sources, strict=True)
-        ]
-
-
-def _adapter(expert: Expert) -> Adapter:
-    assert expert.adapter is not None, "the plan of an adapter has adapters only"
-    return expert.adapter
+BaseEntries = Tensor | StreamedBase
+"""Entries of the base on a region as stored, flat, held or read chunk by chunk."""
 
 
 def _logical(expert: Expert, source: DeltaSource, region: Region) -> list[LowRank]:

@@ -17,7 +17,7 @@ from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
 from actmat.planning.cost import BASELINE_BYTES
 from actmat.planning.model import MergePlan
-from actmat.planning.placement import DeviceRoom
+from actmat.planning.work import DeviceRoom
 from actmat.system import usable_cores
 
 MOST_WORKERS = 1024

@@ -21,26 +21,27 @@ from actmat.checkpoints.base import CheckpointHandle, torch_dtype
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.engine.content import broken_ties, foreign_tensors
-from actmat.engine.deltas import Deltas
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.devices import Device, device_memory_errors, open_devices
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.kernels import KERNELS
-from actmat.engine.kernels.factored import module_deltas
+from actmat.engine.item import merge_item
 from actmat.engine.memory import Scratch
+from actmat.engine.method import observed_deltas
 from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
-from actmat.engine.reader import AdapterReader, TensorReader
+from actmat.engine.reader import ItemReader
+from actmat.engine.record import Record
 from actmat.engine.survey import SurveyKey, survey_key
-from actmat.engine.task import Record, Task
+from actmat.engine.task import Task
 from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
 from actmat.experts.locate import open_handle
 from actmat.methods import get_method
 from actmat.planning.item import Item, MethodCall
 from actmat.planning.model import MergePlan
-from actmat.planning.reading import shared_regions
 from actmat.planning.regions import cut
 from actmat.planning.statistics import opened_statistics
+from actmat.planning.work import module_region, shared_regions
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Session:
         tasks = [self._task(member) for member in unit.members]
         device = self.device if unit.device_bytes else None
         with torch.no_grad(), device_memory_errors(device, unit.name, unit.device_bytes):
-            records = KERNELS[unit.kernel](tasks, self._opened(unit, findings))
+            records = merge_item(tasks, self._opened(unit, findings))
             for task, record in zip(tasks, records, strict=False):
                 self._check(task, record, findings, tasks)
         kept = () if findings.fatal or self.inspect_only else records
@@ -180,23 +181,20 @@ class Session:
 
     def _observed(self, item: Item, call: MethodCall) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
-        if item.factors is not None:
-            yield from module_deltas(item, AdapterReader(self.inputs, self._compute))
-            return
         acts_on = get_method(call.method).acts_on
         ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
-        reader = self._tensor_reader(item, ignored, on_device=on_device)
-        for region in cut(item.shape, item.layout, acts_on):
-            deltas = Deltas(reader, region, reader.read_base(region), "held")
-            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
-            for k in range(len(split[0])):
-                yield [s[k] for s in split]
+        reader = self._item_reader(item, ignored, on_device=on_device)
+        regions = [module_region(item.target)] if item.is_module else cut(item.shape, item.layout, acts_on)
+        for region in regions:
+            base = reader.read_base(region) if item.has_base else None
+            deltas = RegionDeltas(reader, region, base, "held")
+            yield from observed_deltas(item, deltas, acts_on)
             deltas.release()
 
     def _check(self, task: Task, record: Record, findings: Findings, outputs: Sequence[Task]) -> None:
         """Compare the content hashes of a tensor with its ties and with the inputs of the statistics."""
         item = task.item
-        if item is _leader([t.item for t in outputs]) and item.base_dtype:
+        if item is _leader([t.item for t in outputs]) and item.has_base:
             contents = record.base_hash, record.expert_hashes
             findings.foreign_statistics += foreign_tensors(item, self.inputs, *contents)
             findings.broken_ties += broken_ties(item, self.inputs, *contents)
@@ -215,20 +213,18 @@ class Session:
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]
 
-    def _opened(self, unit: Unit, findings: Findings) -> TensorReader | AdapterReader:
-        """The reader of a unit's tensor or module of adapters; bad values go to `findings`."""
+    def _opened(self, unit: Unit, findings: Findings) -> ItemReader:
+        """The reader of a unit's tensor or module; bad values go to `findings`."""
         items = [self._item(member) for member in unit.members]
-        if not items[0].base_dtype:
-            return AdapterReader(self.inputs, self._compute)
-        reader = self._tensor_reader(_leader(items), findings, on_device=unit.device_bytes > 0)
+        reader = self._item_reader(_leader(items), findings, on_device=unit.device_bytes > 0)
         reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.members])
         reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
         reader.inspect_only = self.inspect_only
         return reader
 
-    def _tensor_reader(self, item: Item, findings: Findings, *, on_device: bool) -> TensorReader:
+    def _item_reader(self, item: Item, findings: Findings, *, on_device: bool) -> ItemReader:
         device = self.device.torch_device if on_device and self.device is not None else None
-        return TensorReader(item, self.inputs, self._compute, self._scratch, findings, device)
+        return ItemReader(item, self.inputs, self._compute, self._scratch, findings, device)
 
 
 def _leader(items: Sequence[Item]) -> Item:

@@ -9,9 +9,9 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
 from actmat.planning.cost import nominal_seconds
-from actmat.planning.item import Item, Kernel, Reading
+from actmat.planning.item import Item, Reading
 from actmat.planning.model import MergePlan
-from actmat.planning.reading import shared_way
+from actmat.planning.work import shared_reading
 
 Member = tuple[int, int]
 """Position of a plan in the run, and of an item in that plan."""
@@ -28,7 +28,7 @@ class Unit:
         flops: floating-point operations of all variants.
         host_bytes: peak memory of one worker.
         device_bytes: peak memory of the device that merges it; 0: it is merged on the host.
-        kernel, reading: of all its outputs, see `planning.reading.shared_way`.
+        reading: of all its outputs, see `planning.work.shared_reading`; None if the base is only copied.
     """
 
     members: tuple[Member, ...]
@@ -37,7 +37,6 @@ class Unit:
     host_bytes: int
     flops: int = 0
     device_bytes: int = 0
-    kernel: Kernel = "copy"
     reading: Reading | None = None
 
 
@@ -55,11 +54,11 @@ def plan_units(
         done: per plan, names of the items that an earlier run finished.
         observers: of a run that is measured.
     """
-    units: dict[tuple[str, bool], list[Member]] = {}
+    units: dict[str, list[Member]] = {}
     for p, (plan, finished) in enumerate(zip(plans, done, strict=True)):
         for n, item in enumerate(plan.items):
             if item.action != "tie" and item.name not in finished:
-                units.setdefault((item.name, item.kernel == "extracted"), []).append((p, n))
+                units.setdefault(item.name, []).append((p, n))
     return [_unit(plans, tuple(unit), observers) for unit in units.values()]
 
 
@@ -68,7 +67,7 @@ def _unit(plans: Sequence[MergePlan], members: tuple[Member, ...], observers: Ob
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
     observing = 0 if observers is None else sum(observers.memory(i, width) for i in items)
     merging = [i for i in items if i.call is not None]
-    kernel, reading = shared_way(items, observed=observers is not None and any(i.is_observed for i in merging))
+    reading = shared_reading(items, observed=observers is not None and any(i.is_observed for i in merging))
     planned = max((i.cost.device_bytes for i in merging), default=0)
     together = merging[0].numel * (len(merging[0].sources) + 2) * width if len(merging) > 1 else 0
     device_bytes = _device_bytes(merging, planned, together + observing, plans[0].device_memory)
@@ -79,7 +78,6 @@ def _unit(plans: Sequence[MergePlan], members: tuple[Member, ...], observers: Ob
         host_bytes=_host_bytes(items, width) + observing + (0 if device_bytes else planned),
         flops=sum(i.cost.flops for i in items),
         device_bytes=device_bytes,
-        kernel=kernel,
         reading=reading,
     )
 
@@ -90,7 +88,7 @@ def _host_bytes(group: Sequence[Item], itemsize: int) -> int:
     A method that streams, and so counts no base and no result in its plan, is then given both.
     """
     largest = max(i.cost.host_bytes for i in group)
-    if len(group) == 1 or group[0].factors is not None:
+    if len(group) == 1 or not group[0].has_base:
         return largest
     merging = [i for i in group if i.call is not None]
     together = len(merging[0].sources) if len(merging) > 1 else 0
@@ -119,4 +117,4 @@ def _device_bytes(items: Sequence[Item], planned: int, together: int, room: int 
 
 def _is_heavy(item: Item) -> bool:
     """True if the item was left to the host because no device can merge it."""
-    return item.call is not None and item.form == "dense" and get_method(item.call.method).acts_on != "elementwise"
+    return item.call is not None and not item.is_factored and get_method(item.call.method).acts_on != "elementwise"

@@ -110,6 +110,10 @@ class Expert(AbstractContextManager["Expert"]):
         *batch, rows, columns = shape
         return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
 
+    def bias(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Addition to the bias of the layer of a module `name`, of an adapter without a base; None without one."""
+        self._refuse(name, "a module")
+
     def content(self, name: str) -> str:
         """Hash of the stored tensors behind a formed or zero delta."""
         self._refuse(name, "formed")

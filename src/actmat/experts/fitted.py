@@ -80,12 +80,21 @@ class UnfittedAdapter(StoredAdapter):
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter)
+        self._own = adapter
         self.adapter, self.notes, self.warnings = adapter, adapter.notes, adapter.listing.warnings
 
     def source(self, name: str) -> DeltaSource:
         """A stored source."""
         spec = self._spec(name)
         return DeltaSource(name, "stored", spec.dtype, spec.nbytes)
+
+    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        """The delta of the module `name`."""
+        return self._own.factors(self._own.modules[name], dtype)
+
+    def bias(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Addition to the bias of the layer of the module `name`; None without one."""
+        return self._own.bias_delta(self._own.modules[name], dtype)
 
 
 class FittedAdapter(StoredAdapter):

@@ -14,12 +14,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.singular import join, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, products
 
 TIE = 1e-4
 """Relative gap below which two singular values count as one: directions of float32 deltas are no more accurate."""
@@ -96,26 +95,11 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return 12 * joint * (rows + columns + joint) + svd_workspace(rows, columns) + 3 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    own, common = min(options["k"], rows, columns), options["common"]
-    joint = n_experts * own
-    found = [*ops.repeated(ops.thin_svd(rows, columns, own, double=double), n_experts)]
-    found += [
-        *ops.thin_svd(rows, joint, min(rows, joint), double=double),
-        *ops.thin_svd(common, columns, common, double=True),
-    ]
-    found += [ops.product(common, joint, rows), ops.product(common, columns, joint), ops.product(rows, joint, common)]
-    found += [*ops.polar_factor(rows, joint + common, double=double)]
-    found += [*ops.polar_factor(columns, joint + common, double=double)]
-    return [*found, ops.product(rows, columns, joint + common)]
-
-
 CT_MERGING = MergeMethod(
     "ct_merging",
     merge,
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(1)),
 )

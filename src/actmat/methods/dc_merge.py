@@ -14,13 +14,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.singular import join, slots_per_expert, trimmed
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, PlanChecks
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, PlanChecks, products
 
 Smoothing = Literal["none", "mean", "linear"]
 
@@ -144,26 +143,13 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return max(decompose, factors, cores) + 3 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    slots, _ = _sizes(shape, n_experts, options["k"], options["density"])
-    joint = n_experts * slots
-    each = [*ops.thin_svd(rows, columns, slots, double=double), ops.product(joint, joint, slots)]
-    each += [ops.product(joint, slots, side) for side in (rows, columns)]
-    found = [*ops.repeated([*each, ops.entries(6 * joint * joint)], n_experts)]
-    for side in (rows, columns):
-        found += ops.polar_factor(side, joint, double=double)
-    found += [ops.product(rows, columns, joint), ops.product(rows, joint, slots)]
-    return found
-
-
 DC_MERGE = MergeMethod(
     "dc_merge",
     merge,
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(4, once=12)),
     plan=PlanChecks(
         "a single expert is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
         "values in small layers ('entries_kept' in the records)"

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.linalg.operations import Operation, entries
 
 ActsOn = Literal["matrix", "tensor", "elementwise"]
 """matrix: `*batch O I`, a logical linear map; tensor: a whole tensor of any shape; elementwise: every entry of the
@@ -183,29 +182,43 @@ class PlanChecks:
     weights_problem: Callable[[Options, Sequence[float]], str | None] | None = None
 
 
-OperationsOf = Callable[[Sequence[int], int, Options, bool], Sequence[Operation]]
+FlopsOf = Callable[[Sequence[int], int, Options], float]
 
 
-def passes(count: Callable[[int], int] = lambda n_experts: n_experts) -> OperationsOf:
+def passes(count: Callable[[int], int] = lambda n_experts: n_experts) -> FlopsOf:
     """Operations of a method that makes `count(n_experts)` passes over the entries of a tensor.
 
-    >>> [(o.kind, o.flops) for o in passes()((8, 4), 3, {}, False)]
-    [('entry', 96)]
+    >>> passes()((8, 4), 3, {})
+    96
     """
-    return lambda shape, n_experts, options, double: [entries(count(n_experts) * math.prod(shape))]
+    return lambda shape, n_experts, options: count(n_experts) * math.prod(shape)
+
+
+def products(per_expert: float, once: float = 0.0) -> FlopsOf:
+    """Operations of a method that takes as long as so many products of an `O x I` matrix with one of its short side.
+
+    A thin singular value decomposition of a square matrix counts six.
+
+    >>> products(2, once=1)((8, 4), 3, {})
+    1792.0
+    """
+    return lambda shape, n_experts, options: 2.0 * math.prod(shape) * min(shape) * (per_expert * n_experts + once)
 
 
 @dataclass(frozen=True, slots=True)
 class MethodCost:
-    """Memory and operations of a call.
+    """Memory and operations of a call: functions of shapes.
 
     Args:
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result, which is all by default. `shape` ends in `O, I`
             for matrices.
-        operations: `(shape, n_experts, options, double) -> operations` by class, from which times are predicted; of one
-            matrix `O I`, or of a tensor of any shape; `double`: the deltas are float64. Default: a pass per expert.
+        flops: `(shape, n_experts, options) -> operations`, by which units are ordered and times are estimated within a
+            factor of two; of one matrix `O I`, or of a tensor of any shape. Default: a pass per expert.
+        spectrum: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix whose spectrum is computed;
+            0 for none. Default: the short side.
     """
 
     workspace: Callable[[Sequence[int], int, Options], int] = _size
-    operations: OperationsOf = field(default_factory=passes)
+    flops: FlopsOf = field(default_factory=passes)
+    spectrum: Callable[[Sequence[int], int, Options], int] = lambda shape, n_experts, options: min(shape[-2:])

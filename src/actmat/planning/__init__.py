@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actmat.planning.build import build_plan
 from actmat.planning.model import Item, MergePlan, MethodCall
+from actmat.planning.plan import build_plan
 
 __all__ = ["Item", "MergePlan", "MethodCall", "build_plan"]

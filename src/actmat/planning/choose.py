@@ -79,11 +79,11 @@ class Chooser:
 
     def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
         """Decision for one float tensor that is not kept."""
-        template, why = self._template(spec.name)
+        template, rule = self._template(spec.name)
         if template is None:  # the method or its options were wrong: a problem was noted, go on finding others
             return Decision("average", "", layout)
-        method = template.method
-        inside, reason, layout = self._inside(spec, layout, explicit=bool(why))
+        method, why = template.method, f", chosen by the rule for '{rule}'" if rule is not None else ""
+        inside, reason, layout = self._inside(spec, layout, explicit=rule is not None)
         if inside and method.acts_on == "matrix" and not has_spectrum(layout):
             inside, reason = False, f"{layout.reason}: {method.name} acts on matrices"
         try:
@@ -111,12 +111,12 @@ class Chooser:
             found = self.average_over(name, found, having)
         return found.call or MethodCall("average", {})
 
-    def _template(self, name: str) -> tuple[CallTemplate | None, str]:
-        """The recipe's choice for a tensor, and words for the rule that made it."""
+    def _template(self, name: str) -> tuple[CallTemplate | None, str | None]:
+        """The recipe's choice for a tensor, and the pattern of the rule that made it."""
         for patterns, call, _ in self._rules:
             if (hit := self._match(patterns, name)) is not None:
-                return call, f", chosen by the rule for '{hit}'"
-        return self._default, ""
+                return call, hit
+        return self._default, None
 
     def _added_whole(self, method: MergeMethod, call: MethodCall) -> MethodCall | None:
         """The call that adds one delta, if the method would compute the same one with rounding errors; else None."""

@@ -1,4 +1,4 @@
-"""Cost of one item, from shapes, kernel and reading: memory of one worker, operations, and time on a typical core.
+"""Cost of one item, from shapes and reading: memory of one worker, rough operations, and time on a typical core.
 
     peak = raw base + raw chunk of each expert, of one where they    (storage dtype; of the base as well
            are read one after another                                 where it is read with streamed deltas)
@@ -15,21 +15,16 @@ A method is called on one region at a time (`planning.regions`), so the largest 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.linalg.chunks import CHUNK_ENTRIES
-from actmat.linalg.operations import Operation, entries, product, repeated, thin_svd
 from actmat.linalg.svd import svd_workspace
 from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
 from actmat.planning.item import Item, MethodCall, Reading
 from actmat.planning.post import has_spectrum
 from actmat.planning.regions import CHUNK, Region
-from actmat.recipe import Postprocess
 
 BASELINE_BYTES = 300_000_000
 """Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
@@ -47,41 +42,10 @@ NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
 of parts follow from them, and must be the same on all machines."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallShape:
-    """Everything that decides the memory of a method's calls, apart from the tensor and its reading.
-
-    Args:
-        method, options: of the call.
-        n_experts: number of deltas.
-        base_itemsize: bytes per entry of the base as stored.
-        compute_dtype: dtype of the deltas.
-        caps: a limit on the result, which reads the deltas again.
-        post: whether steps of post-processing follow, which decompose the result.
-    """
-
-    method: MergeMethod
-    options: Mapping[str, Any]
-    n_experts: int
-    base_itemsize: int
-    compute_dtype: str
-    caps: Postprocess = field(default_factory=Postprocess)
-    post: bool = False
-
-    @property
-    def width(self) -> int:
-        """Bytes per entry of the deltas."""
-        return int(torch_dtype(self.compute_dtype).itemsize)
-
-    @property
-    def library_bytes(self) -> int:
-        """Bytes that the linear algebra library keeps on the host."""
-        return MATRIX_BYTES if self.method.acts_on == "matrix" or self.post else 0
-
-
-def region_peak_bytes(region: Region, call: CallShape, reading: Reading) -> int:
-    """Peak of one call on deltas that are read in this way, in bytes."""
-    method, n_experts = call.method, call.n_experts
+def region_peak_bytes(region: Region, item: Item, reading: Reading, width: int) -> int:
+    """Peak of one call on deltas that are read in this way, in bytes; `width`: of an entry of the compute dtype."""
+    call, n_experts = _call(item), len(item.sources)
+    method = get_method(call.method)
     by_matrix = method.acts_on == "matrix"
     matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
     single = len(matrices) == 1 and region.layout.orientation == "OI"
@@ -91,7 +55,7 @@ def region_peak_bytes(region: Region, call: CallShape, reading: Reading) -> int:
         workspace -= region.numel
     elif method.uses_base(call.options):
         entries += region.numel
-    base = (region.numel if reading.base_held else min(CHUNK, region.numel)) * call.base_itemsize
+    base = (region.numel if reading.base_held else min(CHUNK, region.numel)) * base_itemsize(item)
     at_once = n_experts if method.acts_on == "elementwise" and reading.strategy != "each" else 1
     raw = base + at_once * CHUNK * 8
     if call.post and len(region.shape) > 1 and has_spectrum(region.layout):
@@ -101,18 +65,24 @@ def region_peak_bytes(region: Region, call: CallShape, reading: Reading) -> int:
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
     return (
         raw
-        + call.library_bytes
-        + statistics_bytes(method, matrices, n_experts, call.width)
-        + call.width * (entries + workspace + packed)
+        + library_bytes(item)
+        + statistics_bytes(method, matrices, n_experts, width)
+        + width * (entries + workspace + packed)
     )
 
 
-def tensor_peak_bytes(regions: Sequence[Region], call: CallShape, reading: Reading) -> int:
-    """Largest peak of the regions of a tensor, in bytes."""
-    return max(region_peak_bytes(region, call, reading) for region in different(regions))
+def base_itemsize(item: Item) -> int:
+    """Bytes per entry of the base as stored."""
+    return int(torch_dtype(item.base_dtype).itemsize)
 
 
-def different(regions: Sequence[Region]) -> list[Region]:
+def library_bytes(item: Item) -> int:
+    """Bytes that the linear algebra library keeps on the host for the method of an item."""
+    call = _call(item)
+    return MATRIX_BYTES if get_method(call.method).acts_on == "matrix" or call.post else 0
+
+
+def distinct_regions(regions: Sequence[Region]) -> list[Region]:
     """One region of each shape and layout."""
     return list({(p.shape, p.layout.orientation, p.layout.blocks): p for p in regions}.values())
 
@@ -143,86 +113,70 @@ def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
     return 8 * math.prod(batch) * (6 * (rows + columns) * total_rank + 12 * total_rank * core)
 
 
-def factored_tensor_bytes(region: Region, call: CallShape, total_rank: int) -> int:
+def factored_region_bytes(region: Region, item: Item, width: int) -> int:
     """Peak of the merge of a region by its factors: the factors, the base, its product in float64 and as written."""
+    total_rank = sum(max(1, s.rank) for s in item.sources if s is not None)
     columns = max(1, math.prod(region.shape[1:]))
     factors = factored_bytes((region.numel // columns, columns), total_rank)
-    return factors + MATRIX_BYTES + region.numel * (call.base_itemsize + 8 + 2 * call.width) + CHUNK * 8
+    return factors + MATRIX_BYTES + region.numel * (base_itemsize(item) + 8 + 2 * width) + CHUNK * 8
 
 
-def method_operations(
-    method: MergeMethod,
-    matrices: Sequence[Sequence[int]],
-    n_experts: int,
-    options: Mapping[str, Any],
-    *,
-    double: bool = False,
-) -> list[Operation]:
-    """Operations of a method on these logical matrices, `*batch O I` (or tensors), by class.
-
-    Args:
-        double: the method computes in float64.
-    """
-    found: list[Operation] = []
-    for shape, count in Counter(tuple(s) for s in matrices).items():
-        batch, one = (shape[:-2], shape[-2:]) if method.acts_on == "matrix" else ((), shape)
-        found += repeated(method.cost.operations(one, n_experts, options, double), count * math.prod(batch))
-    return found
+def module_bytes(item: Item, width: int) -> int:
+    """Peak of the merge of a module of adapters: its factors, and its dense deltas where the method takes them."""
+    call, n_experts = _call(item), len(item.sources)
+    method = get_method(call.method)
+    peak = factored_bytes(item.shape, sum(item.module.ranks))
+    if not item.is_factored:
+        size = method.cost.workspace(item.shape, n_experts, call.options)
+        peak += item.numel * width * (n_experts + 6) + size * width
+        peak = max(peak, factored_bytes(item.shape, min(item.shape[-2:])))  # a delta of full rank is decomposed
+    return peak + (statistics_bytes(method, [item.shape], n_experts, 8) if item.target.measured else 0)
 
 
-def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
-    """Operations of the method of an item, without reading, subtracting, adding to the base and writing.
+def svd_bytes(item: Item, width: int) -> int:
+    """Memory of a merged delta, of its decomposition, and of the factors and their error in float64."""
+    factors = 8 * item.write.rank * sum(item.shape)
+    return width * (item.numel + svd_workspace(*item.shape)) + 2 * factors + 16 * item.numel + MATRIX_BYTES
 
-    Args:
-        item: of a plan; a tensor or an adapter's module.
-        compute_dtype: the recipe's.
-    """
+
+def estimate_flops(item: Item) -> int:
+    """Operations of an item's method, steps and decomposition; without reading, subtracting, adding and writing."""
     if item.call is None:
-        return []
-    method, double = get_method(item.call.method), compute_dtype == "float64"
-    steps = _steps(item, item.call, double=double)
-    if item.form == "factored":
-        return [*_factored(item, item.call), *steps]
+        return 0
+    method, call = get_method(item.call.method), item.call
+    ranks = [s.rank for s in item.sources if s is not None]
+    if item.write.kind == "mean":
+        return item.numel * len(item.sources)
     shapes = [item.shape or (1,)]
-    if method.acts_on == "matrix" and item.factors is None:
+    if method.acts_on == "matrix" and not item.is_module:
         shapes = item.layout.matrix_shapes(item.shape)
-    found = method_operations(method, shapes, len(item.sources), item.call.options, double=double)
-    if item.factors is not None:  # deltas are formed from their factors, and the merged one is decomposed again
-        *batch, rows, columns = item.shape
-        rank = max(sum(item.factors.ranks), 1)
-        formed = [product(rows, columns, rank), product(rows, columns, max(min(rank, rows, columns), 1))]
-        found += repeated(formed, math.prod(batch))
-    return [*found, *steps]
+    if item.is_factored:
+        total = _core_flops(item, sum(ranks))
+    else:
+        total = sum(_flops_of(method, shape, len(item.sources), call) for shape in shapes)
+    if (item.is_module and not item.is_factored) or item.write.kind == "svd":  # decomposed again
+        total += 12.0 * item.numel * min(item.shape[-2:])
+    if call.post:
+        total += 14.0 * len(call.post) * item.numel * min(item.shape[-2:] if len(item.shape) > 1 else (1,))
+    return int(total)
 
 
-def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
-    """Each step decomposes the merged matrix and multiplies it out; some measure every expert along its directions."""
-    if not call.post:
-        return []
-    shapes, inner = item.layout.matrix_shapes(item.shape), None
-    if item.form == "factored":
-        total = sum(item.factors.ranks if item.factors is not None else [s.rank for s in item.sources if s is not None])
-        shapes, inner = [item.shape], max(1, total)
-    found = []
-    for *batch, rows, columns in shapes:
-        kept = min(rows, columns, inner or rows)
-        wide, long = (rows, columns) if inner is None else (kept, kept)
-        once = [*thin_svd(wide, long, kept, double=double or inner is not None)]
-        once += [product(rows, columns, kept)] * (1 + len(item.sources))
-        found += repeated(once, len(call.post) * math.prod(batch))
-    return found
+def _flops_of(method: MergeMethod, shape: Sequence[int], n_experts: int, call: MethodCall) -> float:
+    batch, matrix = (shape[:-2], shape[-2:]) if method.acts_on == "matrix" else ((), shape)
+    return math.prod(batch) * method.cost.flops(matrix, n_experts, call.options)
 
 
-def _factored(item: Item, call: MethodCall) -> list[Operation]:
-    """Two common bases of the factors by QR, the merge of small cores, and its product with the bases, in float64."""
+def _core_flops(item: Item, total_rank: int) -> float:
+    """Two common bases of the factors, the merge of small cores, and its product with the bases."""
+    call = _call(item)
     *batch, rows, columns = item.shape
-    ranks = [0 if s is None else s.rank for s in item.sources] if item.factors is None else list(item.factors.ranks)
-    total = max(1, sum(ranks))
-    left, right = min(total, rows), min(total, columns)
-    bases = [product(rows, left, total), product(columns, right, total)]
-    cores = [product(left, right, rank) for rank in ranks if rank]
-    rule = method_operations(get_method(call.method), [(left, right)], len(ranks), call.options, double=True)
-    lifted = [product(rows, right, left)]
-    if item.factors is None:  # a tensor of a full model
-        lifted += [product(rows, columns, right), entries(2 * rows * columns)]
-    return repeated([*repeated(bases, 2), *cores, *rule, *lifted], math.prod(batch))
+    left, right = min(max(1, total_rank), rows), min(max(1, total_rank), columns)
+    bases = 4.0 * max(1, total_rank) * (rows * left + columns * right)
+    core = get_method(call.method).cost.flops((left, right), len(item.sources), call.options)
+    lifted = 2.0 * rows * right * (left if item.is_module else left + columns)
+    return math.prod(batch) * (bases + core + lifted)
+
+
+def _call(item: Item) -> MethodCall:
+    assert item.call is not None, "only items with a method"
+    return item.call

@@ -1,4 +1,4 @@
-"""Items of a plan: one logical output each, with its kernel, reading, call, form and cost. Plain data."""
+"""Items of a plan: a target, the method that merges it, the reading of its deltas, and its writing. Plain data."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ Action = Literal["merge", "average", "copy", "tie"]
 """merge: by the method the recipe asks for; average: mean of the deltas, because the method does not apply there;
 copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
 
-Form = Literal["dense", "factored"]
-"""Input of the method: whole deltas, or the factors of low-rank ones."""
-
-Kernel = Literal["copy", "dense", "combine", "factored", "extracted"]
-"""Function of the engine that makes the output, a module of `engine.kernels`.
-
-copy        the base's bytes
-dense       a method on deltas that are formed
-combine     a sum of deltas, or of tensors without a base, added up chunk by chunk
-factored    a method on factors: of a module of adapters, or of a tensor whose deltas are all products
-extracted   the merged delta of one of the others, written as factors
-"""
-
-Strategy = Literal["held", "each", "chunks", "combine"]
+Strategy = Literal["held", "each", "chunks", "combine", "factors"]
 """The way in which a method is given its deltas.
 
 held         all of them, in memory
 each         one at a time, each in the memory of the one before it
 chunks       chunk by chunk, as often as the method asks; no delta is in memory as a whole
 combine      as coefficients: one pass over chunks finds them, a second adds up and writes
+factors      as pairs of factors, of deltas that are all products
+"""
+
+WriteKind = Literal["sum", "factors", "svd", "mean", "nothing"]
+"""The form in which a target is written.
+
+sum          the base plus the merged delta; the base's bytes where nothing is merged
+factors      the merged delta as factors, cut from those it was merged by
+svd          the merged delta as the factors of its best approximation
+mean         the mean of a tensor that adapters trained in full, without a base
+nothing      not at all: of an extracted adapter, whose delta is only measured; of a tie, which its tensor writes
 """
 
 
@@ -56,10 +54,14 @@ class Reading(Plain):
         strategy: see `Strategy`.
         base_held: whether the base is in memory as stored; else it is read chunk by chunk, with the deltas and again
             for the output.
+        batched: whether a stack of experts is one batch for the method, and dense deltas are formed in float64 before
+            they are rounded, as for modules of adapters without a base; else one matrix after the other, in the
+            compute dtype. Both are right; the last bits differ.
     """
 
     strategy: Strategy
     base_held: bool = True
+    batched: bool = False
 
     def whole_deltas(self, n_experts: int) -> int:
         """Number of deltas that are in memory as a whole at a time."""
@@ -70,55 +72,59 @@ class Reading(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class FactorPlan(Plain):
-    """Layout of a merged delta that is written as a pair of factors.
+class ModuleForm(Plain):
+    """Factors of a module of adapters, by which a target is known without a base.
 
     Args:
+        name: of the module.
         kind, kernel: see `experts.lora.modules.AdapterModule`.
-        shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
-        transposed: whether it is stored as `I O`; `turned`: whether `B A` is, of stacked experts.
+        shape: `*batch O I` of the delta.
         ranks: rank in each expert; 0 if an expert has no delta for the module.
-        exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
+        transposed: whether the model stores the tensor as `I O`; `turned`: whether `B A` is, of stacked experts.
         blocks: rows of packed maps that are merged one by one.
-        grams: per logical matrix (block), the key of each expert's Gram; empty for methods that need none.
-        bias: by which the additions to the layer's bias are merged: an average or a sum.
     """
 
+    name: str
     kind: ModuleKind
-    tensor: str
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    exact_rank: int
-    rank: int
     transposed: bool = False
     turned: bool = False
     kernel: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = ()
-    grams: tuple[tuple[str, ...], ...] = ()
-    bias: MethodCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Extraction(Plain):
-    """Form in which an extracted adapter holds the merged delta of one tensor, see `plan.adapter.extraction`.
+class Target(Plain):
+    """A tensor to be made: one that the base stores, or one that adapters imply.
 
     Args:
-        kind: as the factors of its best approximation, as the whole merged tensor, or not at all.
-        module: that holds the tensor, by its name in memory.
-        reason: in words.
-        rank: of the factors; 0 for other kinds.
-        transposed: whether the tensor is stored as `I O`.
-        bias: whether it is the bias of a layer that is factored.
-        tied: other names of the tensor in the base.
+        spec: of the tensor as a model stores it.
+        layout: its meaning.
+        tied: other names of the base with the same bytes; of a tie, the tensor that it is tied to.
+        sources: per expert, where its delta comes from (None: the expert lacks it); empty if nothing is merged.
+        twins: per expert, other names under which it stores the same tensor; their bytes must agree.
+        measured: per expert, the name of the tensor in its statistics; empty: that of its source.
+        module: its factors, if adapters imply it.
     """
 
-    kind: Literal["factored", "saved", "left out"]
-    module: str
-    reason: str
-    rank: int = 0
-    transposed: bool = False
-    bias: bool = False
+    spec: TensorSpec
+    layout: TensorLayout
     tied: tuple[str, ...] = ()
+    sources: tuple[DeltaSource | None, ...] = ()
+    twins: tuple[tuple[str, ...], ...] = ()
+    measured: tuple[str, ...] = ()
+    module: ModuleForm | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the module, or of the tensor."""
+        return self.spec.name if self.module is None else self.module.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the delta: that of the tensor, `*batch O I` of a module."""
+        return self.spec.shape if self.module is None else self.module.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +174,35 @@ class MethodCall(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class Write(Plain):
+    """The form of a target in the output.
+
+    Args:
+        kind: see `WriteKind`.
+        outputs: written tensors: the tensor and those tied to it; A, B and bias of a module.
+        module: that holds the tensor, of an adapter that is extracted; `why`: the reason for its form there.
+        rank: of the factors; `exact_rank`: rank that holds every merged delta of a module exactly.
+        bias: by which the additions to the bias of a module's layer are merged: an average or a sum.
+    """
+
+    kind: WriteKind
+    outputs: tuple[TensorSpec, ...] = ()
+    module: str = ""
+    why: str = ""
+    rank: int = 0
+    exact_rank: int = 0
+    bias: MethodCall | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ItemCost(Plain):
     """Estimated cost of one item, for one worker.
 
     Args:
         read_bytes, write_bytes: traffic to and from storage.
-        flops: leading term of the method's floating-point operations.
-        host_bytes: peak memory on the host, see `plan.cost`.
-        device_bytes: peak memory on the device that merges it, see `plan.placement`; 0: it is merged on the host.
+        flops: floating-point operations of the method, roughly.
+        host_bytes: peak memory on the host, see `planning.cost`.
+        device_bytes: peak memory on the device that merges it, see `planning.work`; 0: it is merged on the host.
     """
 
     read_bytes: int = 0
@@ -187,45 +214,34 @@ class ItemCost(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Item(Plain):
-    """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
+    """One output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
     Args:
-        name: of the tensor in the base and in the output, or of the module.
-        shape: of the tensor as stored; `*batch O I` of a module's delta.
-        layout: meaning of the tensor.
+        target: the tensor to be made.
         action: see `Action`; `reason` says why, in words.
-        kernel: see `Kernel`; `reading`: of its deltas, None if no dense delta is read from storage.
-        outputs: written tensors: the tensor and those tied to it; A, B and bias of a module.
+        write: what it becomes.
         call: the method, for `merge` and `average`.
-        obeys_scale: the merged delta is proportional to the recipe's scale, as the method makes it.
-        form: of the method's input.
-        base_dtype: dtype of the base's tensor; empty if the output needs no base.
-        sources: per expert, where its delta comes from (None: the expert lacks it); empty for `copy` and `tie`.
-        twins: per expert, other names under which it stores the same tensor; their bytes must agree.
-        tied_to: for `tie`, the tensor whose bytes it gets.
-        factors: how A and B are written, for a module.
+        reading: of its deltas; None if none is read.
         cost: traffic, operations and memory.
-        extraction: form of the tensor in an extracted adapter.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    layout: TensorLayout
+    target: Target
     action: Action
     reason: str
-    outputs: tuple[TensorSpec, ...]
+    write: Write
     call: MethodCall | None = None
-    kernel: Kernel = "copy"
     reading: Reading | None = None
-    obeys_scale: bool = False
-    form: Form = "dense"
-    base_dtype: str = ""
-    sources: tuple[DeltaSource | None, ...] = ()
-    twins: tuple[tuple[str, ...], ...] = ()
-    tied_to: str | None = None
-    factors: FactorPlan | None = None
     cost: ItemCost = ItemCost()
-    extraction: Extraction | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor in the base and in the output, or of the module."""
+        return self.target.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the delta, see `Target`."""
+        return self.target.shape
 
     @property
     def numel(self) -> int:
@@ -233,22 +249,65 @@ class Item(Plain):
         return math.prod(self.shape)
 
     @property
-    def pair(self) -> FactorPlan:
-        """Layout of A and B; only for items that are modules."""
-        assert self.factors is not None
-        return self.factors
+    def layout(self) -> TensorLayout:
+        """Meaning of the tensor."""
+        return self.target.layout
+
+    @property
+    def sources(self) -> tuple[DeltaSource | None, ...]:
+        """Sources of the experts' deltas, see `Target`."""
+        return self.target.sources
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Written tensors."""
+        return self.write.outputs
+
+    @property
+    def module(self) -> ModuleForm:
+        """Factors; only for items that are modules."""
+        assert self.target.module is not None
+        return self.target.module
+
+    @property
+    def is_module(self) -> bool:
+        """True for a module of adapters that are merged without a base."""
+        return self.target.module is not None
+
+    @property
+    def is_extracted(self) -> bool:
+        """True for a tensor of an adapter that is extracted from a merge into a base."""
+        return bool(self.write.module)
+
+    @property
+    def is_factored(self) -> bool:
+        """True if the method works on factors, not on whole deltas."""
+        return self.reading is not None and self.reading.strategy == "factors"
+
+    @property
+    def has_base(self) -> bool:
+        """True if the base stores the tensor."""
+        return self.write.kind not in ("factors", "mean")
+
+    @property
+    def base_dtype(self) -> str:
+        """dtype of the base's tensor; empty if the output needs no base."""
+        return self.target.spec.dtype if self.has_base else ""
 
     @property
     def out_dtype(self) -> str:
         """Output dtype."""
-        return self.base_dtype if not self.outputs else self.outputs[0].dtype
+        return self.outputs[0].dtype if self.outputs else self.base_dtype
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """Tied tensors that are written with the same bytes; of an adapter that is extracted, those of the base."""
-        if self.extraction is not None:
-            return self.extraction.tied
-        return () if self.factors is not None else tuple(s.name for s in self.outputs[1:])
+    def obeys_scale(self) -> bool:
+        """True if the merged delta is proportional to the recipe's scale, as the method makes it."""
+        return self.action == "merge" and self.write.kind != "nothing"
+
+    @property
+    def tied_to(self) -> str | None:
+        """Name of the tensor whose bytes a tie gets; None for any other item."""
+        return self.target.tied[0] if self.action == "tie" else None
 
     @property
     def expert_dtypes(self) -> tuple[str, ...]:
@@ -258,7 +317,7 @@ class Item(Plain):
     @property
     def is_observed(self) -> bool:
         """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
-        return self.factors is not None or bool(self.base_dtype)
+        return self.write.kind != "mean"
 
     @property
     def is_chunkable(self) -> bool:

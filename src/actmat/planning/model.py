@@ -21,7 +21,7 @@ from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nomin
 from actmat.planning.item import Item, ItemCost, MethodCall, Plain
 from actmat.recipe import Recipe
 
-__all__ = ["Draft", "InputSummary", "Item", "ItemCost", "MergePlan", "MethodCall", "count_actions"]
+__all__ = ["InputSummary", "Item", "ItemCost", "MergePlan", "MethodCall", "count_actions"]
 
 
 FORMAT = 1
@@ -30,24 +30,6 @@ FORMAT = 1
 
 SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Fields of a `MergePlan` that differ between outputs; `ignored`: per expert, tensors that are not merged."""
-
-    items: tuple[Item, ...]
-    specs: tuple[TensorSpec, ...]
-    max_shard_bytes: int
-    stem: str = "model"
-    stems: Mapping[str, str] = field(default_factory=dict)
-    family: str | None = None
-    adapter_config: Mapping[str, Any] | None = None
-    kept: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()
-    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
 
 
 FROM_FIRST = "no base is given, and"
@@ -170,7 +152,7 @@ class MergePlan(Plain):
     @property
     def modules(self) -> tuple[Item, ...]:
         """Items of a merge of adapters that are written as factors."""
-        return tuple(i for i in self.items if i.factors is not None)
+        return tuple(i for i in self.items if i.is_module)
 
     @property
     def is_extracted(self) -> bool:

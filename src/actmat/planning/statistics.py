@@ -6,19 +6,18 @@ Statistics name tensors as the expert's own checkpoint does; for an adapter, as 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
-from actmat.experts.lora.modules import AdapterModule
-from actmat.layout.types import Block, Role, TensorLayout
+from actmat.layout.types import Role
 from actmat.methods import MergeMethod, get_method
 from actmat.planning.choose import Chooser, Decision
-from actmat.planning.item import Item
-from actmat.planning.regions import Region, cut
+from actmat.planning.item import Item, Target
+from actmat.planning.regions import Region
 from actmat.recipe import Recipe
 from actmat.statistics.header import amount, describe
 from actmat.statistics.store import Statistics, open_statistics
@@ -72,13 +71,9 @@ class ExpertStatistics:
 
     def gram_keys(self, item: Item, region: Region, k: int) -> list[str | None]:
         """Per expert, the key of the Gram that matrix `k` of a region reads; None if none of its tokens reached it."""
-        if item.factors is not None:
-            return list(item.factors.grams[k])
-        pairs = zip(self.files, item.sources, strict=True)
-        return [
-            None if f is None or s is None else gram_key(f, s.name, item.shape, item.layout, region, k)
-            for f, s in pairs
-        ]
+        names = measured_names(item.target)
+        pairs = zip(self.files, names, strict=True)
+        return [None if f is None or n is None else gram_key(f, n, item.target, region, k) for f, n in pairs]
 
     def notes_on(self, items: Sequence[Item]) -> list[str]:
         """Notes for the plan: what was measured, or that nothing uses it."""
@@ -124,138 +119,127 @@ def declared_kinds(recipe: Recipe) -> frozenset[str]:
     return frozenset({"gram", "fisher"}) if all(e.statistics for e in recipe.experts) else frozenset()
 
 
+def measured_names(target: Target) -> Sequence[str | None]:
+    """Per expert, the name of a target in its statistics."""
+    return target.measured or [None if s is None else s.name for s in target.sources]
+
+
 def with_statistics(
     decision: Decision,
-    spec: TensorSpec,
-    sources: Sequence[str | None],
+    target: Target,
+    regions: Sequence[Region],
     statistics: ExpertStatistics,
     chooser: Chooser,
     problems: list[str],
 ) -> Decision:
-    """The decision, or the average if its method needs statistics that an expert lacks for this tensor."""
-    method = get_method(decision.call.method) if decision.call else None
-    if method is None or not method.needs_statistics or not statistics.kinds.issuperset(method.needs_statistics):
+    """The decision, or the average if its method needs statistics that an expert lacks for this target.
+
+    Args:
+        decision: made without statistics.
+        target: with the names that its statistics have in each expert's file.
+        regions: that a matrix method is called on.
+        statistics: of the experts.
+        chooser: of averages.
+        problems: receives those of files that do not fit.
+    """
+    if not uses_statistics(decision, statistics):
         return decision  # kinds that an expert lacks are a problem of the whole recipe, noted by the chooser
-    rows = 0
-    for label, file, source in zip(statistics.labels, statistics.complete, sources, strict=True):
+    assert decision.call is not None
+    method, rows, name = get_method(decision.call.method), 0, target.spec.name
+    for label, file, source in zip(statistics.labels, statistics.complete, measured_names(target), strict=True):
         if source is None:
             return decision  # missing in the expert: alignment says so
-        why = _why_not(file, source, spec, decision.layout, method)
-        if isinstance(why, _Misfit):
-            problems.append(f"expert '{label}': {why.text}")
-            return decision
-        if isinstance(why, str):
+        number, why = _count_rows(file, source, target, regions, method, label, problems)
+        if why:
             reason = f"{decision.layout.reason}: no statistics in expert '{label}' ({why}): mean of the deltas"
-            return Decision("average", reason, decision.layout, chooser.average(spec.name))
-        rows += why
+            return Decision("average", reason, decision.layout, chooser.average(name))
+        rows += number
     if rows == 0:
         reason = f"{decision.layout.reason}: no token of any expert's data reached it: mean of the deltas"
-        return Decision("average", reason, decision.layout, chooser.average(spec.name))
+        return Decision("average", reason, decision.layout, chooser.average(name))
     return decision
 
 
-@dataclass(frozen=True)
-class _Misfit:
-    text: str
+def uses_statistics(decision: Decision, statistics: ExpertStatistics) -> bool:
+    """True if the method of a decision needs statistics, and every expert has some of these kinds."""
+    needed = get_method(decision.call.method).needs_statistics if decision.call else ()
+    return bool(needed) and statistics.kinds.issuperset(needed)
 
 
-def _why_not(
-    file: Statistics, source: str, spec: TensorSpec, layout: TensorLayout, method: MergeMethod
-) -> str | int | _Misfit:
-    """Number of measured rows for the tensor, or the reason why there are none, or a misfit of the file."""
+def with_module_names(target: Target, statistics: ExpertStatistics) -> Target:
+    """A module of adapters with the names that its tensor has in the statistics of each expert.
+
+    Statistics call it as the measured model's checkpoint does, which may pack it with others.
+    """
+    name = target.spec.name
+    candidates = (name, f"{name.removesuffix('.weight')}.in_proj_weight")
+    names = []
+    for file in statistics.complete:
+        disk = next((d for d, memory in file.header.memory.items() if memory in candidates), None)
+        names.append(disk or next((n for n in candidates if n in file.header.places), name))
+    return dataclasses.replace(target, measured=tuple(names))
+
+
+def _count_rows(
+    file: Statistics,
+    source: str,
+    target: Target,
+    regions: Sequence[Region],
+    method: MergeMethod,
+    label: str,
+    problems: list[str],
+) -> tuple[int, str]:
+    """Number of measured rows for a target, and the reason why there are none; misfits go to the problems."""
     if "fisher" in method.needs_statistics:
-        stored = file.specs.get(f"fisher.{source}")
-        if stored is None:
-            return "its Fisher was not measured"
-        if stored.shape != spec.shape:
-            return _Misfit(f"the Fisher of '{source}' in {file.location} is {stored.shape}, the tensor {spec.shape}")
-        return 1
+        return _count_fisher(file, source, target, label, problems)
+    if target.module is not None and len(target.shape) > 2:
+        return 0, "a stack of experts, whose factors have no Gram each"
     total = 0
-    for region in cut(spec.shape, layout, method.acts_on):
+    for region in regions:
         for k, (*_, width) in enumerate(region.layout.matrix_shapes(region.shape)):
-            key = gram_key(file, source, spec.shape, layout, region, k)
+            key = gram_key(file, source, target, region, k)
             if key is None:
-                if layout.role is Role.STACKED_EXPERTS and source in file.header.places:
+                if target.layout.role is Role.STACKED_EXPERTS and source in file.header.places:
                     continue  # no token was routed to this one
-                return file.why_absent(source)
+                return 0, file.why_absent(source)
             info = file.header.grams[key]
             if info.groups > 1:
-                return f"a convolution in {info.groups} groups, each with a Gram of its own"
+                return 0, f"a convolution in {info.groups} groups, each with a Gram of its own"
             if info.width != width:
-                return _Misfit(
-                    f"the Gram of '{source}' in {file.location} is of {info.width} inputs, the tensor has {width}; are "
-                    "these the statistics of this model?"
+                problems.append(
+                    f"expert '{label}': the Gram of '{source}' in {file.location} is of {info.width} inputs, "
+                    f"'{target.name}' has {width}; are these the statistics of this model?"
                 )
+                return 1, ""
             total += info.rows
-    return total
+    return total, ""
 
 
-def gram_key(
-    file: Statistics, source: str, shape: Sequence[int], layout: TensorLayout, region: Region, k: int
-) -> str | None:
-    """The Gram that one logical matrix of a stored tensor reads."""
-    expert = None
-    first = region.start
-    if layout.role is Role.STACKED_EXPERTS and len(shape) == 3:
+def _count_fisher(file: Statistics, source: str, target: Target, label: str, problems: list[str]) -> tuple[int, str]:
+    """1 if the Fisher of a target was measured, else the reason why not."""
+    if target.module is not None:
+        return 0, "the Fisher is of full tensors; merge into a model, --to model"
+    stored = file.specs.get(f"fisher.{source}")
+    if stored is None:
+        return 0, "its Fisher was not measured"
+    if stored.shape != target.shape:
+        problems.append(
+            f"expert '{label}': the Fisher of '{source}' in {file.location} is {stored.shape}, the tensor "
+            f"{target.shape}"
+        )
+    return 1, ""
+
+
+def gram_key(file: Statistics, source: str, target: Target, region: Region, k: int) -> str | None:
+    """The Gram that one logical matrix of a target reads."""
+    expert, first, shape = None, region.start, target.shape
+    if target.module is None and target.layout.role is Role.STACKED_EXPERTS and len(shape) == 3:
         expert, first = divmod(region.start, shape[1] * shape[2])
+    rows: tuple[int, int] | None = (0, region.shape[-1])
     if region.layout.blocks:
         block = region.layout.blocks[k]
         rows = (block.start, block.stop) if block.groups == 1 else None
     elif region.layout.orientation == "OI":
         columns = max(math.prod(region.shape[1:]), 1)
         rows = (first // columns, first // columns + region.shape[0])
-    else:
-        rows = (0, region.shape[-1])
     return file.find(source, expert=expert, rows=rows)
-
-
-def module_statistics(
-    decision: Decision,
-    tensor: str,
-    module: AdapterModule,
-    blocks: Sequence[Block],
-    statistics: ExpertStatistics,
-    chooser: Chooser,
-    problems: list[str],
-) -> tuple[Decision, tuple[tuple[str, ...], ...]]:
-    """`with_statistics` for a module of adapters merged without a base, and the keys of its Grams per block.
-
-    Args:
-        decision: made without statistics.
-        tensor: the module's weight as the model calls it in memory.
-        module: one expert's pair of factors, for shapes.
-        blocks: rows of a packed map that are merged separately; empty: one map.
-        statistics, chooser, problems: see `with_statistics`.
-    """
-    method = get_method(decision.call.method) if decision.call else None
-    if method is None or not method.needs_statistics or not statistics.kinds.issuperset(method.needs_statistics):
-        return decision, ()
-
-    def averaged(label: str, why: str) -> tuple[Decision, tuple[tuple[str, ...], ...]]:
-        reason = f"{decision.layout.reason}: no statistics in expert '{label}' ({why}): mean of the deltas"
-        return Decision("average", reason, decision.layout, chooser.average(tensor)), ()
-
-    candidates = (tensor, f"{tensor.removesuffix('.weight')}.in_proj_weight")
-    ranges = [(b.start, b.stop) if b.groups == 1 else None for b in blocks] or [(0, module.shape[-2])]
-    keys: list[list[str]] = [[] for _ in ranges]
-    for label, file in zip(statistics.labels, statistics.complete, strict=True):
-        if method.acts_on != "matrix":
-            return averaged(label, "the Fisher is of full tensors; merge into a model, --to model")
-        if len(module.shape) > 2:
-            return averaged(label, "a stack of experts, whose factors have no Gram each")
-        disk = next((d for d, memory in file.header.memory.items() if memory in candidates), None)
-        source = disk or next((n for n in candidates if n in file.header.places), tensor)
-        for k, rows in enumerate(ranges):
-            key = file.find(source, rows=rows)
-            if key is None:
-                return averaged(label, file.why_absent(source))
-            if file.header.grams[key].groups > 1:
-                return averaged(label, "a convolution in groups, each with a Gram of its own")
-            width = file.header.grams[key].width
-            if width != module.shape[-1]:
-                problems.append(
-                    f"expert '{label}': the Gram of '{source}' in {file.location} is of {width} inputs, module "
-                    f"'{module.name}' has {module.shape[-1]}; are these the statistics of this model?"
-                )
-            keys[k].append(key)
-    return decision, tuple(map(tuple, keys))

@@ -96,8 +96,8 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
         base = {"base_model": plan.adapter_config["base_model_name_or_path"], "base_model_relation": "adapter"}
         head = base | head | {"library_name": "peft"}
     table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
-    ranks = [m.pair.rank for m in plan.modules]
-    ranks += [e.rank for i in plan.items if i.outputs and (e := i.extraction) and e.kind == "factored"]
+    ranks = [m.write.rank for m in plan.modules]
+    ranks += [i.write.rank for i in plan.items if i.outputs and i.write.kind == "svd"]
     done = f"{len(ranks)} modules of rank up to {max(ranks, default=0)}, scaling 1."
     if plan.is_extracted:
         rows = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n"

@@ -8,7 +8,7 @@ from itertools import combinations, combinations_with_replacement
 
 from actmat.diagnostics.checks.deltas import overlap_words
 from actmat.diagnostics.checks.merged import unequal_words
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.planning.item import Item
 from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
 

@@ -16,9 +16,10 @@ from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
+from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.report.totals import relative_error
@@ -159,7 +160,7 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         row |= item.call.to_json()
         row["sources"] = [s.name for s in item.sources if s is not None]
         row["expert_dtypes"] = list(item.expert_dtypes)
-    if item.form == "factored":
+    if item.is_factored:
         row["factored"] = True
     if item.tied_to is not None:
         row["tied_to"] = item.tied_to
@@ -169,36 +170,39 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
     return row | {"input_hashes": {"base": record.base_hash} | hashes}
 
 
+EXTRACTED: Mapping[WriteKind, str] = {"svd": "factored", "sum": "saved", "nothing": "left out"}
+"""Forms of tensors in an extracted adapter, as manifests call them."""
+
+
 def _module_row(item: Item) -> dict[str, Any]:
     """The plan of one module of an adapter, or of a tensor trained in full."""
     done = {"action": item.action, "reason": item.reason}
-    outputs, factors = [s.name for s in item.outputs], item.factors
-    if item.extraction is not None:
-        found = item.extraction
-        kind = {"kind": found.kind, "module": found.module, "why": found.reason}
-        ranks = {} if found.rank is None or not outputs else {"rank": found.rank}
+    outputs, write = [s.name for s in item.outputs], item.write
+    if item.is_extracted:
+        kind = {"kind": EXTRACTED[write.kind], "module": write.module, "why": write.why}
+        ranks = {"rank": write.rank} if outputs else {}
         row = {"name": item.name, "shape": list(item.shape), **kind, **ranks, **done, "outputs": outputs}
         return row | (item.call.to_json() if item.call is not None else {})
-    if factors is None or item.call is None:
+    if not item.is_module or item.call is None:
         return {"name": item.name, "shape": list(item.shape), **done, "outputs": outputs}
     return {
         "name": item.name,
-        "kind": factors.kind,
+        "kind": item.module.kind,
         "shape": list(item.shape),
-        "expert_ranks": list(factors.ranks),
-        "exact_rank": factors.exact_rank,
-        "rank": factors.rank,
+        "expert_ranks": list(item.module.ranks),
+        "exact_rank": write.exact_rank,
+        "rank": write.rank,
         **done,
-        "factored": item.form == "factored",
+        "factored": item.is_factored,
         "outputs": outputs,
-        **({"blocks": {b.name: [b.start, b.stop] for b in factors.blocks}} if factors.blocks else {}),
+        **({"blocks": {b.name: [b.start, b.stop] for b in item.module.blocks}} if item.module.blocks else {}),
         **item.call.to_json(),
     }
 
 
 def _measured(item: Item, record: Record) -> dict[str, Any]:
     """The record of a module; of an extraction also whether any expert changes the tensor, and NaN or Inf."""
-    if item.extraction is None:
+    if not item.is_extracted:
         return {"stats": record.stats}
     more = {} if record.size is None else {"size": dict(record.size)}
     return {"stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite} | more

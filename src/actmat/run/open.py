@@ -23,8 +23,8 @@ from actmat.experts.locate import Located, in_layout
 from actmat.experts.policy import vocabulary_aligner
 from actmat.experts.untied import FIX, untied_base
 from actmat.layout.ties import is_output_head, is_token_table
-from actmat.planning.adapter.layouts import needs_one_spelling, output_layout
 from actmat.planning.choose import Chooser
+from actmat.planning.implied import needs_one_spelling, output_layout
 from actmat.planning.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput, ExtractedOutput

@@ -20,7 +20,7 @@ from actmat.diagnostics.model import REPORT_NAME
 from actmat.engine.devices import check_device, device_room
 from actmat.engine.executors import THREADS, computes_here, find_executor
 from actmat.errors import CheckpointError, MergeError, OutputError, Problems, RecipeError
-from actmat.planning.placement import HOST, DeviceRoom
+from actmat.planning.work import HOST, DeviceRoom
 from actmat.recipe import Recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings

@@ -10,7 +10,7 @@ from actmat.diagnostics.observer import Observers
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources, share_resources
 from actmat.planning import MergePlan, build_plan
-from actmat.planning.placement import DeviceRoom
+from actmat.planning.work import DeviceRoom
 from actmat.run.open import Opened
 from actmat.run.places import OutputPlace
 

@@ -15,7 +15,7 @@ from actmat.checkpoints.writing.staging import CheckedJournal, Staging, left_jou
 from actmat.diagnostics.model import REPORT_NAME, AgreementRow, Diagnosis, read_diagnosis
 from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.errors import MergeError, OutputError
 from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
@@ -223,7 +223,7 @@ def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> boo
     record = Record.from_json(entry)
     if item is None or record is None or inputs.base is None:
         return False
-    if any(content_hash(inputs.base, name) != record.base_hash for name in (item.name, *item.aliases)):
+    if any(content_hash(inputs.base, name) != record.base_hash for name in (item.name, *item.target.tied)):
         return False
     if item.call is None:
         return True
@@ -233,7 +233,7 @@ def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> boo
         if source is None:
             continue
         if source.kind == "stored":
-            twins = item.twins[t] if t < len(item.twins) else ()
+            twins = item.target.twins[t] if t < len(item.target.twins) else ()
             found = {content_hash(expert, name) for name in (source.name, *twins)}
         else:
             found = {expert.content(source.name)}

@@ -21,14 +21,14 @@ from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
 from actmat.experts.base import Expert
 from actmat.identity.inputs import chat_template, files_of
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
-from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
+from actmat.planning.writes import settled_plan
 from actmat.report.card import model_card
 from actmat.report.identity import identity_findings
 from actmat.report.manifest import build_manifest, write_manifest
@@ -299,8 +299,8 @@ def intact_items(
 
 def _is_record_of(record: Record, item: Item) -> bool:
     """True if a journal's record covers all outputs and inputs of the item."""
-    read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
-    if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
+    read = len(item.sources) if item.has_base and item.call is not None else 0
+    if item.write.kind == "svd" and not record.hashes:
         return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
     return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
 

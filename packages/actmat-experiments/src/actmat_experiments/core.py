@@ -12,7 +12,6 @@ from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import TensorLayout
-from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
 from actmat.run.adapters import size_and_overlap
@@ -42,5 +41,4 @@ __all__ = [
     "resolve_layout",
     "size_and_overlap",
     "tensor_specs",
-    "total",
 ]

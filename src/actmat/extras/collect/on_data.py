@@ -28,7 +28,7 @@ from actmat.engine.content import FOREIGN, check_adapters, check_probes, foreign
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
-from actmat.engine.reader import TensorReader
+from actmat.engine.reader import ItemReader
 from actmat.errors import StatisticsError
 from actmat.experts.locate import locate
 from actmat.extras.collect.outputs import recipe_of_output
@@ -101,7 +101,7 @@ def _residuals(
     with torch.no_grad():
         for done, item in enumerate(items):
             findings = Findings(tolerated=True)
-            reader = TensorReader(item, inputs, torch.float64, Scratch(), findings)
+            reader = ItemReader(item, inputs, torch.float64, Scratch(), findings)
             for t, missed, changed in _energies(item, reader, merged):
                 apart[t].append(missed)
                 own[t].append(changed)
@@ -127,7 +127,7 @@ def _residuals(
     )
 
 
-def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
+def _energies(item: Item, reader: ItemReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
     """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for region in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(region)

@@ -23,7 +23,7 @@ from actmat.errors import CheckpointError, MergeError, Note, OutputError
 from actmat.experts.locate import Located, LocatedAdapter, LocatedModel, locate
 from actmat.extras.diffusion.layouts import FileLayout, written
 from actmat.extras.diffusion.metadata import OF_MODEL, kept_metadata
-from actmat.planning.adapter.layouts import IN_ONE_FILE
+from actmat.planning.implied import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import ModelOutput

@@ -15,7 +15,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
 from actmat.extras.models.loading import Loaded, load_tensors
 from actmat.foreign import html_table, terminal

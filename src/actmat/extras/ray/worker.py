@@ -23,7 +23,7 @@ from actmat.engine.survey import SurveyKey
 from actmat.engine.units import Unit
 from actmat.errors import MergeError
 from actmat.extras.ray.shared import input_problems, storage_problems
-from actmat.planning.build import versions_of
+from actmat.planning.plan import versions_of
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ ARCEE_FUSION = MergeMethod(
     "tensor",
     laws=frozenset({"zeros"}),
     cost=MethodCost(
-        operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 16 * math.prod(shape)
+        flops=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 16 * math.prod(shape)
     ),
     max_experts=1,
 )

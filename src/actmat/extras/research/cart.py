@@ -13,13 +13,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.svd import RANK_RTOL, Way, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import MEAN_LAWS, Merged, MethodCost
+from actmat.methods.facets import MEAN_LAWS, Merged, MethodCost, products
 
 Rounding = Literal["down", "up"]
 
@@ -83,18 +82,11 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * one
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
-    each = [*ops.thin_svd(rows, columns, kept, double=double), ops.product(rows, columns, kept)]
-    return [*ops.repeated(each, n_experts), ops.entries(4 * n_experts * rows * columns)]
-
-
 CART = MergeMethod(
     "cart",
     merge,
     "matrix",
     laws=MEAN_LAWS,
     lowrank=in_cores(merge),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(2)),
 )

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, MergeMethod
@@ -105,14 +104,10 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * one
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
+def _flops(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
+    """Two products for every two experts, and a spectrum of the outputs for each."""
     n_out, n_in = shape
-    pairs, dim = n_experts * (n_experts - 1), min(options["rank"], n_out)
-    conflict = [ops.product(n_out, n_in, n_in), ops.product(n_out, n_out, n_in), ops.entries(2 * n_in * n_in)]
-    others = (n_experts - 1) * dim
-    removed = [ops.svd(n_out, others), *ops.repeated([ops.product(n_out, n_in, others)], 2)] if others else []
-    each = [ops.eigh(n_out), *removed, ops.entries(4 * n_out * n_in)]
-    return [*ops.repeated(conflict, pairs), *ops.repeated(each, n_experts)]
+    return 2.0 * n_out * n_in * (n_out + n_in) * n_experts * (n_experts - 1) + 10.0 * n_experts * n_out**3
 
 
 CAT = MergeMethod(
@@ -120,6 +115,6 @@ CAT = MergeMethod(
     merge,
     "matrix",
     laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=_flops),
     needs_statistics=("gram",),
 )

@@ -17,7 +17,6 @@ from actmat.extras.research.drop import random_int32
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Keep
-from actmat.linalg.operations import Operation, entries
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
 from actmat.methods.facets import Access, Merged, MethodCost
@@ -128,9 +127,9 @@ def normalized_ranks(scores_RI: Tensor) -> Tensor:
     return torch.empty_like(scores_RI).scatter_(-1, order_RI, rank_I.expand_as(scores_RI))
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _flops(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
     """Sorting each row takes a pass for every binary digit of its length."""
-    return [entries(n_experts * math.prod(shape) * max(1, (shape[-1] - 1).bit_length()))]
+    return n_experts * math.prod(shape) * max(1, (shape[-1] - 1).bit_length())
 
 
 DELLA = MergeMethod(
@@ -143,7 +142,7 @@ DELLA = MergeMethod(
         workspace=lambda shape, n_experts, options: (
             (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
         ),
-        operations=_operations,
+        flops=_flops,
     ),
     elsewhere=lambda options, n_experts: "mean" if options["sign_election"] and options["reduce"] == "mean" else 1.0,
 )

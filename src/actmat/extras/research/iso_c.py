@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import SpectrumMean, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import SUM_LAWS, Access, Merged, MethodCost
+from actmat.methods.facets import SUM_LAWS, Access, Merged, MethodCost, products
 
 NullFill = Literal["zero", "fill"]
 
@@ -75,12 +74,6 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * (4 * rows * columns + svd_workspace(rows, columns))
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    polar = ops.polar_factor(rows, columns, double=double or options["null"] == "fill")
-    return [ops.entries((n_experts + 2) * rows * columns), *polar]
-
-
 ISO_C = MergeMethod(
     "iso_c",
     merge,
@@ -88,6 +81,6 @@ ISO_C = MergeMethod(
     laws=SUM_LAWS,
     lowrank=in_cores(merge, refused=("null", "fill", _FULL_RANK)),
     access=Access(one_pass=True),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(0, once=5)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, products
 
 
 def merge(
@@ -95,25 +94,12 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalize)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    common, own = split_directions(min(rows, columns), n_experts, options["common_fraction"])
-    joint = common + n_experts * own
-    rest = [ops.product(common, columns, rows), ops.product(rows, columns, common)] if own else []
-    rest += ops.thin_svd(rows, columns, own, double=double) if own else []
-    found = [*ops.thin_svd(rows, columns, common, double=double), *ops.repeated(rest, n_experts)]
-    for side in (rows, columns):
-        found += ops.polar_factor(side, joint, double=double)
-    found += [ops.entries(n_experts * rows * columns), ops.product(rows, columns, joint)]
-    return found
-
-
 ISO_CTS = MergeMethod(
     "iso_cts",
     merge,
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(3, once=15)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

@@ -142,7 +142,7 @@ KARCHER = MergeMethod(
         baseless=lambda options, n_experts: not options.get("include_base", False) and options.get("of") != "deltas",
     ),
     cost=MethodCost(
-        operations=passes(lambda n_experts: n_experts**2),
+        flops=passes(lambda n_experts: n_experts**2),
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     combine=combine,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from actmat.extras.research.dare import drops
 from actmat.extras.research.joint import JointBasis, joint_basis
-from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
@@ -26,7 +25,7 @@ from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection
 from actmat.linalg.singular import SpectrumMean, isotropic, join, orthogonalized_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost
+from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost, products
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
 KnotsRule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
@@ -245,33 +244,13 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * matrix + scratch
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    kept, rule = min(rows, n_experts * columns), options["rule"]
-    side = n_experts * columns
-    if double or rows > side:
-        found = ops.thin_svd(rows, side, kept, double=double)
-    else:
-        found = [ops.gram(side, rows), ops.eigh(rows), ops.entries(2 * rows * side)]
-    found += ops.repeated([ops.product(kept, columns, rows)], n_experts)
-    if rule == "tsv":
-        slots = min(rows, columns) // n_experts
-        found += ops.repeated(ops.thin_svd(kept, columns, slots, double=double), n_experts)
-        found += [o for n in (kept, columns) for o in ops.polar_factor(n, n_experts * slots, double=double)]
-    elif rule == "iso_c":
-        found += ops.polar_factor(kept, columns, double=double)
-    rounds = 2 if rule == "ties" and options["trim"] == "global" else 1  # the survey decomposes once, as the merge does
-    inner = [ops.entries(4 * n_experts * kept * columns), ops.product(rows, columns, kept)]
-    return [*ops.repeated(found, rounds), *inner]
-
-
 KNOTS = MergeMethod(
     "knots",
     merge,
     "matrix",
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(4, once=8)),
     survey=replace(
         SURVEY,
         applies=_is_surveyed,

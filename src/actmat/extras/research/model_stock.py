@@ -100,6 +100,6 @@ MODEL_STOCK = MergeMethod(
     "tensor",
     laws=MEAN_LAWS,
     access=Access(streams=lambda options: not options["filter_wise"], walks_again=True),  # chunks end within filters
-    cost=MethodCost(operations=passes(lambda n_experts: n_experts**2), workspace=_workspace),
+    cost=MethodCost(flops=passes(lambda n_experts: n_experts**2), workspace=_workspace),
     combine=combine,
 )

@@ -35,6 +35,6 @@ NEARSWAP = MergeMethod(
     "elementwise",
     laws=frozenset({"odd", "zeros"}),
     access=Access(one_pass=True),
-    cost=MethodCost(operations=passes(lambda n_experts: 1)),
+    cost=MethodCost(flops=passes(lambda n_experts: 1)),
     max_experts=1,
 )

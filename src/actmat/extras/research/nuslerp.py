@@ -88,7 +88,7 @@ NUSLERP = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "identical", "left_orthogonal", "right_orthogonal", "permutation", "zeros"}),
     access=Access(base=lambda options: bool(options["of"] == "weights")),
     cost=MethodCost(
-        operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 18 * math.prod(shape)
+        flops=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 18 * math.prod(shape)
     ),
     max_experts=2,
 )

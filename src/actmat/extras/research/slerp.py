@@ -71,7 +71,7 @@ SLERP = MergeMethod(
     # with one expert, the base is the other end
     access=Access(streams=True, walks_again=True, baseless=lambda options, n_experts: n_experts == 2),
     cost=MethodCost(
-        operations=passes(lambda n_experts: 1),
+        flops=passes(lambda n_experts: 1),
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     max_experts=2,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from actmat.extras.research.joint import joint_basis
-from actmat.linalg import operations as ops
 from actmat.linalg.lapack import eigh, retry_stats
 from actmat.linalg.lowrank import common_bases
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
@@ -72,13 +71,10 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * (svd_workspace(n_in, n_in) + 8 * n_in * n_in + 8 * n_out * n_in)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
+def _flops(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
+    """Products of the inputs' width, and its spectrum."""
     n_out, n_in = shape
-    rank = min(n_experts * n_out, n_in)
-    each = [ops.gram(n_in, n_out), ops.product(n_in, rank, n_in), ops.product(n_out, rank, n_in),
-            ops.product(rank, rank, n_in)]  # fmt: skip
-    whole = [ops.eigh(n_in), ops.eigh(rank), ops.product(n_out, rank, rank), ops.product(n_out, n_in, rank)]
-    return [*ops.repeated(each, n_experts), *whole]
+    return 2.0 * n_in * n_in * (4 * n_experts * n_out + 6 * n_in)
 
 
 SSR = MergeMethod(
@@ -87,6 +83,6 @@ SSR = MergeMethod(
     "matrix",
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
     lowrank=in_cores(merge, site_of=lambda deltas: ((bases := common_bases(deltas)), bases.q_IQ)),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=_flops),
     needs_statistics=("gram",),
 )

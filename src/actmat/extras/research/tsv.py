@@ -13,13 +13,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.linalg import operations as ops
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join, orthogonalized_sum, slots_per_expert, trimmed
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
-from actmat.methods.facets import Access, Merged, MethodCost
+from actmat.methods.facets import Access, Merged, MethodCost, products
 
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
@@ -99,16 +98,6 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalize)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    rows, columns = shape
-    slots = _slots(shape, n_experts, options["k"], options["min_k"])
-    joint = n_experts * slots
-    found = ops.repeated(ops.thin_svd(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
-    for side in (rows, columns):
-        found += ops.polar_factor(side, joint, double=double)
-    return [*found, ops.product(rows, columns, joint)]
-
-
 TSV = MergeMethod(
     "tsv",
     merge,
@@ -116,6 +105,6 @@ TSV = MergeMethod(
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE)),
     access=Access(one_pass=True),
-    cost=MethodCost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, flops=products(4, once=10)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

@@ -16,7 +16,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.candidate import Candidate
 from actmat.experts.lora.names import first_factor
-from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
+from actmat.planning.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
 TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",

@@ -1,11 +1,7 @@
-"""Cost of the interference solver, from shapes: its peak memory, and its operations by class.
+"""Cost of the interference solver, from shapes: its peak memory, and roughly its operations.
 
 Memory is in elements of float32, the usual compute dtype; a float64 matrix counts twice. Counted on top of the given
 deltas, including the result, for the most expensive of the paths that the data may choose.
-
-Operations are counted as `linalg.operations` counts them, for the usual path: the cut-off removes something, so that
-the spectrum is computed after a first factorization has failed to prove the contrary, and half of the directions are
-kept.
 
 Shapes: `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem, `T R` rows of all.
 """
@@ -15,16 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from actmat.linalg.gram import PANELLED_FROM
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.moments import PrimalMoments
 from actmat.linalg.interference.rule import Estimator, InterferenceRule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.masks.threshold import selection_workspace
-from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
-
-KEPT_SHARE = 0.5
-"""Share of the directions that a cut-off is taken to keep; real deltas of language models keep 0.1 to 0.7."""
 
 
 def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, has_grams: bool = False) -> int:
@@ -93,69 +84,23 @@ def descent_workspace(shape: Sequence[int]) -> int:
     return batch * (2 * entries + square) + max(square + entries, (batch + 5) * entries)
 
 
-def operations(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, has_grams: bool) -> list[Operation]:
-    """Operations of `finish(prepare(...))` for deltas `O I`."""
+def spectrum(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> int:
+    """Side of the matrix whose spectrum is computed; 0 for a ridge, which is solved, and for a descent."""
+    if isinstance(rule, Adam) or (rule.solver == "auto" and rule.spectral.kind == "tikhonov"):
+        return 0
+    return _size(shape, n_experts, rule, has_grams)
+
+
+def flops(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> float:
+    """Operations of `finish(prepare(...))`, or of a descent, for deltas `O I`: products, and a problem of side `N`."""
     rows, width = shape
-    factor_rows = rule.estimator.rows(rows, width)
-    form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
-    added = _estimating(rows, width, rule, has_grams=has_grams)
-    if form == "primal":
-        if has_grams:
-            added += [product(rows, width, width), entries(3 * width**2)]
-        elif PrimalMoments.needs_term(factor_rows, width):
-            added += [gram(factor_rows, width), product(rows, width, width), entries(4 * width**2)]
-        else:
-            by_factor = product(rows, width, factor_rows)
-            symmetric = rule.estimator.is_delta
-            added += [gram(factor_rows, width), gram(width, rows) if symmetric else by_factor, by_factor]
-        done, size = repeated(added, n_experts), width
-    else:
-        size = n_experts * factor_rows
-        added.append(entries(factor_rows * width))
-        if form == "stacked" or size < PANELLED_FROM or not rule.estimator.is_delta:  # else a block of the Gram matrix
-            added.append(product(rows, factor_rows, width))
-        done = repeated(added, n_experts)
-        if form == "stacked":
-            kept = min(size, width)
-            left = [svd(size, width), product(rows, kept, size), product(rows, width, kept)]
-            if rule.null != "zero":
-                left.append(product(rows, kept, width))
-            return [*done, *left, entries(rows * width)]
-        done.append(gram(width, size))
-    done += _solved(rows, size, rule)
-    if rule.null != "zero":
-        done.append(product(rows, size, width))
-    if form == "dual":
-        done.append(product(rows, width, size))
-    return [*done, entries(3 * rows * width)]
+    if isinstance(rule, Adam):
+        return 2.0 * rows * width * width * (3 * n_experts + rule.steps)
+    size = _size(shape, n_experts, rule, has_grams)
+    solved = (9 if spectrum(shape, n_experts, rule, has_grams=has_grams) else 2) * float(size) ** 3
+    return 2.0 * rows * width * size * (1.3 * n_experts + 1) + solved
 
 
-def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list[Operation]:
-    """Operations of `descend(accumulate(...))`: three products per expert, one and ten passes per step."""
-    rows, width = shape
-    sums = [product(width, width, rows), *repeated([product(rows, width, width)], 2), entries(4 * rows * width)]
-    step = [product(rows, width, width), entries(10 * rows * width)]
-    return [*repeated(sums, n_experts), *repeated(step, adam.steps)]
-
-
-def _estimating(rows: int, width: int, rule: InterferenceRule, *, has_grams: bool) -> list[Operation]:
-    """The norm of one delta, its factor, and its part of the fill."""
-    passes = 2 + (1 if rule.needs_sum else 0)
-    found: list[Operation] = []
-    if not has_grams:
-        passes += (8 if rule.estimator.trim is not None else 0) + (2 if rule.estimator.center else 0)
-        if rule.estimator.power != 1.0:
-            found.append(svd(rows, width))
-    return [entries(passes * rows * width), *found]
-
-
-def _solved(rows: int, size: int, rule: InterferenceRule) -> list[Operation]:
-    """One reduced problem, by triangular factors or by its spectrum, and its gain applied to all rows."""
-    if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
-        if rows > size:
-            return [cholesky(size, inverse=True), product(rows, size, size)]
-        return [cholesky(size), cholesky_solve(size, rows)]
-    tried = [cholesky(size)] if rule.solver == "auto" and rule.spectral.kind == "hard" else []
-    kept = size if rule.spectral.kind in ("tikhonov", "exponential") else max(1, int(KEPT_SHARE * size))
-    applied = Operation("product", 2 * min(size * size * (kept + rows), 2 * rows * size * kept))
-    return [*tried, eigh(size), entries(4 * size * size), applied]
+def _size(shape: Sequence[int], n_experts: int, rule: InterferenceRule, has_grams: bool) -> int:
+    rows, width = shape[-2:]
+    return width if has_grams else min(width, n_experts * rule.estimator.rows(rows, width))

@@ -17,7 +17,6 @@ from actmat.linalg.interference import cost, solver
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend
 from actmat.linalg.interference.rule import Estimator, InterferenceRule, Null, Solver, weights_problem
 from actmat.linalg.lowrank import LowRank
-from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
 from actmat.methods.facets import Access, Law, LowRankForm, Merged, MergedLowRank, MethodCost, PlanChecks, Stages, When
@@ -77,7 +76,7 @@ def member(
         takes=takes,
         lowrank=LowRankForm(family.merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all),
         access=Access(one_pass=True, base=base),
-        cost=MethodCost(workspace=family.workspace, operations=family.operations),
+        cost=MethodCost(workspace=family.workspace, flops=family.flops, spectrum=family.spectrum),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
         plan=PlanChecks(weights_problem=family.weights_problem),
@@ -149,14 +148,13 @@ class _Family:
             return cost.descent_workspace(shape)
         return cost.workspace(shape, n_experts, rule, has_grams=self.has_grams)
 
-    def operations(
-        self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool
-    ) -> list[Operation]:
+    def flops(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
         """See `MethodCost`."""
-        rule = self.rule_of(**options)
-        if isinstance(rule, Adam):
-            return cost.descent_operations(shape, n_experts, rule)
-        return cost.operations(shape, n_experts, rule, has_grams=self.has_grams)
+        return cost.flops(shape, n_experts, self.rule_of(**options), has_grams=self.has_grams)
+
+    def spectrum(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+        """See `MethodCost`."""
+        return cost.spectrum(shape, n_experts, self.rule_of(**options), has_grams=self.has_grams)
 
     def meets_all(self, options: Mapping[str, Any]) -> bool:
         """See `LowRankForm`: every eigenvector of `S` counts in full, whatever its eigenvalue."""

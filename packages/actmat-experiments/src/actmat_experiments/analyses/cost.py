@@ -24,7 +24,7 @@ from actmat import merge_matrices
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.cost_table import RULES, rule_table
 from actmat_experiments.analyses.result import Analysis, shown
-from actmat_experiments.core import MergeMethod, all_methods, get_method, total
+from actmat_experiments.core import MergeMethod, all_methods, get_method
 from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def cost(
                     method.name,
                     shape,
                     seconds,
-                    total(method.cost.operations(shape, used, method.resolve_options({}), False)) / 2,
+                    method.cost.flops(shape, used, method.resolve_options({})) / 2,
                     None if paper is None else paper.leading_count(used, side),
                     seconds / product,
                 )

@@ -1,9 +1,9 @@
-"""Do the experts fit the base? Meaning and correspondence of all tensors, and every problem, from headers."""
+"""Targets of a merge into a base: every tensor that it stores, with its counterparts in the experts, from headers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory
 from actmat.layout.renamed import in_new_form
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
-from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
+from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
+from actmat.planning.item import Target
 from actmat.planning.missing import missing_problems
 from actmat.recipe import Recipe
 
@@ -47,31 +48,27 @@ DIFFUSION_MODEL = "model.diffusion_model."
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
-    """Correspondence of the tensors of all checkpoints.
+class BaseTargets:
+    """Tensors of a base with their counterparts in the experts.
 
     Args:
-        canonical: base tensors to be merged or copied, in storage order -> tied names stored next to them.
-        sources: for each canonical tensor, its name in each expert (None if the expert lacks it).
-        twins: for each canonical tensor, the other names under which each expert stores it too.
+        targets: one for every tensor, and for those that are tied to it; in storage order.
         ignored: per expert, its tensors that the base does not have.
         problems: why the merge cannot be done, one sentence each.
         notes: decisions made.
         warnings: weights of experts that are not merged.
     """
 
-    canonical: Mapping[str, tuple[str, ...]]
-    sources: Mapping[str, tuple[str | None, ...]]
-    twins: Mapping[str, tuple[tuple[str, ...], ...]]
+    targets: tuple[Target, ...]
     ignored: tuple[tuple[str, ...], ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
 
-def align(
-    base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], layouts: LayoutMap, kept: frozenset[str]
-) -> Alignment:
+def targets_of(
+    base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], layouts: LayoutMap, kept: Collection[str]
+) -> BaseTargets:
     """Match every tensor of the base with one tensor of each expert.
 
     Ties count as one tensor, however many of its names a checkpoint stores. An expert that stores all names under
@@ -81,18 +78,23 @@ def align(
     ties = dict(base.aliases) | {a: c for a, c in layouts.ties.items() if a in base.specs}
     groups = _groups(base.specs, ties)
     spellings = {n: [n, *aliases, *(a for a, c in layouts.ties.items() if c == n)] for n, aliases in groups.items()}
-    merged = [n for n in groups if n not in kept and layouts.tensors[n].role is not Role.BUFFER]
-    found = [_match(base, e, label, spellings) for label, e in zip(labels, experts, strict=True)]
-    problems = [m.problems(base, {n: layouts.tensors[n].role for n in merged}) for m in found]
-    return Alignment(
-        canonical=groups,
-        sources={n: tuple(m.sources[n] for m in found) for n in groups},
-        twins={n: tuple(tuple(m.stored[n][1:]) for m in found) for n in groups},
-        ignored=tuple(m.extra for m in found),
-        problems=tuple(p for of_expert in problems for p in of_expert),
-        notes=tuple(note for m in found for note in m.notes),
-        warnings=tuple(_ignored(m.label, lost) for m in found if (lost := m.unmerged)),
+    merged = {n: layouts.tensors[n].role for n in groups if n not in kept}
+    merged = {n: role for n, role in merged.items() if role is not Role.BUFFER}
+    matches = [_match(base, e, label, spellings) for label, e in zip(labels, experts, strict=True)]
+    return BaseTargets(
+        targets=tuple(_target(base.specs[n], tied, layouts.tensors[n], matches) for n, tied in groups.items()),
+        ignored=tuple(m.extra for m in matches),
+        problems=tuple(p for m in matches for p in m.problems(base, merged)),
+        notes=tuple(note for m in matches for note in m.notes),
+        warnings=tuple(_ignored(m.label, lost) for m in matches if (lost := m.unmerged)),
     )
+
+
+def _target(spec: TensorSpec, tied: tuple[str, ...], layout: TensorLayout, matches: Sequence[_Match]) -> Target:
+    names = [m.sources[spec.name] for m in matches]
+    sources = tuple(None if n is None else m.expert.source(n) for m, n in zip(matches, names, strict=True))
+    twins = tuple(tuple(m.stored[spec.name][1:]) for m in matches)
+    return Target(dataclasses.replace(spec, file="", offset=0), layout, tied, sources, twins)
 
 
 @dataclass(frozen=True, slots=True)

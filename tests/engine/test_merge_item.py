@@ -1,11 +1,11 @@
-"""One suite for all kernels: the formula in float64, rounded once, in range, hashed, unchanged bits kept."""
+"""One suite for all readings and sinks: the formula in float64, rounded once, in range, hashed, unchanged bits kept."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,11 +15,10 @@ from tests.helpers.samples import Samples
 from tests.helpers.sessions import run_here
 from torch import Tensor
 
-from actmat.engine.kernels import KERNELS
-from actmat.engine.task import Record
+from actmat.engine.record import Record
 from actmat.errors import NumericalError
 from actmat.methods import get_method
-from actmat.planning.item import Item, Kernel
+from actmat.planning.item import Item, Strategy, WriteKind
 
 Q, K, UP = (f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"))
 EXACT = {"compute_dtype": "float64", "dtype": "float64"}
@@ -33,15 +32,16 @@ def of_method(name: str, base: Tensor, deltas: Sequence[Tensor]) -> Tensor:
     return method.merge([d.double() for d in deltas], **needs, **method.resolve_options({})).value
 
 
-class KernelConformance(abc.ABC):
-    """A kernel against the formula.
+class MergeConformance(abc.ABC):
+    """A reading and a sink against the formula.
 
     Attributes:
-        kernel, name: the kernel, and an item that it merges.
+        write, strategy: of the item that is merged; its `name`.
         fields: of the recipe.
     """
 
-    kernel: ClassVar[Kernel]
+    write: ClassVar[WriteKind] = "sum"
+    strategy: ClassVar[Strategy | None]
     name: ClassVar[str] = UP
     fields: ClassVar[Mapping[str, Any]] = {}
 
@@ -63,7 +63,8 @@ class KernelConformance(abc.ABC):
         (plan,) = spec.plans
         item = plan.by_name[self.name]
         unit = next(u for u in units if any(plan.items[n] is item for _, n in u.members))
-        assert (unit.kernel, item.kernel) == (self.kernel, self.kernel)
+        readings = [None if r is None else r.strategy for r in (unit.reading, item.reading)]
+        assert (item.write.kind, readings) == (self.write, [self.strategy, self.strategy])
         record = next(r for result in results for _, r in result.records if r.name == self.name)
         return item, record, {n: t for file in out.iterdir() for n, t in load_file(file).items()}
 
@@ -113,8 +114,8 @@ class KernelConformance(abc.ABC):
         assert torch.equal(written[self.name].view(torch.int32), base.view(torch.int32))
 
 
-class TestCopy(KernelConformance):
-    kernel = "copy"
+class TestCopy(MergeConformance):
+    strategy = None
     fields: ClassVar[Mapping[str, Any]] = {"method": "average", "keep": [UP]}
 
     def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -129,8 +130,8 @@ class TestCopy(KernelConformance):
             self.run(samples, dtype="float16", scale=1e-6)
 
 
-class TestDense(KernelConformance):
-    kernel = "dense"
+class TestDense(MergeConformance):
+    strategy = "each"
     fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE}
 
     def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -139,11 +140,12 @@ class TestDense(KernelConformance):
 
 
 class TestDenseByChunks(TestDense):
+    strategy = "held"
     fields: ClassVar[Mapping[str, Any]] = {"method": "ties", "scale": SCALE, "scope": "all"}
 
 
-class TestCombine(KernelConformance):
-    kernel = "combine"
+class TestCombine(MergeConformance):
+    strategy = "combine"
     fields: ClassVar[Mapping[str, Any]] = {"method": "model_stock", "scale": SCALE}
 
     def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -151,7 +153,7 @@ class TestCombine(KernelConformance):
         return base[UP].double() + SCALE * of_method("model_stock", base[UP], deltas)
 
 
-class Adapters(KernelConformance):
+class Adapters(MergeConformance):
     """Two adapters of rank 2, `alpha / r = 2`."""
 
     def samples(self, folder: Path) -> Samples:
@@ -163,7 +165,7 @@ class Adapters(KernelConformance):
 
 
 class TestFactored(Adapters):
-    kernel = "factored"
+    strategy = "factors"
     fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "output": "model"}
 
     def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -171,7 +173,8 @@ class TestFactored(Adapters):
 
 
 class TestFactoredModule(Adapters):
-    kernel = "factored"
+    write = "factors"
+    strategy = "factors"
     name = UP.removesuffix(".weight")
     fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "output": "adapter", "base": ""}
 
@@ -188,8 +191,9 @@ class TestFactoredModule(Adapters):
         return SCALE * of_method("actmat", torch.zeros_like(deltas[0]), deltas)
 
 
-class TestExtracted(KernelConformance):
-    kernel = "extracted"
+class TestExtracted(MergeConformance):
+    write = "svd"
+    strategy = "each"
     fields: ClassVar[Mapping[str, Any]] = {
         "method": "average",
         "scale": SCALE,
@@ -222,11 +226,3 @@ class TestExtracted(KernelConformance):
         assert len(units) == len(results)
         record = next(r for result in results for _, r in result.records if r.name == UP)
         self.assert_unchanged((item, record, {}), base[UP])
-
-
-def test_every_kernel_has_a_module_and_a_suite() -> None:
-    classes = [s for s in globals().values() if isinstance(s, type) and issubclass(s, KernelConformance)]
-    suites = {s.kernel for s in classes if hasattr(s, "kernel")}
-    assert set(KERNELS) == set(get_args(Kernel)) == suites
-    for name, run in KERNELS.items():
-        assert run.__module__ == f"actmat.engine.kernels.{name}"

@@ -37,15 +37,15 @@ def plan_notes(
             notes.append(f"expert '{label}' does not change {len(missing)} modules (a zero delta there): {shown}")
         if adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
-    dense = [m for m in modules if m.form == "dense"]
+    dense = [m for m in modules if not m.is_factored]
     if dense:
         notes.append(
-            f"{len(dense)} modules are merged on dense deltas and cut to rank {max(m.pair.rank for m in dense)}: "
+            f"{len(dense)} modules are merged on dense deltas and cut to rank {max(m.write.rank for m in dense)}: "
             "'relative_error' in the records is the share that is lost"
         )
     notes += _stack_notes(modules)
-    widths = {m.pair.rank for m in modules}
-    if recipe.adapter.ranks == "uniform" and widths and any(m.pair.rank > m.pair.exact_rank for m in modules):
+    widths = {m.write.rank for m in modules}
+    if recipe.adapter.ranks == "uniform" and widths and any(m.write.rank > m.write.exact_rank for m in modules):
         notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
     if config is not None:
         notes += serving_notes(config, modules)
@@ -81,10 +81,10 @@ def vllm_problems(config: Mapping[str, Any], modules: Sequence[Item]) -> list[st
         problems.append("biases and factors: write a full model")
     if config["rank_pattern"]:
         problems.append("it does not read rank_pattern: write one rank for all with --set ranks=uniform")
-    if (rank := max((m.pair.rank for m in modules), default=0)) > VLLM_RANKS[-1]:
+    if (rank := max((m.write.rank for m in modules), default=0)) > VLLM_RANKS[-1]:
         problems.append(f"rank {rank} is above its largest, {VLLM_RANKS[-1]}: give --rank, or write a full model")
     kinds = {"convolution": "convolutions", "parameter": "bare parameters (some mixtures of experts excepted)"}
-    found = [text for kind, text in kinds.items() if any(m.pair.kind == kind for m in modules)]
+    found = [text for kind, text in kinds.items() if any(m.module.kind == kind for m in modules)]
     if found:
         problems.append(f"no adapters of {' or of '.join(found)}: write a full model")
     return problems
@@ -95,7 +95,7 @@ def serving_notes(config: Mapping[str, Any], modules: Sequence[Item]) -> list[st
     problems = vllm_problems(config, modules)
     if problems:
         return ["vLLM cannot serve this output as an adapter. " + "; ".join(problems)]
-    rank = max((m.pair.rank for m in modules), default=0)
+    rank = max((m.write.rank for m in modules), default=0)
     if rank > VLLM_DEFAULT_RANK:
         return [f"vLLM serves this output with --max-lora-rank {next(n for n in VLLM_RANKS if n >= rank)}"]
     return []

@@ -1,1 +1,0 @@
-"""Plans of merged adapters: their modules, their config, who can load them."""

@@ -1,0 +1,135 @@
+"""Notes of a plan: on its method and weights, on adapters among its experts, on storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.errors import Note
+from actmat.experts.base import Expert
+from actmat.methods import get_method
+from actmat.methods.spaces import KEEP_ROWS
+from actmat.planning.choose import WHOLE
+from actmat.planning.item import Item, MethodCall
+from actmat.planning.storage import quantization_notes
+from actmat.recipe import Recipe
+
+
+def all_notes(
+    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decisions: Sequence[str], likely: Sequence[str]
+) -> tuple[Note, ...]:
+    """Warnings of the recipe, of likely mistakes and of the inputs; then their notes, and decisions of the plan."""
+    named = [(f"expert '{label}'", e) for label, e in zip(recipe.labels, experts, strict=True)]
+    warnings = (*recipe.warnings, *likely, *_remarks((name, e.warnings) for name, e in named))
+    of_base = [("base", base.notes)] if base is not None else []
+    notes = (*recipe.notes, *_remarks([*of_base, *((name, e.notes) for name, e in named)]), *decisions)
+    return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
+
+
+def _remarks(inputs: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Remarks of named inputs; a remark that several inputs share is listed once."""
+    found: dict[str, list[str]] = {}
+    for name, remarks in inputs:
+        for text in remarks:
+            found.setdefault(text, []).append(name)
+    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {text}" for text, of in found.items()]
+
+
+def method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
+    """Notes on the step over layers, on methods that change one expert, on weights, and those that methods declare."""
+    used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
+    declared = [f"{name}: {method.plan.note}" for name, method in used.items() if method.plan.note]
+    calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
+    changing = dict.fromkeys(call.method for call in calls if not _adds(call))
+    alone = [f"with one expert, {name} changes its delta: use -m linear to add it unchanged" for name in changing]
+    return [*declared, *alone, *_weight_notes(items)]
+
+
+def _adds(call: MethodCall) -> bool:
+    """True if a call for one expert returns its delta unchanged."""
+    if call.method == "task_arithmetic":
+        return call.options == WHOLE
+    method = get_method(call.method)
+    return "single" in method.laws and method.acts_on == "elementwise"
+
+
+def _weight_notes(items: Sequence[Item]) -> list[str]:
+    """Note on weights without effect: the ranks of adapters leave their row spaces independent."""
+    given = {i.name: i.call for i in items if i.call is not None and len(set(i.call.weights or ())) > 1}
+    calls = {n: c for n, c in given.items() if get_method(c.method).meets_all(c.options) and min(c.weights or ()) > 0}
+    vain = [i for i in items if i.name in calls and calls[i.name].space in KEEP_ROWS and _has_independent_rows(i)]
+    if not vain:
+        return []
+    methods = ", ".join(dict.fromkeys(calls[i.name].method for i in vain))
+    return [
+        f"the weights have no effect in {len(vain)} of {len(given)} tensors if the row spaces of the adapters are "
+        "independent (their ranks add up to at most the tensor's inputs; those of separately trained adapters "
+        f"mostly are): {methods} reproduces every expert there, and weights change only rounding and its "
+        "cut-off. Methods that use weights: linear, task_arithmetic, ties"
+    ]
+
+
+def negative_means(items: Sequence[Item]) -> list[str]:
+    """Warning on negative weights that a mean divides by their sum, which changes their size and sign."""
+    given = [i.call for i in items if i.call is not None and min(i.call.weights or (0.0,)) < 0]
+    means = [c for c in given if get_method(c.method).elsewhere(c.options, len(c.weights or ())) == "mean"]
+    if not means:
+        return []
+    weights = means[0].weights or ()
+    total = math.fsum(weights)
+    shown, found = (", ".join(f"{w:.4g}" for w in ws) for ws in (weights, [w / total for w in weights if total]))
+    return [
+        f"{means[0].method} divides the weights {shown} by their sum {total:.4g} ({len(means)} tensors): the experts "
+        f"count {found}. For the sum of w_t D_t: --method task_arithmetic --option scaling=1"
+    ]
+
+
+def _has_independent_rows(item: Item) -> bool:
+    """True if the ranks of the experts of one matrix add up to at most its inputs."""
+    shape, is_turned = item.shape, item.layout.orientation == "IO"
+    ranks = [s.rank if s.kind != "zero" else 0 for s in item.sources if s is not None]
+    if item.is_module:
+        is_turned = item.module.transposed
+        shape = item.target.spec.shape
+    elif any(s is not None and s.kind != "zero" and not s.rank for s in item.sources):
+        return False  # of full rank, as far as headers tell
+    return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
+
+
+def storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Notes about inputs that are stored in other forms than the base, or as codes."""
+
+    def dtypes(specs: Mapping[str, TensorSpec]) -> str:
+        return ", ".join(sorted({s.dtype for s in specs.values() if s.is_floating}))
+
+    mine = dtypes(base.specs)
+    return [
+        f"expert '{label}' is stored in {dtypes(e.specs)}, the base in {mine}: the delta of a coarser copy is part "
+        "rounding"
+        for label, e in zip(recipe.labels, experts, strict=True)
+        if dtypes(e.specs) != mine
+    ] + quantization_notes(recipe, base, experts)
+
+
+def adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequence[Item]) -> list[str]:
+    """Notes about the adapters among the experts."""
+    alike: dict[int, list[str]] = {}
+    for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
+        if not expert.needs_base:
+            continue
+        changed = sum(
+            any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
+        )
+        alike.setdefault(changed, []).append(f"'{label}'")
+    return [
+        f"expert {who[0]} is an adapter: it changes {changed} tensors, the rest are zero deltas"
+        if len(who) == 1
+        else f"experts {', '.join(who)} are adapters: each changes {changed} tensors, the rest are zero deltas"
+        for changed, who in alike.items()
+    ]
+
+
+def _names(item: Item, t: int) -> set[str]:
+    own = item.sources[t] if item.sources else None
+    return {item.name} | ({own.name} if own is not None else set())

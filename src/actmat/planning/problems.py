@@ -1,0 +1,91 @@
+"""Reasons why a recipe does not fit its inputs; all of them are raised together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.quantization import quantization_problems
+from actmat.errors import AlignmentError
+from actmat.experts.base import Expert
+from actmat.experts.lora.adapter import Adapter
+from actmat.layout.ties import tied_partner
+from actmat.methods import get_method
+from actmat.planning.choose import Chooser
+from actmat.planning.item import MethodCall
+from actmat.planning.post import factor_problems, space_input_problems
+from actmat.recipe import Recipe
+
+
+def check(problems: Sequence[str]) -> None:
+    """Raise the problems of a plan, if there are any."""
+    if problems:
+        many = "s" * (len(problems) > 1)
+        raise AlignmentError(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
+
+
+def input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Problems of inputs: signs of codes instead of weights, or no tensors."""
+    inputs: list[tuple[str, Checkpoint | Expert]] = [
+        ("base", base),
+        *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
+    ]
+    problems = []
+    for label, checkpoint in inputs:
+        problems += [f"{label}: {p}" for p in quantization_problems(checkpoint.specs, checkpoint.config)]
+        if not checkpoint.specs:
+            problems.append(f"{label} ({checkpoint.location}) holds no tensors")
+    return problems
+
+
+def base_problems(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], ignored: Sequence[Sequence[str]], chooser: Chooser
+) -> Iterator[str]:
+    """Problems of a recipe that merges into a base; `ignored`: per expert, its tensors that the base lacks."""
+    yield from _lost_heads(recipe, base, experts, ignored, chooser)
+    labeled = list(zip(recipe.labels, experts, strict=True))
+    yield from space_input_problems(recipe, [label for label, e in labeled if e.adapter is None])
+    yield from factor_problems(recipe, [(label, e.adapter) for label, e in labeled if e.adapter is not None])
+    names = [*base.specs, *(n for of_expert in ignored for n in of_expert)]
+    yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(names))
+
+
+def _lost_heads(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], ignored: Sequence[Sequence[str]], chooser: Chooser
+) -> Iterator[str]:
+    """Problems of adapters that trained tensors in full that the base does not have, unless the recipe keeps it so."""
+    for label, expert, extra in zip(recipe.labels, experts, ignored, strict=True):
+        lost = [n for n in extra if chooser.keeps(n) is None] if expert.needs_base else []
+        lost = [n for n in lost if tied_partner(n, base.specs, base.config) is None]  # else it is merged by that name
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            shape = "x".join(map(str, expert.specs[lost[0]].shape))
+            yield (
+                f"expert '{label}' ({expert.location}) trained '{lost[0]}' {shape}{more} in full, which the base does "
+                "not have: this training would be lost. Likely cause: an adapter of a model with another head. Fix: "
+                "give a base with this head (load the base with the class that the adapter was trained on, such as "
+                f"AutoModelForSequenceClassification, and save_pretrained), or leave it out (--keep '{lost[0]}')"
+            )
+
+
+def factor_output_problems(
+    recipe: Recipe,
+    adapters: Sequence[Adapter],
+    calls: Mapping[str, MethodCall | None],
+    known: Sequence[str],
+    chooser: Chooser,
+) -> Iterator[str]:
+    """Problems of a recipe that merges adapters without a base.
+
+    Args:
+        calls: by module.
+        known: names of all tensors that the adapters imply or store.
+        chooser: of the recipe.
+    """
+    yield from factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
+    for name in dict.fromkeys(call.method for call in calls.values() if call is not None):
+        if get_method(name).needs_base and get_method(name).lowrank is None:
+            yield f"method '{name}' reads the base's weights; write a full model (--base ..., --to model)"
+    if recipe.allow_nonfinite:
+        yield "'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows"
+    yield from (f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns(known))
