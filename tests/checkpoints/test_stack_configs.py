@@ -16,7 +16,7 @@ import actmat
 from actmat.errors import MergeError
 from actmat.extras.stack import layers as stack_layers
 from actmat.extras.stack.layers import Slice, restacked
-from actmat.identity.reading import Reading
+from actmat.identity.reading import ConfigReading
 
 SMALL: dict[str, Any] = dict(  # noqa: C408
              vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=4,
@@ -150,7 +150,7 @@ def test_entries_of_stacks(config: dict[str, Any], order: list[int], entries: di
 
 def test_without_the_class_layers_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        stack_layers, "read_configs", lambda configs: [Reading(obstacle="it is not there")] * len(configs)
+        stack_layers, "read_configs", lambda configs: [ConfigReading(obstacle="it is not there")] * len(configs)
     )
     whole = {"model_type": "gemma2", "num_hidden_layers": 6}
     assert restacked([Slice(whole, 0, 6)]) == (whole, [])

@@ -23,9 +23,9 @@ ROOMS: dict[str, int] = {
     "api and cli": 3_300,
     "src": 41_800,
     "packages": 11_590,
-    "tests": 46_250,
+    "tests": 46_380,
     "benchmarks": 6_350,
-    "whole tree": 108_490,
+    "whole tree": 108_300,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
 what is removed: lower a bound when something goes."""

@@ -15,7 +15,7 @@ from typing import Any
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
 from actmat.errors import first_of
 from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, same, unequal_entries
-from actmat.identity.reading import Reading, read_configs
+from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
 COMPONENTS = "components"
@@ -66,7 +66,7 @@ class InputAgreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ConfigDifference:
     """An entry that differs between the base and an expert.
 
     Args:
@@ -85,7 +85,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _ConfigPair:
     """The config of an expert, and the part of the base's that describes the same thing."""
 
     label: str
@@ -142,7 +142,7 @@ def words_of(label: str) -> str:
 
 def compare_configs(
     base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[Difference], Sequence[Reading]]:
+) -> tuple[list[ConfigDifference], Sequence[ConfigReading]]:
     """Differences of the base's config and those of experts by label; and the readings that it took to find them."""
     pairs = [pair for label, config in experts.items() for pair in _pairs(label, base, config)]
     unequal = [p for p in pairs if p.base and p.expert and any(unequal_entries(p.base, p.expert))]
@@ -153,7 +153,7 @@ def compare_configs(
     return differences, readings
 
 
-def _problems(decided: Sequence[Difference], readings: Sequence[Reading]) -> list[str]:
+def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigReading]) -> list[str]:
     changing, unread = ([d for d in decided if d.kind == kind] for kind in ("function", "unread"))
     obstacles = "; ".join(dict.fromkeys(r.obstacle for r in readings if r.obstacle))
     problems = []
@@ -176,24 +176,21 @@ def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]
     """The base's config with the entries that loaders need, where it lacks them and the experts agree; and notes."""
     if not base or "_class_name" in base or base.get("model_type"):
         return dict(base), []
-    values = {
-        k: [c[k] for c in experts.values() if c.get(k)] for k in ("model_type", "architectures") if not base.get(k)
-    }
-    added = {key: of_key[0] for key, of_key in values.items() if of_key and all(v == of_key[0] for v in of_key)}
+    added: dict[str, Any] = {}
+    for key in (k for k in ("model_type", "architectures") if not base.get(k)):
+        first, *others = [c[key] for c in experts.values() if c.get(key)] or [None]
+        added |= {key: first} if first is not None and all(v == first for v in others) else {}
     words = " and no ".join(f"{k} {v!r}".replace("'", "") for k, v in added.items())
     note = f"no {words}: written as in the experts" if added else "no model_type, without which no Auto class loads it"
     return {**base, **added}, [f"config.json of the base has {note}"]
 
 
-def _pairs(label: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> list[_Pair]:
+def _pairs(label: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> list[_ConfigPair]:
     """An expert's config beside its part of the base's; components and schedulers of a pipeline each by themselves."""
     part, at = _counterpart(base, expert)
     ours, theirs = _members(part), _members(expert)
-    return [
-        _Pair(label, (*at, *place), _classed(a, b), _classed(b, a))
-        for place in dict.fromkeys((*ours, *theirs))
-        for a, b in [(ours.get(place, {}), theirs.get(place, {}))]
-    ]
+    places = dict.fromkeys((*ours, *theirs))
+    return [_ConfigPair(label, (*at, *place), ours.get(place, {}), theirs.get(place, {})) for place in places]
 
 
 def _members(config: Mapping[str, Any]) -> dict[Place, Mapping[str, Any]]:
@@ -203,12 +200,6 @@ def _members(config: Mapping[str, Any]) -> dict[Place, Mapping[str, Any]]:
     members: dict[Place, Mapping[str, Any]] = {(): {k: v for k, v in config.items() if not isinstance(v, Mapping)}}
     members |= {(COMPONENTS, k): v for k, v in parts.items()}
     return members | {(k,): v for k, v in config.items() if isinstance(v, Mapping) and k != COMPONENTS}
-
-
-def _classed(config: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config with the class that only the other one names."""
-    names_none = config and not any(config.get(k) for k in CLASSES)
-    return {**config, **{k: other[k] for k in CLASSES if other.get(k)}} if names_none else config
 
 
 def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Mapping[str, Any], Place]:
@@ -237,41 +228,41 @@ def _marks(config: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, A
             yield (*at, str(key)), value
 
 
-def _unlike_marks(pair: _Pair) -> Iterator[Difference]:
+def _unlike_marks(pair: _ConfigPair) -> Iterator[ConfigDifference]:
     """Differences that no class needs to be asked about."""
     if not (pair.base and pair.expert):
         base, expert = ("given" if config else ABSENT for config in (pair.base, pair.expert))
-        yield from [Difference(pair.at or ("all",), pair.label, base, expert, "unknown")] * (base != expert)
+        yield from [ConfigDifference(pair.at or ("all",), pair.label, base, expert, "unknown")] * (base != expert)
         return
     ours, theirs = dict(_marks(pair.base)), dict(_marks(pair.expert))
     for at in (at for at in ours if at in theirs and not same(ours[at], theirs[at])):
         kinds = {"architectures": "function", "auto_map": "code", **dict.fromkeys(CLASSES, "unknown")}
-        yield Difference((*pair.at, *at), pair.label, ours[at], theirs[at], kinds.get(at[-1], "token"))
+        yield ConfigDifference((*pair.at, *at), pair.label, ours[at], theirs[at], kinds.get(at[-1], "token"))
 
 
-def _unlike_entries(pair: _Pair, base: Reading, expert: Reading) -> Iterator[Difference]:
+def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReading) -> Iterator[ConfigDifference]:
     """Differences between two configs as their classes read them; as they are written, where these cannot be asked."""
     is_read, is_one_class = bool(base.release and expert.release), len(set(pair.classes)) == 1
     has_no_class = not (is_read or base.obstacle or expert.obstacle)
+    undeclared = base.undeclared | expert.undeclared
     written = {at for at, _, _ in unequal_entries(pair.base, pair.expert)}
     forms = (_with_sizes(r.values) for r in (base, expert)) if is_read else (pair.base, pair.expert)
     for at, a, b in unequal_entries(*forms):
-        in_one = ABSENT in (a, b) or None in (a, b)
-        if in_one and not is_one_class and (at not in written or all(v in (ABSENT, None, False) for v in (a, b))):
-            continue  # a default of one class, or nothing
-        kind = "function"
+        is_in_one, is_empty = ABSENT in (a, b), all(v in (ABSENT, None, False) for v in (a, b))
+        if is_in_one and not is_one_class and (is_empty or at not in written):
+            continue  # nothing, or a default of one class
+        kind = "function" if is_read else "unread"
         if str(pair.classes[0]).endswith("Scheduler"):
-            kind = "function" if _TRAINED.search(at[-1]) else "sampling"
+            kind = kind if _TRAINED.search(at[-1]) else "sampling"
         elif ROPE not in at and _LENGTHS.search(at[-1]):
             kind = "length"
-        elif at in base.undeclared | expert.undeclared:
+        elif not undeclared.isdisjoint(at[:n] for n in range(1, len(at) + 1)):
             kind = "unknown"
-        elif in_one and ROPE not in at:
-            # a part of one model, an entry of one class, or what code that is not read may do by itself
-            is_unknown = at[-1].endswith("_config") or not is_one_class or has_no_class
-            kind = "unknown" if is_unknown else kind
-        kind = "unread" if kind == "function" and not is_read else kind
-        yield Difference((*pair.at, *at), pair.label, a, b, kind)
+        elif at[-1].endswith("_config") and (is_in_one or None in (a, b)):
+            kind = "unknown"  # a part of one model only
+        elif is_in_one and ROPE not in at and (has_no_class or not is_one_class):
+            kind = "unknown"  # of one class, or what code that is not read may do by itself
+        yield ConfigDifference((*pair.at, *at), pair.label, a, b, kind)
 
 
 def _with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,9 +275,9 @@ def _with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def listed(differences: Sequence[Difference], base: str = "base") -> str:
+def listed(differences: Sequence[ConfigDifference], base: str = "base") -> str:
     """Entries with their values in the base and in the experts."""
-    by_place: dict[Place, list[Difference]] = {}
+    by_place: dict[Place, list[ConfigDifference]] = {}
     for difference in differences:
         by_place.setdefault(difference.at, []).append(difference)
     words = []
@@ -304,7 +295,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _patched(config: Mapping[str, Any], pairs: Sequence[_Pair], differences: Sequence[Difference]) -> dict[str, Any]:
+def _patched(
+    config: Mapping[str, Any], pairs: Sequence[_ConfigPair], differences: Sequence[ConfigDifference]
+) -> dict[str, Any]:
     """The config with the entries of an expert in those parts that differ."""
     out = copy.deepcopy(dict(config))
     for pair in (p for p in pairs if p.base and p.expert):

@@ -118,8 +118,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        one, two = ({str(k): v for k, v in x.items()} for x in (a, b))
-        return one.keys() == two.keys() and all(same(v, two[k]) for k, v in one.items())
+        ours, theirs = ({str(k): v for k, v in x.items()} for x in (a, b))
+        return ours.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in ours.items())
     return bool(a == b) or any({str(a), str(b)} <= names for names in _SYNONYMS)
 
 

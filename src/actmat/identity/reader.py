@@ -37,8 +37,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     configs = json.load(sys.stdin)
+    modules: Any = sys.modules
     if find_spec("timm") is None:  # which a few configs ask, and which needs torch
-        sys.modules["torch"] = None  # type: ignore[assignment]  # its import takes seconds
+        modules["torch"] = None  # no other config does, and its import takes seconds
     for config in configs:
         text = json.dumps(answer(config), default=str)
         too_long = json.dumps({"obstacle": f"its class makes more than {MOST_TEXT} characters of it"})
@@ -67,7 +68,7 @@ def of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] not in CONFIG_MAPPING:
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8", newline="\n")
         made = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return {"values": json.loads(made.to_json_string(use_diff=False)), "undeclared": list(_undeclared(made, ()))}
 

@@ -21,7 +21,7 @@ SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ConfigReading:
     """A config as its class reads it.
 
     Args:
@@ -37,11 +37,11 @@ class Reading:
     obstacle: str = ""
 
 
-def read_configs(configs: Sequence[Mapping[str, Any]]) -> list[Reading]:
+def read_configs(configs: Sequence[Mapping[str, Any]]) -> list[ConfigReading]:
     """The configs as the classes that they name read them; those that were not read before in one process.
 
     >>> read_configs([{"hidden_size": 8}])
-    [Reading(values={}, undeclared=frozenset(), release='', obstacle='')]
+    [ConfigReading(values={}, undeclared=frozenset(), release='', obstacle='')]
     """
     texts = [json.dumps(config, default=str) for config in configs]
     readings = {text: _reading(text) for text in texts}
@@ -49,12 +49,12 @@ def read_configs(configs: Sequence[Mapping[str, Any]]) -> list[Reading]:
     answers, obstacle = _ask(missing)
     for text, answer in zip(missing, answers, strict=False):
         places = frozenset(map(tuple, answer.pop("undeclared", ())))
-        readings[text].append(Reading(undeclared=places, **answer))
-    return [readings[text][0] if readings[text] else Reading(obstacle=obstacle) for text in texts]
+        readings[text].append(ConfigReading(undeclared=places, **answer))
+    return [readings[text][0] if readings[text] else ConfigReading(obstacle=obstacle) for text in texts]
 
 
 @functools.lru_cache(maxsize=256)
-def _reading(text: str) -> list[Reading]:
+def _reading(text: str) -> list[ConfigReading]:
     """Holder of the reading of a config, to be filled."""
     return []
 

@@ -24,7 +24,7 @@ def all_notes(
     warnings = (*recipe.warnings, *likely, *_remarks((name, e.warnings) for name, e in named))
     of_base = [("base", base.notes)] if base is not None else []
     notes = (*recipe.notes, *_remarks([*of_base, *((name, e.notes) for name, e in named)]), *decisions)
-    return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
+    return (*(Note("warning", "", text) for text in warnings), *(Note("note", "", text) for text in notes))
 
 
 def _remarks(inputs: Iterable[tuple[str, Sequence[str]]]) -> list[str]:

@@ -183,7 +183,7 @@ class StagedOutput:
         others = {n: e.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
         config = self.plan.configs.get("config.json", inputs.base.config)
         found = missing_notes(config, written, others, inputs.base.location)
-        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", "", text) for text in found)))
 
     def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
