@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from actmat.api.pushing import push as push
     from actmat.api.reading import read_recipe as read_recipe
     from actmat.api.verifying import verify as verify
-    from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
+    from actmat.checkpoints.resolve import open_model as open_model
     from actmat.diagnostics.model import Diagnosis as Diagnosis
     from actmat.errors import AlignmentError as AlignmentError
     from actmat.errors import CheckpointError as CheckpointError
@@ -52,7 +52,7 @@ _NAMES = {
     "actmat.api.pushing": ("PushReport", "push"),
     "actmat.api.reading": ("read_recipe",),
     "actmat.api.verifying": ("verify",),
-    "actmat.checkpoints.resolve": ("open_checkpoint",),
+    "actmat.checkpoints.resolve": ("open_model",),
     "actmat.diagnostics.model": ("Diagnosis",),
     "actmat.errors": (
         "AlignmentError",

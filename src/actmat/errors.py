@@ -208,6 +208,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+NoteSeverity = Literal["note", "warning"]
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A message of a plan or of a finished merge.
@@ -222,7 +225,7 @@ class Note:
         subject: the input or entry that it is about, if code needs it.
     """
 
-    severity: Literal["note", "warning"]
+    severity: NoteSeverity
     code: str
     text: str
     subject: str = ""

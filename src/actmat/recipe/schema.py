@@ -32,7 +32,6 @@ from actmat.recipe.output import (
     AnyOutput,
     ExtractedOutput,
     ModelOutput,
-    Vocabulary,
     from_text,
 )
 from actmat.recipe.values import (
@@ -46,6 +45,7 @@ from actmat.recipe.values import (
     leaves,
     listed,
 )
+from actmat.recipe.vocabulary import Vocabulary
 
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]

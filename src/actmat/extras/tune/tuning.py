@@ -40,7 +40,8 @@ from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate, make_space, scale_space
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
-from actmat.recipe.output import AdapterOutput, ModelOutput, Vocabulary
+from actmat.recipe.output import AdapterOutput, ModelOutput
+from actmat.recipe.vocabulary import Vocabulary
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
