@@ -103,7 +103,7 @@ def test_a_weight_file_under_the_same_bytes_with_another_shape(out: Path) -> Non
 
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "recipe": lambda m: m["recipe"].update(scale=0.5),
-    "a new note": lambda m: m["notes"].append({"severity": "note", "text": "all is well"}),
+    "a new note": lambda m: m["notes"].append({"severity": "note", "code": "", "text": "all is well"}),
     "file": lambda m: m["output"]["side_files"].pop("config.json"),
     "stats": lambda m: m["tensors"][0]["stats"].update(rank=1),
     "location": lambda m: m["experts"][0].update(from_here="../expert1"),

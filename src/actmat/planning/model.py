@@ -32,12 +32,6 @@ SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
 
 
-FROM_FIRST = "no base is given, and"
-"""Begin of the note on a merge whose deltas are measured from the first expert."""
-FROM_LAST = "files and buffers come from the last checkpoint"
-"""Begin of the note on an average, whose deltas are measured from the last one."""
-
-
 @dataclass(frozen=True, slots=True)
 class InputSummary(Plain):
     """One input as the plan saw it.

@@ -187,7 +187,7 @@ class Output:
         others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
         config = self.plan.configs.get("config.json", inputs.base.config)
         texts = missing_notes(config, written, others, inputs.base.location)
-        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in texts)))
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", "", text) for text in texts)))
 
     def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
