@@ -123,12 +123,12 @@ def scheme_words(
         sources: per expert, where its delta comes from; empty if no expert is read.
     """
     found: dict[str, list[str]] = {}
-    if scheme := base.tensors.parts(name).scheme:
+    if scheme := base.tensors.parts(name)[1]:
         found.setdefault(scheme, []).append("the base")
     for label, expert, source in zip(labels, experts, sources, strict=False):
         if source is None or expert.needs_base:
             continue
-        if scheme := expert.model.tensors.parts(source.name).scheme:
+        if scheme := expert.model.tensors.parts(source.name)[1]:
             found.setdefault(scheme, []).append(f"expert '{label}'")
     return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
 
@@ -198,7 +198,7 @@ def _has_four_bits(location: str) -> bool:
 
 def _schemes(tensors: Tensors) -> Mapping[str, int]:
     """Number of tensors of each scheme."""
-    return Counter(scheme for name in tensors.specs if (scheme := tensors.parts(name).scheme))
+    return Counter(scheme for name in tensors.specs if (scheme := tensors.parts(name)[1]))
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -194,7 +194,8 @@ class Costs:
         if item.action == "tie":
             return item
         read = sum(s.nbytes for s in item.sources if s is not None)
-        read += self._base.tensors.parts(item.name).nbytes if self._base is not None else 0
+        stored, _ = self._base.tensors.parts(item.name) if self._base is not None else ((), "")
+        read += sum(s.nbytes for s in stored)
         written = sum(s.nbytes for s in item.outputs)
         if item.call is None:
             cost = ItemCost(read, written, host_bytes=item.numel * torch_dtype(item.base_dtype).itemsize)
