@@ -175,9 +175,9 @@ def memory_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         if not is_memory_error(error):
             raise
-        found = " ".join(str(error).split())[:200]
+        text = " ".join(str(error).split())[:200]
         raise MergeError(
-            f"Too little memory{f': {found}' if found else ''}. Likely cause: other programs, or a limit on this "
+            f"Too little memory{f': {text}' if text else ''}. Likely cause: other programs, or a limit on this "
             "process (ulimit -v, a container's), that the free memory does not show. Fix: a smaller --max-memory, "
             "--threads 1, or a machine with more memory; the same command goes on where it stopped."
         ) from error

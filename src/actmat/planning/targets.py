@@ -118,9 +118,9 @@ class _Match:
     @property
     def unmerged(self) -> list[str]:
         """Weights that the base does not have; no buffers, which models compute."""
-        found = {n: self.expert.specs[n] for n in self.extra}
-        layouts = resolve_layout(found, self.expert.config).tensors if found else {}
-        return [n for n in found if layouts[n].role is not Role.BUFFER]
+        extra = {n: self.expert.specs[n] for n in self.extra}
+        layouts = resolve_layout(extra, self.expert.config).tensors if extra else {}
+        return [n for n in extra if layouts[n].role is not Role.BUFFER]
 
     def problems(self, base: Model, roles: Mapping[str, Role]) -> list[str]:
         """Why tensors of these roles cannot be merged."""
@@ -131,21 +131,21 @@ class _Match:
                 f"base ({base.location}), {shown}: which one it changes is unknown. Likely cause: it is a part of the "
                 "model, saved by itself. Fix: save the whole model, or give that part as the base"
             ]
-        there = [n for n, source in self.sources.items() if source is not None]
-        if len(base.specs) > 1 and not there:
+        present = [n for n, source in self.sources.items() if source is not None]
+        if len(base.specs) > 1 and not present:
             return [_nothing_in_common(base, self.label, self.expert)]
         pairs = [(n, source) for n in roles if (source := self.sources[n]) is not None]
         misfits = [_mismatch(base.specs[n], self.expert.specs[source], self.label, roles[n]) for n, source in pairs]
         missing = [base.specs[n] for n in roles if self.sources[n] is None]
         others = {n: self.expert.specs[n] for n in self.extra}
-        lost = missing_problems(missing, there, others, self.label, self.expert.location)
+        lost = missing_problems(missing, present, others, self.label, self.expert.location)
         return [*(p for of_tensor in misfits for p in of_tensor), *lost]
 
 
 def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    there, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
-    known = {n: expert.specs[s] for n, s in there.items()}
+    present, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
+    known = {n: expert.specs[s] for n, s in present.items()}
     renaming, ambiguous = _find_renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
     heads = tied_heads(expert.specs, base.specs, base.config)
     names = {
@@ -155,31 +155,31 @@ def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[st
     for head, table in heads.items():
         if table in names:
             names[table][head] = None
-    stored = {n: [there[s] for s in of_tensor if s in there] for n, of_tensor in names.items()}
+    stored = {n: [present[s] for s in of_tensor if s in present] for n, of_tensor in names.items()}
     sources = {n: next(iter(of_tensor), None) for n, of_tensor in stored.items()}
     notes = []
     if renaming:
         notes.append(f"expert '{label}' {_words_of(renaming)}; its names were matched with the base's")
     untied = base.folder.untied
     for name in (n for n, source in sources.items() if source is None and is_output_head(n)):
-        own = tied_partner(next(iter(names[name])), expert.specs, expert.config)
-        is_as_base = own is None and expert.config is None and untied.get(name) in expert.specs
-        sources[name] = table_name = untied.get(name) if is_as_base else own
+        partner = tied_partner(next(iter(names[name])), expert.specs, expert.config)
+        is_as_base = partner is None and expert.config is None and untied.get(name) in expert.specs
+        sources[name] = table_name = untied.get(name) if is_as_base else partner
         if table_name is not None:
             notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
-    used = {there[s] for of_tensor in names.values() for s in of_tensor if s in there}
-    found = {n: s for n, s in sources.items() if s is not None and (new[n] == n) != (s in there)}
+    used = {present[s] for of_tensor in names.values() for s in of_tensor if s in present}
+    renamed = {n: s for n, s in sources.items() if s is not None and (new[n] == n) != (s in present)}
     if lost := [n for n, source in sources.items() if source is None and len(used) < len(expert.specs)]:
         loaded = _as_loaded(base, expert, lost)
         sources = {**sources, **loaded}
         stored |= {n: [s] for n, s in loaded.items()}
         used.update(loaded.values())
-        found |= loaded
-    if found:
-        first = next(iter(found))
+        renamed |= loaded
+    if renamed:
+        first = next(iter(renamed))
         notes.append(
-            f"expert '{label}' has {len(found)} tensors under other names, which transformers loads as the base's: "
-            f"'{first}' is '{found[first]}' there"
+            f"expert '{label}' has {len(renamed)} tensors under other names, which transformers loads as the base's: "
+            f"'{first}' is '{renamed[first]}' there"
         )
     extra = tuple(n for n in expert.specs if n not in used)
     match = _Match(label, expert, sources, stored, extra, notes, ambiguous)
