@@ -213,7 +213,7 @@ def test_running_out_of_memory_names_tensor_plan_and_device(tmp_path: Path, monk
     assert "31.1 MB were planned" in message
     assert "--device-memory below 31.1 MB" in message
     assert "Tried to allocate 20 MiB" in message
-    assert not caught.value.recurs, "what is finished is kept: memory may be free tomorrow"
+    assert not caught.value.is_permanent, "what is finished is kept: memory may be free tomorrow"
 
 
 def test_a_merge_that_ran_out_of_memory_goes_on_where_it_stopped(

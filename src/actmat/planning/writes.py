@@ -301,7 +301,7 @@ def settled_plan(plan: MergePlan, changed: Collection[str]) -> MergePlan:
             f"{', '.join(e.location for e in plan.experts)}: the merge differs from {plan.recipe.base} in no "
             "tensor that an adapter could hold. Likely cause: the experts are copies of the base"
         )
-        error.recurs = True
+        error.is_permanent = True
         raise error
     config = extracted_config(plan.recipe, items)
     return dataclasses.replace(plan, items=tuple(items), specs=specs, adapter_config=config)

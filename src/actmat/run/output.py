@@ -261,7 +261,7 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: J
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
     """Keep unfinished outputs with finished items, remove the others; the error gets a note of their number."""
-    useless = isinstance(error, MergeError) and error.recurs
+    useless = isinstance(error, MergeError) and error.is_permanent
     n_kept = total = 0
     for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
         if useless or not stage.finished:
