@@ -340,7 +340,7 @@ def test_a_codec_comes_in(toy: Shell) -> None:
 
 
 def test_an_executor_comes_in(toy: Shell) -> None:
-    assert merged(toy, "run", "-e", "a", "-e", "b", "-m", "average", "--executor", "toy") == 1.5
+    assert merged(toy, "run", "-e", "a", "-e", "b", "-m", "average", "--set", "executor=toy") == 1.5
     assert (toy.folder / "ran_executor").exists()
 
 

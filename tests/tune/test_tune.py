@@ -132,13 +132,15 @@ def test_the_same_search_goes_on_where_it_stopped(
 def test_another_score_or_other_inputs_begin_anew(family: Path, tmp_path: Path) -> None:
     """The journal and the merges of an earlier search are used only for what they were made for."""
     space = {"methods": ["average"], "scales": [0.5, 1.0]}
-    first = tuned(family, tmp_path / "best", space=space, budget=2, keep=True)
-    again = tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, score="disagreement")
+    first = tuned(family, tmp_path / "best", space=space, budget=2, keep_work=True)
+    again = tuned(
+        family, tmp_path / "best", space=space, budget=2, keep_work=True, overwrite=True, score="disagreement"
+    )
     assert again.chosen.losses == {n: pytest.approx(1 - a) for n, a in again.chosen.agreement.items()}
     other = {"math": family / "code.jsonl", "code": family / "math.jsonl"}
-    third = tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, data=other)
+    third = tuned(family, tmp_path / "best", space=space, budget=2, keep_work=True, overwrite=True, data=other)
     assert third.chosen.losses != first.chosen.losses
-    tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, scope="all")
+    tuned(family, tmp_path / "best", space=space, budget=2, keep_work=True, overwrite=True, scope="all")
     assert len(list((tmp_path / "best.tune" / "merges").glob("average-*"))) == 2
 
 
@@ -309,7 +311,9 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
 
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:
     command, data = ["tune", *model_flags(family), "--out", str(tmp_path / "best")], data_flags(family)
-    done = run([*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--new-tokens", "2", "--budget", "8"])
+    done = run(
+        [*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--set", "new_tokens=2", "--budget", "8"]
+    )
     assert done.code == 0, done.err
     assert "(chosen)" in done.out
     assert "tune.html" in done.out

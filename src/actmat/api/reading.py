@@ -1,4 +1,4 @@
-"""Recipe files of actmat, and configurations of mergekit."""
+"""Recipe files of actmat, and configurations of mergekit; checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
 from actmat.recipe import Recipe
 from actmat.recipe.load import parse_file
 

@@ -9,6 +9,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, counting, escape, plain_table, print_result
 
 if TYPE_CHECKING:
     from actmat.extras.pages.comparison import MergeComparison
@@ -34,7 +35,6 @@ def compare(
     --diagnose. Merges of different bases or experts are refused: all
     differences are listed and the exit code is 1.
     """
-    from actmat.cli.screen import counting, print_result
     from actmat.extras.pages.comparison import compare as compare_outputs
 
     with counting("comparing", quiet=quiet) as seen:
@@ -46,7 +46,6 @@ def compare(
 
 
 def _print(found: MergeComparison) -> None:
-    from actmat.cli.screen import console, escape
 
     first, second = found.names
     console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
@@ -62,7 +61,6 @@ def _print(found: MergeComparison) -> None:
 
 
 def _print_tensors(found: MergeComparison) -> None:
-    from actmat.cli.screen import console
 
     differing = found.differing
     if not differing:
@@ -84,8 +82,6 @@ def _print_tensors(found: MergeComparison) -> None:
 
 def _print_rows(head: list[str], rows: list[list[str]]) -> None:
     """Print a table and an empty line, or nothing if there are no rows."""
-    from actmat.cli.screen import console, escape, plain_table
-
     if rows:
         table = plain_table(*map(escape, head), numbers=head[1:] if len(head) != 3 else ())
         for row in rows:

@@ -9,6 +9,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import SafeConsole, console, print_result
 
 
 @command("merge", "all merges are written", "the output folder or a method is wrong")
@@ -23,7 +24,6 @@ def demo(
 
     Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
     """
-    from actmat.cli.screen import SafeConsole, console, print_result
     from actmat.extras.demo.run import run_demo
 
     shown = SafeConsole(quiet=True) if quiet or json else console

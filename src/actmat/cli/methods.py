@@ -9,6 +9,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, plain_table, print_result
 
 
 @command("choose", "listed", "unknown method")
@@ -20,7 +21,6 @@ def methods(
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.catalog import read_catalog
-    from actmat.cli.screen import print_result
 
     if name == "auto":
         raise typer.BadParameter("auto is one of the methods, by your experts: 'actmat plan' names it, and says why")
@@ -60,7 +60,6 @@ def _one(name: str) -> dict[str, Any]:
 
 def _table(chosen: list[dict[str, Any]]) -> None:
     from actmat.cli.catalog import shown
-    from actmat.cli.screen import console, plain_table
 
     table = plain_table("method", "data?", "low rank", "GFLOP", "idea")
     for m in chosen:
@@ -74,7 +73,6 @@ def _show(m: dict[str, Any]) -> None:
     from rich.markdown import Markdown
 
     from actmat.cli.catalog import shown
-    from actmat.cli.screen import console
 
     console.print(f"[bold]{m['name']}[/bold]: {m['summary']}\n")
     if m["equation"]:

@@ -10,7 +10,9 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, escape, hub_bars, plain_table, print_result
 from actmat.cli.streams import optional_stdout
+from actmat.errors import format_size
 
 if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
@@ -37,7 +39,6 @@ def push(
     interrupted push, repeat the command. First log in: hf auth login.
     """
     from actmat.api.pushing import push as send
-    from actmat.cli.screen import hub_bars, print_result
 
     with hub_bars(quiet=quiet or json):
         report = send(out, repo, public=public, overwrite=overwrite, dry_run=dry_run, check=check)
@@ -49,8 +50,6 @@ def push(
 
 
 def _print(report: PushReport, out: Path) -> None:
-    from actmat.cli.screen import console, escape, plain_table
-    from actmat.errors import format_size
 
     table = plain_table("file", "size", "", numbers=["size"])
     for file in report.files:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from actmat.cli import flags
+from actmat.cli.data import CheckFlag, InputFlags
 from actmat.cli.listing import command
-
-if TYPE_CHECKING:
-    from actmat.diagnostics.model import AgreementRow
+from actmat.cli.screen import console, escape, print_result
 
 
 @command("look", "everything matches", "something differs, or the merge is not finished")
@@ -19,19 +18,9 @@ def verify(
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
     against: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--against", help="Adapter that was added to the base, once per expert: add it again and compare."
-        ),
+        list[str] | None, typer.Option(help="Adapter that was added to the base, once per expert: add it again.")
     ] = None,
-    check: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--check",
-            metavar="NAME=INPUTS",
-            help="Inputs (a prompt or a file) on which the merge's answers are compared with those of expert NAME.",
-        ),
-    ] = None,
+    check: CheckFlag = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -47,10 +36,10 @@ def verify(
     the models, and prints the share of each expert's answers that was kept.
     """
     from actmat.api.verifying import verify as compare
-    from actmat.cli.screen import console, escape, print_result
+    from actmat.cli.searching import compare_answers
 
     result = compare(out, inputs=inputs, against=against or ())
-    rows = _answers(out, check, quiet=quiet or json) if check else ()
+    rows = compare_answers(out, InputFlags(data=check), quiet=quiet or json) if check else ()
     if json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}
@@ -73,10 +62,3 @@ def verify(
         console.print(f"{len(result.problems)} difference(s); checked {escape(checked)}")
         raise typer.Exit(1)
     console.print(f"[green]intact[/green]: {escape(checked)}")
-
-
-def _answers(out: str, check: list[str], *, quiet: bool) -> tuple[AgreementRow, ...]:
-    """Answers kept of each expert."""
-    from actmat.cli.searching import compare_answers
-
-    return compare_answers(out, flags.DataFlags(data=check), quiet=quiet)
