@@ -75,8 +75,8 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@rm -rf src/*.egg-info
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml packages/actmat-experiments/pyproject.toml packages/actmat-app/pyproject.toml
-	$(PIP) -e '.[dev]' -e packages/actmat-experiments
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml evidence/pyproject.toml packages/actmat-app/pyproject.toml
+	$(PIP) -e '.[dev]' -e evidence
 	$(PIP) --no-deps -e packages/actmat-app  # without Gradio, which would hold back pillow; its tests skip the page then
-	@rm -rf src/*.egg-info packages/*/src/*.egg-info  # they would hide the installed entry points once these change
+	@rm -rf src/*.egg-info evidence/src/*.egg-info packages/*/src/*.egg-info  # they would hide the installed entry points once these change
 	@touch $(VENV)/demo.stamp $@

@@ -1,8 +1,7 @@
 """`python -m chaos --runs N`: disturb merges at random, give the same command again, compare the bytes.
 
 Every run forks processes in which all is imported. Run k of a seed is the same fault every time, except for kills at a
-moment of the clock and for rivals. With `--record` the runs are counted in chaos/results.json, and go on where they
-stopped.
+moment of the clock and for rivals. With `--record FILE` the runs are counted in a file, and go on where they stopped.
 The exit code is 1 if any run ended with other bytes, a half-finished output, a leftover, or an exit code that is not
 documented.
 """
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from chaos.results import Record, read_record, write_record
+from chaos.results import read_record, write_record
 from chaos.runs import KINDS, Chaos
 from chaos.sorts import SORTS
 
@@ -47,18 +46,18 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sort", action="append", choices=sorted(SORTS), help="may be repeated; default: all")
-    parser.add_argument("--record", action="store_true", help="write chaos/results.json, and go on where it stops")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="count the runs there, and go on where it stops")
     parser.add_argument("--ray", action="store_true", help="merges on a Ray cluster; --runs of these")
     args = parser.parse_args()
     if args.ray:
-        return _on_ray(args.runs, args.seed, record=args.record)
+        return _on_ray(args.runs, args.seed, path=args.record)
     import torch
 
     sorts = args.sort or list(SORTS)
     for module in IMPORTS if "tune" in sorts else ():
         importlib.import_module(module)
     torch.set_num_threads(1)
-    record = (read_record() if args.record else None) or Record(args.seed)
+    record = read_record(args.record, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(Path(folder) / "chaos", sorts)
         while record.runs < args.runs:
@@ -67,7 +66,7 @@ def main() -> int:
             disturbances, found = chaos.run(sort, kind, random.Random(f"{record.seed} {k}"))
             record.add(sort, kind, disturbances, [f"run {k}: {p}" for p in found], time.monotonic() - began)
             if args.record:
-                write_record(record)
+                write_record(args.record, record)
         chaos.close()
     kinds: Counter[str] = Counter()
     for counts in record.by.values():
@@ -76,22 +75,22 @@ def main() -> int:
     return 1 if record.problems else 0
 
 
-def _on_ray(runs: int, seed: int, *, record: bool) -> int:
+def _on_ray(runs: int, seed: int, *, path: Path | None) -> int:
     """The runs on a Ray cluster; returns the exit code."""
     from chaos.on_ray import KINDS as KILLED
     from chaos.on_ray import LABEL, RayChaos
 
-    kept = (read_record() if record else None) or Record(seed)
-    before = len(kept.problems)
+    record = read_record(path, seed)
+    before = len(record.problems)
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(RayChaos(Path(folder) / "chaos")) as chaos:
-        while (k := sum(kept.by.get(LABEL, {}).values())) < runs:
+        while (k := sum(record.by.get(LABEL, {}).values())) < runs:
             began, kind = time.monotonic(), KILLED[k % len(KILLED)]
-            faults, found = chaos.run(kind, random.Random(f"{kept.seed} ray {k}"))
-            kept.add(LABEL, kind, faults, [f"run {k}: {p}" for p in found], time.monotonic() - began)
-            if record:
-                write_record(kept)
-    print("\n".join([*kept.problems[before:], f"{k} runs on Ray, {len(kept.problems) - before} problems"]))
-    return int(len(kept.problems) > before)
+            faults, found = chaos.run(kind, random.Random(f"{record.seed} ray {k}"))
+            record.add(LABEL, kind, faults, [f"run {k}: {p}" for p in found], time.monotonic() - began)
+            if path:
+                write_record(path, record)
+    print("\n".join([*record.problems[before:], f"{k} runs on Ray, {len(record.problems) - before} problems"]))
+    return int(len(record.problems) > before)
 
 
 if __name__ == "__main__":

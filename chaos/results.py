@@ -1,4 +1,4 @@
-"""`chaos/results.json`: runs per sort of output and per kind of fault, and what was wrong."""
+"""The record of many runs: how many per sort of output and per kind of fault, and the problems."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import platform
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-
-from benchmarks import provenance
-
-RESULTS = Path(__file__).parent / "results.json"
 
 
 @dataclass
@@ -44,14 +40,13 @@ class Record:
         self.versions = {"python": platform.python_version()} | {n: metadata.version(n) for n in ("actmat", "torch")}
 
 
-def read_record() -> Record | None:
-    """The record, if there is one."""
-    return Record(**json.loads(RESULTS.read_text())) if RESULTS.exists() else None
+def read_record(path: Path | None, seed: int) -> Record:
+    """The record in a file; a new one of this seed if there is none."""
+    return Record(**json.loads(path.read_text())) if path and path.exists() else Record(seed)
 
 
-def write_record(record: Record) -> None:
+def write_record(path: Path, record: Record) -> None:
     """Replace the file."""
-    partial = RESULTS.with_suffix(".partial")
+    partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(record), indent=1) + "\n")
-    os.replace(partial, RESULTS)
-    provenance.record(RESULTS, f"python -m chaos --record --runs {record.runs}")
+    os.replace(partial, path)

@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 import yaml
-from benchmarks.make_llama import Size, write_checkpoint
 from safetensors.torch import load_file, save_file
+from tests.helpers.llama import write_llama
 
-LLAMA = Size(hidden=16, intermediate=24, layers=2, heads=2, key_value_heads=1, vocabulary=64)
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
 TEXTS = {"math": ["one two", "three four", "seven", "two and two"], "code": ["def f", "for i in x", "x = 1", "f(x)"]}
 NOISE = 0.2
 """Of the experts, so that they answer otherwise than their base."""
@@ -22,9 +29,9 @@ VOLATILE = ("seconds", "memory", "out")
 
 def make_search_inputs(root: Path) -> None:
     """`llama`, `llama-math` and `llama-code`, and a file of texts for each expert."""
-    write_checkpoint(root / "llama", LLAMA)
+    write_llama(root / "llama", LLAMA)
     for seed, (name, texts) in enumerate(TEXTS.items()):
-        write_checkpoint(root / f"llama-{name}", LLAMA, expert=seed)
+        write_llama(root / f"llama-{name}", LLAMA, expert=seed)
         file, rng = root / f"llama-{name}" / "model.safetensors", torch.Generator().manual_seed(seed)
         tensors = {k: (t + torch.randn(t.shape, generator=rng) * NOISE).to(t.dtype) for k, t in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})

@@ -5,14 +5,12 @@
     python -m docs.generate --pictures  # also takes the pictures anew, by Chromium
 
 Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table), `method NAME`, `steps`, `step NAME`,
-`flags COMMAND`, `exit-codes COMMAND`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
+`flags COMMAND`, `exit-codes COMMAND`, `recipe MODEL`, `outputs` (fields of all kinds of output),
 `exits`, `families`, `api`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -198,29 +196,6 @@ def _flags(name: str) -> dict[str, list[str]]:
     return rows
 
 
-def settings(name: str) -> str:
-    """Settings of a suite, from its dataclass and the docstrings of it: `vision_small` is `vision/small.py`."""
-    module = importlib.import_module("actmat_experiments." + name.replace("_", "."))
-    (declared,) = [c for n, c in vars(module).items() if n.endswith("Settings") and c.__module__ == module.__name__]
-    return table(["setting", "default", "meaning"], _settings(declared(), ""))
-
-
-def _settings(value: Any, prefix: str) -> list[list[str]]:
-    """A row per line below "Args:" of the dataclass and its parents; a field that is a dataclass has its own rows."""
-    rows = []
-    for kind in filter(dataclasses.is_dataclass, type(value).__mro__[::-1]):
-        text = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
-        for line in filter(None, re.sub(r"\n {6,}", " ", text).splitlines()):  # a long line goes on, indented further
-            names, _, meaning = line.strip().partition(": ")
-            shown = {n: getattr(value, n) for n in names.split(", ")}
-            if dataclasses.is_dataclass(inner := next(iter(shown.values()))):
-                rows += _settings(inner, f"{prefix}{names}.")
-            else:
-                rows.append([", ".join(f"`{prefix}{n}`" for n in shown), ", ".join(f"`{v}`" for v in shown.values())])
-                rows[-1].append(meaning)
-    return rows
-
-
 def exits(_: str) -> str:
     """Exit codes and the errors behind them."""
     rows = [
@@ -298,7 +273,6 @@ KINDS: markdown.Kinds = {
     "steps": steps,
     "step": step,
     "flags": flags,
-    "settings": settings,
     "exits": exits,
     "exit-codes": exit_codes,
     "recipe": recipe,

@@ -1,6 +1,7 @@
 """Generated parts of pages, between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`.
 
-`docs.generate` fills the parts that follow from the code, `benchmarks.table` those that follow from result files.
+`docs.generate` fills these parts, which follow from the code. Those between `<!-- evidence: ... -->` and
+`<!-- end evidence -->` follow from result files; `evidence/benchmarks/table.py` fills them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Kinds = Mapping[str, Callable[[str], str]]
 
 def pages() -> list[Path]:
     """Pages that may hold generated parts."""
-    return [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

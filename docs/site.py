@@ -30,7 +30,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "project/changelog.md",
     "CODE_OF_CONDUCT.md": "project/conduct.md",
     "SECURITY.md": "project/security.md",
-    "benchmarks/README.md": "project/benchmarks.md",
+    "evidence/benchmarks/README.md": "project/benchmarks.md",
     "docs/tutorial.ipynb": "tutorial.md",
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
@@ -42,7 +42,7 @@ CODE_OR_LINK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """What begins first counts: code inside the text of a link belongs to the link, a link inside of code to the code."""
-NOT_MARKS = re.compile(r"^<!-- (?:not run|file|generated|end generated)\b.*?-->\n", re.MULTILINE)
+NOT_MARKS = re.compile(r"^<!-- (?:not run|file|(?:end )?generated|(?:end )?evidence)\b.*?-->\n", re.MULTILINE)
 CELL_CODE = re.compile(r"`[^`\n]*`")
 
 

@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("src", "packages", "benchmarks", "chaos", "docs", "fuzz", "tests")
-INTERVALS, CHOICE = "benchmarks/evidence/intervals.py", "benchmarks/evidence/choice.py"
+FOLDERS = ("src", "packages", "evidence", "chaos", "docs", "fuzz", "tests")
+INTERVALS, CHOICE = (f"evidence/benchmarks/evidence/{n}.py" for n in ("intervals", "choice"))
 RULE, COST = "src/actmat/linalg/interference/rule.py", "src/actmat/planning/cost.py"
 SOLVE, SHARE, SVD = (f"src/actmat/linalg/{n}.py" for n in ("interference/spectral_solve", "singular", "svd"))
 MOMENTS, SPACE = "src/actmat/linalg/interference/moments.py", "src/actmat/extras/tune/space.py"
 LORA, SCORE = "src/actmat/experts/lora/config.py", "src/actmat/extras/tune/evaluate.py"
-EVIDENCE, CHOSEN = (f"tests/house/test_benchmark_{n}.py" for n in ("evidence", "choice"))
+EVIDENCE, CHOSEN = (f"evidence/tests/benchmarks/test_{n}.py" for n in ("evidence", "choice"))
 FILTERS, REGMEAN = "tests/linalg/interference/test_filters.py", "tests/methods/test_regmean.py"
 
 Mutant = tuple[str, str, str, str, str]
@@ -35,7 +35,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ("interval: freedom", INTERVALS, "total**2 / spread", "total / spread", EVIDENCE),
     ("choice: limit", CHOICE, "TOLERATED = -1.0", "TOLERATED = -100.0", CHOSEN),
     ("choice: complete", CHOICE, "plain = set.intersection(*rows)", "plain = set.union(*rows)", CHOSEN),
-    ("choice: held out", CHOICE, "[s for s in own if s.base != without]", "own", CHOSEN),
+    ("choice: held out", CHOICE, "if used := [s for s in own if s.base != without]", "if used := own", CHOSEN),
+    (
+        "choice: held border",
+        CHOICE,
+        "        used = [s for s in own if s.base != without]",
+        "        used = own",
+        CHOSEN,
+    ),
     ("choice: level", CHOICE, "LEVEL = 0.5", "LEVEL = 50.0", CHOSEN),
     ("cut-off: default", RULE, "width * FLOAT32_EPS if", "FLOAT32_EPS if", FILTERS),
     ("cut-off: rounding", RULE, "return max(wanted, min(", "return max(wanted, 0 * min(", FILTERS),

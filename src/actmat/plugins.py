@@ -11,8 +11,8 @@ Seven registries, and the objects that they hold:
 actmat.codecs     `checkpoints.codecs.base.Codec`
 actmat.commands   a command of another distribution: a function, or a `typer.Typer`
 actmat.executors  `engine.executors.base.ExecutorFactory`
-actmat.experts    `experts.base.Family`; `reader.NAME`: `experts.changes.base.Reader`, a family in PEFT's folders;
-                  `layout.NAME`: `experts.locate.ConvertLayout`, an adapter with the names of another tool
+actmat.experts    `experts.base.AdapterFamily`; `reader.NAME`: `experts.changes.base.Reader`, a family in PEFT's
+                  folders; `layout.NAME`: `experts.locate.ConvertLayout`, an adapter with the names of another tool
 actmat.formats    `checkpoints.source.Format`; `view.NAME`: a checkpoint made of others, see `checkpoints.resolve`
 actmat.methods    `methods.MergeMethod`
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.devices.on_device import OneDevice
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.devices import executor_of, large, opened, placed, plain
-from tests.helpers.executor_suite import ExecutorConformance
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, contents
-from tests.helpers.repository import ROOT
 from tests.helpers.samples import Samples
 
 import actmat as library
-from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
 from actmat.engine.reader import ItemReader
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session
@@ -169,15 +165,10 @@ def test_variants_that_do_not_fit_together_are_merged_on_the_host_in_memory_that
 # Workers of devices, on simulated ones, through the conformance suite and beyond it.
 
 
-class TestOneDevice(ExecutorConformance):
-    workers = 2  # of the device and of the host
-    device = "cpu:0"
-
-    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
-        return ThreadExecutor(inputs, writers, Resources(1, resources.memory, self.device))
+class TestOneDevice(OneDevice): ...
 
 
-class TestTwoDevices(TestOneDevice):
+class TestTwoDevices(OneDevice):
     workers = 3
     device = "cpu:0,1"
 
@@ -348,28 +339,3 @@ def test_a_diagnosis_on_devices_measures_the_same(tmp_path: Path) -> None:
     here, there = (library.diagnose(family.base, family.experts, device=device) for device in ("cpu", "cpu:0,1"))
     assert here.measures == there.measures
     assert here.measures
-
-
-# Device memory that was measured on a GPU (`benchmarks/results/gpu.json`) against the memory that a plan states.
-
-
-PARTS = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text(encoding="utf-8"))["rows"]
-LAYERS = [row for part in PARTS if part["part"].startswith("layer") for row in part["rows"]]
-MOST = 2.4
-"""The largest ratio: of the ridge, whose Cholesky factorization needs less than its declared workspace."""
-
-
-@pytest.mark.parametrize("row", LAYERS, ids=lambda row: f"{row['method']}-{row['shape']}")
-def test_the_planned_memory_of_a_device_holds_the_measured_peak(row: dict[str, Any]) -> None:
-    """`merge_matrices` holds all three deltas, also of methods that a merge gives one at a time."""
-    rows, columns = map(int, row["shape"].split("x"))
-    plan = placed(row["method"], (rows, columns), DeviceRoom("cuda"))
-    assert plan.reading is not None
-    further = (row["experts"] - plan.reading.whole_deltas(row["experts"])) * math.prod((rows, columns)) * 4
-    assert 1.0 <= (plan.device_bytes + further) / row["peak_b"] <= MOST
-
-
-def test_measured_layers_cover_the_eigensolver() -> None:
-    """The wide layers, where `actmat` decomposes the whole of a Gram matrix, need the most."""
-    wide = {(row["method"], row["shape"]) for row in LAYERS}
-    assert {("actmat", "4096x11008"), ("actmat", "8192x28672")} <= wide

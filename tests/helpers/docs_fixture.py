@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from benchmarks.make_llama import Size, noise, write_checkpoint
 from safetensors.torch import save_file
+from tests.helpers.llama import LLAMA, noise, shapes_of, write_llama
 from tests.helpers.repository import ROOT
 
-TINY = Size(hidden=32, intermediate=48, layers=2, heads=4, key_value_heads=2, vocabulary=64)
 RANK = 4
 DIGITS = ROOT / "tests" / "data" / "digits"
 
@@ -22,9 +21,9 @@ def write_models(directory: Path) -> None:
     And `demo-output`, with the base and two experts that `actmat demo` trained on scanned digits.
     """
     shutil.copytree(DIGITS, directory / "demo-output")
-    write_checkpoint(directory / "base", TINY)
+    write_llama(directory / "base")
     for number, name in enumerate(("math", "code")):
-        write_checkpoint(directory / "experts" / name, TINY, expert=number)
+        write_llama(directory / "experts" / name, expert=number)
         write_adapter(directory / "adapters" / name, seed=number)
 
 
@@ -32,7 +31,7 @@ def write_adapter(folder: Path, *, seed: int) -> None:
     """A LoRA adapter of `q_proj` and `v_proj` in PEFT's format."""
     folder.mkdir(parents=True)
     tensors: dict[str, torch.Tensor] = {}
-    for name, (out_features, in_features) in ((n, s) for n, s in TINY.tensors().items() if len(s) == 2):
+    for name, (out_features, in_features) in ((n, s) for n, s in shapes_of(LLAMA).items() if len(s) == 2):
         if "q_proj" in name or "v_proj" in name:
             key = "base_model.model." + name.removesuffix(".weight")
             tensors[f"{key}.lora_A.weight"] = noise(name + "A", (RANK, in_features), seed).mul_(0.1)

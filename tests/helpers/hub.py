@@ -1,13 +1,9 @@
-"""A stand-in for the Hugging Face hub on 127.0.0.1: the endpoints that reading models and data sets needs.
+"""A stand-in for the Hugging Face hub on 127.0.0.1: the endpoints that reading models needs.
 
     GET  /api/models/<org>/<name>[/revision/<revision>]   commit and files with sizes and hashes
     HEAD /<org>/<name>/resolve/<revision>/<file>          size, ETag and commit
     GET  /<org>/<name>/resolve/<revision>/<file>          content; honors Range
-    GET  /api/datasets/<org>/<name>/tree/<revision>[/...] files and folders below a folder
-    POST /api/datasets/<org>/<name>/paths-info/<revision> the same of given paths
-
-The first three also serve data sets, below /api/datasets and /datasets; the id of such a repository is
-"datasets/<org>/<name>".
+    GET  /api/models/<org>/<name>/tree/<revision>         files and folders
 
 With `uploads`, models can be written, too: see `hub_uploads.py`.
 
@@ -18,22 +14,21 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from tests.helpers.hub_uploads import Uploads
 from tests.helpers.serving import serve
 
-REPO = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)"
+REPO = r"(?P<repo>[^/]+/[^/]+)"
 RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
-INFO = re.compile(rf"/api/(?:models/)?{REPO}(?:/revision/(?P<revision>[^/]+))?")
-TREE = re.compile(rf"/api/(?:models/)?{REPO}/tree/(?P<revision>[^/]+)(?:/(?P<file>.+))?")
-PATHS = re.compile(rf"/api/(?:models/)?{REPO}/paths-info/(?P<revision>[^/]+)")
+INFO = re.compile(rf"/api/models/{REPO}(?:/revision/(?P<revision>[^/]+))?")
+TREE = re.compile(rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)")
 
 
 @dataclass
@@ -117,16 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
 
     def do_POST(self) -> None:
-        body = self._body()
-        if self._uploaded(body):
-            return
-        given = body.decode()
-        match = PATHS.fullmatch(urlsplit(self.path).path)
-        if match is None:
+        if not self._uploaded(self._body()):
             self._refuse(404, "EntryNotFound")
-            return
-        fields = json.loads(given) if given.startswith("{") else parse_qs(given)
-        self._tree(match["repo"], unquote(match["revision"]), lambda path: path in fields["paths"])
 
     def _body(self) -> bytes:
         length = int(self.headers.get("Content-Length", 0))
@@ -151,8 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         path = urlsplit(self.path).path
         if match := TREE.fullmatch(path):
-            below = f"{unquote(match['file'])}/" if match["file"] else ""
-            self._tree(match["repo"], unquote(match["revision"]), lambda path: path.startswith(below))
+            self._tree(match["repo"], unquote(match["revision"]))
         elif match := INFO.fullmatch(path):
             self._info(match["repo"], unquote(match["revision"] or "main"))
         elif match := RESOLVE.fullmatch(path):
@@ -160,18 +146,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    def _tree(self, repo: str, revision: str, wanted: Callable[[str], bool]) -> None:
+    def _tree(self, repo: str, revision: str) -> None:
         commit = self._commit(repo, revision)
         if commit is None:
             return
         folder = self.hub.repositories[repo][commit]
         found = []
         for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if wanted(name):
-                kind = "directory" if path.is_dir() else "file"
-                size = 0 if path.is_dir() else path.stat().st_size
-                found.append({"type": kind, "oid": "0" * 40, "size": size, "path": name})
+            kind, size = ("directory", 0) if path.is_dir() else ("file", path.stat().st_size)
+            found.append({"type": kind, "oid": "0" * 40, "size": size, "path": path.relative_to(folder).as_posix()})
         self._send(200, json.dumps(found).encode(), {})
 
     def _info(self, repo: str, revision: str) -> None:
@@ -186,9 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             if len(digest) == 64:
                 entry["lfs"] = {"size": path.stat().st_size, "sha256": digest, "pointerSize": 130}
             siblings.append({**entry, "blobId": digest if len(digest) == 40 else "0" * 40})
-        name = repo.removeprefix("datasets/")
         private = self.hub.uploads is not None and self.hub.uploads.private.get(repo, False)
-        found = {"id": name, "sha": commit, "private": private, "siblings": siblings}
+        found = {"id": repo, "sha": commit, "private": private, "siblings": siblings}
         self._send(200, json.dumps(found).encode(), {})
 
     def _file(self, repo: str, revision: str, name: str, *, body: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "actmat"
-EXPERIMENTS = ROOT / "packages" / "actmat-experiments" / "src" / "actmat_experiments"
+EXPERIMENTS = ROOT / "evidence" / "src" / "actmat_experiments"
 SOURCES = (PACKAGE.parent, EXPERIMENTS.parent)
 """Folders from which the packages of all distributions are imported."""
 
@@ -85,3 +85,12 @@ def _walk(node: ast.AST, package: str) -> Iterator[Import]:
                 yield Import(f"{module}.{name.name}", child.lineno)
         else:
             yield from _walk(child, package)
+
+
+def type_names(module: ast.Module) -> Iterator[str]:
+    """Names of classes, and of module-level aliases in CamelCase."""
+    yield from (node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef))
+    for node in module.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [t.id for t in targets if isinstance(t, ast.Name)]
+        yield from (n for n in names if n[0].isupper() and any(c.islower() for c in n))

@@ -1,4 +1,4 @@
-"""Wheel, sdist and containers hold what is needed; citation, workflows and change log fit the release."""
+"""Wheel, sdist and containers hold what is needed; citation and workflows fit; no file tells of a machine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,7 @@ from actmat.version import __version__
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = sorted(p for p in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if p.name != "config.yml")
 PINNED = re.compile(r"^[\w-]+/[\w-]+@(v\d+|release/v\d+|[0-9a-f]{40})$")
-LONGEST_CHANGELOG = 800
-LONGEST_STABILITY = 500
-"""Words."""
-
-
-def jobs(workflow: str) -> dict[str, Any]:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"]
 
 
 def test_the_citation_is_of_this_version_and_license() -> None:
@@ -64,49 +56,38 @@ def test_a_workflow_pins_its_actions_and_says_that_it_was_not_run(path: Any) -> 
     assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
 
 
-def test_tests_run_on_three_systems_and_three_pythons() -> None:
-    matrix = jobs("tests.yml")["core"]["strategy"]["matrix"]
-    assert {system.partition("-")[0] for system in matrix["os"]} == {"ubuntu", "macos", "windows"}
-    claimed = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c}
-    assert len(matrix["python"]) == 3
-    assert set(matrix["python"]) <= claimed
-
-
 def test_only_the_job_that_publishes_has_an_identity() -> None:
-    found = jobs("release.yml")
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    found = yaml.safe_load(text)["jobs"]
     assert {name for name, job in found.items() if "permissions" in job} == {"publish"}
     assert found["publish"]["permissions"] == {"id-token": "write"}
     assert found["publish"]["environment"] == "release"
     assert found["publish"]["needs"] == "try"
-    assert "password" not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert "password" not in text
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda p: p.name)
-def test_an_issue_form_has_the_fields_of_a_form(path: Any) -> None:
-    form = yaml.safe_load(path.read_text())
-    assert form.keys() >= {"name", "description", "body"}
-    asked = [e for e in form["body"] if e["type"] != "markdown"]
-    ids = [e["id"] for e in asked]
-    assert len(ids) == len(set(ids))
-    assert all(e["type"] in ("textarea", "input", "dropdown", "checkboxes") for e in asked)
-    assert all(e["attributes"]["label"] for e in asked)
-    assert any(e.get("validations", {}).get("required") for e in asked)
-
-
-def test_the_changelog_is_one_entry_for_people() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^## \[(.*?)\]", text, re.MULTILINE) == ["Unreleased"]
-    assert f": {__version__}" in text
-    assert len(text.split()) <= LONGEST_CHANGELOG
-
-
-def test_the_page_on_stability_is_short_and_names_every_schema() -> None:
+def test_the_page_on_stability_names_every_schema() -> None:
     text = (ROOT / "docs" / "limits.md").read_text().partition("## What is public")[2]
-    assert (
-        len(re.sub(r"<!-- generated.*?<!-- end generated -->", "", text, flags=re.DOTALL).split()) <= LONGEST_STABILITY
-    )
-    for kind, (version, *_) in FILES.items():
-        assert f"(schemas/{kind}-{version}.json)" in text
+    assert all(f"(schemas/{kind}-{version}.json)" in text for kind, (version, *_) in FILES.items())
+
+
+# An absolute path: nothing that belongs to a longer path, a host or a placeholder stands before the slash.
+PRIVATE = re.compile(
+    r"(?<![\w.~/}>-])/(?:root|work|home/(?!user|you)\w+|Users/\w+|opt|mnt)/\w"
+    r"|pypi[.]org|pythonhosted[.]org|download[.]pytorch[.]org|(?:index-url|find-links)[= ]+\S*//"
+)
+
+
+def test_tracked_files_name_no_machine_and_no_registry() -> None:
+    for line in ("see /mnt/disk/notes", "'/home/anna/models'", "https://pypi.org/simple", "--index-url http://h/"):
+        assert PRIVATE.search(line)
+    for line in ("benchmarks/opt/", "/path/to/base", "./mnt/x", "https://a.org/opt/x", "/home/user/models", "~/opt/x"):
+        assert not PRIVATE.search(line)
+    texts = {
+        p: p.read_text(encoding="utf-8", errors="ignore") for p in tracked_files() if p != Path(__file__).resolve()
+    }
+    assert ROOT / "pyproject.toml" in texts
+    assert {str(p.relative_to(ROOT)): m[0] for p, text in texts.items() if (m := PRIVATE.search(text))} == {}
 
 
 # Wheel and sdist hold what is needed, and the installed wheel runs outside of the repository.

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.families.tiny import architectures
-from benchmarks.families.tiny import build as small_model
 from tests.helpers.tinymodels import build, saved, specs_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from actmat.checkpoints.base import TensorSpec
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import Role
 
@@ -126,22 +123,3 @@ def test_recurrent_layers_split_into_gates() -> None:
     assert [b.name for b in layouts["gru.weight_hh_l0"].blocks] == ["r", "z", "n"]
     plain = resolve_layout(specs_of(nn.RNN(6, 5).state_dict()), None).tensors
     assert plain["weight_ih_l0"].role is Role.LINEAR
-
-
-@pytest.mark.parametrize(
-    ("library", "name"),
-    [
-        ("transformers", "BrosModel"),
-        ("transformers", "ClvpModelForConditionalGeneration"),
-        ("transformers", "EvollaForProteinText2Text"),
-        ("diffusers", "StableAudio3DiTModel"),
-    ],
-)
-def test_frequencies_that_a_model_computes_are_buffers(library: str, name: str) -> None:
-    """No trained tensor is one, so that copying the base's loses nothing."""
-    model = small_model(next(a for a in architectures() if (a.library, a.name) == (library, name)))
-    specs = {n: TensorSpec(n, tuple(t.shape), str(t.dtype)[6:], "") for n, t in model.state_dict().items()}
-    layouts = resolve_layout(specs, None).tensors
-    copied = {n for n, layout in layouts.items() if layout.role is Role.BUFFER}
-    assert any("inv_freq" in n for n in copied)
-    assert copied == specs.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()

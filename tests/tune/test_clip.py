@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tests.helpers.clip import write_clip
 from tests.helpers.family import move_weights
 from tests.helpers.merging import actmat as run
-from tests.helpers.vision import write_clip
 from torch import Tensor, nn
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.helpers.clip import write_clip
 from tests.helpers.family import TEXTS, experts_of, model_flags
 from tests.helpers.json_layouts import pinned
 from tests.helpers.merging import actmat as run
-from tests.helpers.vision import write_clip
 from tests.tolerances import F32_PRODUCT
 
 import actmat

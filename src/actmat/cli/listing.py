@@ -30,8 +30,8 @@ COMMANDS = (
     *("merge", "average", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
     *("compare", "demo", "export", "statistics", "try", "tune"),
 )
-"""Commands of this distribution. Each is the function `name` of the module `actmat.cli.name`; Python keywords get a
-trailing underscore."""
+"""Commands of this distribution. Each is the function of its name in the module of its name in `actmat.cli`; Python
+keywords get a trailing underscore."""
 
 GROUPS = ("merge", "look", "choose", "share", "research", "more")
 """Panels of `actmat --help`, in order."""

@@ -160,7 +160,7 @@ class AgreementRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class DataResidual(_Strict):
-    """Distance of the merged model from one expert on the inputs of the expert's layers, see `diagnostics.on_data`.
+    """Distance of the merged model from one expert on the inputs of the expert's layers, see `extras.collect.on_data`.
 
     Residual 0: as the expert, 1: as the base; None: it changed nothing on its inputs. `matrices` have a Gram matrix.
     """

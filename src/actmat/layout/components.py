@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPONENTS = "components"
-"""Key of a pipeline's config under which the configs of its components stand (`checkpoints.formats.pipelines`)."""
+"""Key of a pipeline's config under which the configs of its components stand (`extras.diffusion.pipelines`)."""
 
 _PARTS = (
     ("model.diffusion_model.", "diffusion model"),

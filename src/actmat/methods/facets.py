@@ -121,7 +121,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class LowRankForm:
-    """The same merge of `linalg.LowRank` deltas, exact, without forming an `O x I` matrix.
+    """The same merge of `LowRank` deltas, exact, without forming an `O x I` matrix.
 
     Args:
         merge: takes the needs and options of the dense merge.

@@ -130,7 +130,7 @@ class ExtractedOutput(_Ranked):
 
 
 AnyOutput: TypeAlias = Annotated[ModelOutput | AdapterOutput | ExtractedOutput, Field(discriminator="kind")]
-"""The kind of output, resolved against the experts when the inputs are opened (`run.open.resolved`)."""
+"""The kind of output, resolved against the experts when the inputs are opened."""
 
 KINDS: Mapping[str, type[Strict]] = {"model": ModelOutput, "adapter": AdapterOutput, "extracted": ExtractedOutput}
 

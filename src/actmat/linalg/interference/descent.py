@@ -34,7 +34,7 @@ class Adam:
     lr: float
 
     def moments_key(self) -> Hashable:
-        """See `Rule.moments_key`."""
+        """See `InterferenceRule.moments_key`."""
         return "interference by descent"
 
 

@@ -1,0 +1,234 @@
+"""Fill the parts of the pages that follow from result files.
+
+    python -m benchmarks.table             # writes the pages anew
+    python -m benchmarks.table --check     # exit status 1 when one is not what the result files say
+
+Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `scores NAME` and `small NAME` (experiments on
+pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
+`mergekit`, `tools PART`, `demo`, `chaos`, `eight`; and from the code of a suite `settings SUITE`. The marks are in
+`benchmarks/pages.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from actmat.extras.tune.kept import wilson_interval
+from actmat.report.words import plural
+from benchmarks.common import RESULTS, cell, markdown, read_lines, read_result, title
+from benchmarks.evidence.choice import measured_table
+from benchmarks.evidence.picture import picture
+from benchmarks.evidence.small import small_table
+from benchmarks.evidence.tables import evidence_table
+from benchmarks.families.tables import family_table
+from benchmarks.gpu.rows import NAMES
+from benchmarks.mergekit.tables import mergekit_table
+from benchmarks.pages import Kinds, filled, pages, table
+from benchmarks.provenance import REPOSITORY
+from benchmarks.semantics.tables import semantics_table
+from benchmarks.tools.tables import tools_table
+from benchmarks.tune.tables import tune_table
+
+
+def result(name: str, folder: Path | None = None) -> str:
+    """The table of one result file, under a line that says how and where it was made."""
+    found = read_result(name, folder)
+    columns = list(found.get("columns") or found["rows"][0])
+    if name == "floor":  # the ratios of another machine beside those of this one
+        other = {tuple(map(r.get, columns[:5])): r["times_floor"] for r in read_result("floor-second")["rows"]}
+        found["rows"] = [r | {"elsewhere": other.get(tuple(map(r.get, columns[:5])))} for r in found["rows"]]
+        columns.insert(columns.index("times_floor") + 1, "elsewhere")
+    return f"{made_by(found)}.\n\n{markdown(found['rows'], columns)}\n"
+
+
+def made_by(found: dict[str, Any]) -> str:
+    """Command, machine and date of a result file."""
+    facts = {"command": "`{}`", "processor": "{}", "cores": "{} cores", "torch": "torch {}", "date": "{}"}
+    return ", ".join(text.format(found[fact]) for fact, text in facts.items() if fact in found)
+
+
+def gpu(part: str) -> str:
+    """Rates, layers or merges of `benchmarks.gpu`; layers and merges also of an earlier run, on another card."""
+    found = {card: read_result(f"gpu{end}") for card, end in (("H200", ""), ("H100", "-h100"))}
+    rows = {
+        card: {tuple(map(r.get, NAMES)): r for p in run["rows"] if part[:-1] in p["part"] for r in p["rows"]}
+        for card, run in found.items()
+    }
+    now, before = rows.values()
+    if part == "rates":
+        return table(["rate", "value"], [[title(r["fact"]), cell("", r["value"])] for r in now.values()])
+    whole = dict.fromkeys(name for name in (*now, *before) if "inputs made" not in name)
+    time = "wall_s" if part == "merges" else "times_products"
+    joined = [
+        before.get(name, {})
+        | now.get(name, {})
+        | {f"{card}_{time}": rows[card].get(name, {}).get(time) for card in rows}
+        for name in whole
+    ]
+    said = [
+        f"{card}: {made_by(run)}" + "".join(f"; {p['part']}: {p['ended']}" for p in run["rows"] if p["ended"])
+        for card, run in found.items()
+    ]
+    columns = ["size", "what"] if part == "merges" else ["model", "shape", "method", "matrix_s"]
+    columns += [
+        *(f"{card}_{time}" for card in rows),
+        *(["device_peak_b", "planned_b"] if part == "merges" else ["peak_b"]),
+    ]
+    return f"{'. '.join(said)}.\n\n{markdown(joined, [*columns, 'difference'])}\n"
+
+
+def chaos(_: str) -> str:
+    """Runs per kind of fault and per sort of output, as `python -m chaos --record` wrote them."""
+    record = read_result("chaos")
+    kinds: Counter[str] = Counter()
+    for counts in record["by"].values():
+        kinds.update(counts)
+    said = f"{record['runs']} runs with {record['disturbances']} disturbances, {len(record['problems'])} problems."
+    by_kind = ", ".join(f"{kind} {runs}" for kind, runs in sorted(kinds.items()))
+    rows = [[sort, str(sum(counts.values()))] for sort, counts in record["by"].items()]
+    return f"{said} Runs by kind of disturbance: {by_kind}.\n\n" + table(["output", "runs"], rows)
+
+
+def demo(_: str) -> str:
+    """Mean test accuracy of base, average, all other merges (lowest to highest) and experts of `actmat demo`."""
+    found = read_result("demo")
+    rows = {row["name"]: row["average"] for row in found["rows"]}
+    base, average, experts = (f"{100 * rows[name]:.1f}" for name in ("base", "average", "experts"))
+    others = [100 * rows[row["name"]] for row in found["rows"] if row["kind"] == "merged"]
+    half = max(row["half"] for row in found["rows"] if row["name"] != "majority")
+    titles = ["base", "`average`", f"all {len(others)} merges", "each expert on its own task"]
+    cells = [base, average, f"{min(others):.1f} to {max(others):.1f}", experts]
+    tested = f"{len(found['rows'][0]['tasks'])} tasks, {found['settings']['n_test']} images, seed {found['seed']}"
+    return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
+
+
+def few(subject: str) -> str:
+    """Accuracy and answers kept by kind and number of inputs, means over tasks and draws, as `benchmarks.few` wrote."""
+    rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject]
+    kinds = {
+        ("average", 0.0, 0.0): "average, no inputs",
+        ("actmat", 0.0, 0.0): "`actmat`, no inputs",
+        ("own", 0.0, 0.0): "`regmean`, own inputs",
+        ("own", 1.0, 0.0): "with a prior of 1 / n",
+        ("own", 4.0, 0.0): "with a prior of 4 / n",
+        ("own", 0.0, 0.001): "with a ridge of 0.001",
+        ("own", 1.0, 0.001): "with a prior of 1 / n and the ridge",
+        ("own", 4.0, 0.001): "with a prior of 4 / n and the ridge: `merge --data`",
+        ("reworded", 0.0, 0.0): "`regmean`, own inputs in other words than in training",
+        ("reworded", 4.0, 0.001): "`merge --data`, the same",
+        ("other", 0.0, 0.0): "`regmean`, another task's inputs",
+        ("other", 4.0, 0.001): "`merge --data`, the same",
+        ("mixed", 0.0, 0.0): "`regmean`, inputs of all tasks",
+        ("mixed", 4.0, 0.001): "`merge --data`, the same",
+        ("random", 0.0, 0.0): "`regmean`, random inputs",
+        ("random", 4.0, 0.001): "`merge --data`, the same",
+    }
+    numbers = sorted({r["n"] for r in rows} - {0})
+    lines = []
+    for kind, name in kinds.items():
+        own = [r for r in rows if (r["kind"], r["prior"], r["ridge"]) == kind]
+        cells = {n: _percents([r for r in own if r["n"] == n]) for n in (0, *numbers)}
+        shown = [cells[0]] * len(numbers) if cells[0] else [cells[n] for n in numbers]
+        lines += [[name, *shown]] if own else []
+    by_n = {n: 1 + max(r["draw"] for r in rows if r["n"] == n and r["kind"] == "own") for n in numbers}
+    machine = sorted({f"{r['processor']}, {r['date']}" for r in rows})
+    said = f"Accuracy (answers kept) in %, means of {plural(len(rows[0]['tasks']), 'task')} and of draws"
+    said += f" ({', '.join(f'n = {n}: {k}' for n, k in by_n.items())})"
+    header = ["inputs of each expert", *map(str, numbers)]
+    return f"{table(header, lines)}\n{said}; `python -m benchmarks.few {subject}`, {'; '.join(machine)}.\n"
+
+
+def _percents(rows: list[dict[str, Any]]) -> str:
+    """Mean accuracy and mean share of answers kept, over tasks and draws."""
+    means = ([sum(r[key]) / len(r[key]) for r in rows] for key in ("accuracy", "kept"))
+    return "{:.1f} ({:.1f})".format(*(100 * sum(m) / len(m) for m in means)) if rows else ""
+
+
+def eight(_: str) -> str:
+    """Accuracies of the merge by eight prompts of each task, as `benchmarks.inputs` measured them."""
+    found = read_result("inputs")
+    rows = [r for r in found["rows"] if r["prompts"] == 8]
+    shares = ("accuracy", "average_accuracy", "expert_accuracy", "kept")
+    cells = [[r["expert"], *(f"{100 * r[share]:.0f}" for share in shares)] for r in rows]
+    n = rows[0]["questions"]
+    intervals = [wilson_interval(r[share], n) for r in rows for share in shares]
+    half = 50 * max(high - low for low, high in intervals)
+    said = f"In %, ±{half:.0f} or less (95 %), on {n} other questions of each task; {rows[0]['wall_s']:.0f} s in all"
+    titles = ["task", "accuracy of the merge", "of the average", "of the expert", "answers kept"]
+    return table(titles, cells) + f"\n{said}, {found['cores']} cores, {found['date']}.\n"
+
+
+def settings(name: str) -> str:
+    """Settings of a suite, from its dataclass and the docstrings of it: `vision_small` is `vision/small.py`."""
+    module = importlib.import_module("actmat_experiments." + name.replace("_", "."))
+    (declared,) = [c for n, c in vars(module).items() if n.endswith("Settings") and c.__module__ == module.__name__]
+    return table(["setting", "default", "meaning"], _settings(declared(), ""))
+
+
+def _settings(value: Any, prefix: str) -> list[list[str]]:
+    """A row per line below "Args:" of the dataclass and its parents; a field that is a dataclass has its own rows."""
+    rows = []
+    for kind in filter(dataclasses.is_dataclass, type(value).__mro__[::-1]):
+        text = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+        for line in filter(None, re.sub(r"\n {6,}", " ", text).splitlines()):  # a long line goes on, indented further
+            names, _, meaning = line.strip().partition(": ")
+            shown = {n: getattr(value, n) for n in names.split(", ")}
+            if dataclasses.is_dataclass(inner := next(iter(shown.values()))):
+                rows += _settings(inner, f"{prefix}{names}.")
+            else:
+                rows.append([", ".join(f"`{prefix}{n}`" for n in shown), ", ".join(f"`{v}`" for v in shown.values())])
+                rows[-1].append(meaning)
+    return rows
+
+
+KINDS: Kinds = {
+    "eight": eight,
+    "result": result,
+    "few": few,
+    "scores": evidence_table,
+    "measured": measured_table,
+    "small": small_table,
+    "tune": tune_table,
+    "gpu": gpu,
+    "matrix": family_table,
+    "semantics": semantics_table,
+    "mergekit": mergekit_table,
+    "tools": tools_table,
+    "demo": demo,
+    "chaos": chaos,
+    "settings": settings,
+}
+FILES = {REPOSITORY / "docs" / "merges.svg": picture}
+"""Whole files that are made from results."""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when something is old")
+    check = parser.parse_args().check
+    stale = stale_files()
+    for path, text in stale.items():
+        print(f"{path.relative_to(REPOSITORY)}: {'old' if check else 'written'}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    sys.exit(bool(stale and check))
+
+
+def stale_files() -> dict[Path, str]:
+    """Pages and files that are not what the results say, with what they should be."""
+    before = pages() | {path: path.read_text(encoding="utf-8") for path in FILES}
+    made = {path: filled(text, KINDS) for path, text in before.items()} | {path: text() for path, text in FILES.items()}
+    return {path: text for path, text in made.items() if text != before[path]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The tables of a suite from its stored scores, with the paper's figures, on the terminal or as Markdown.
+
+Figures of the paper are test accuracies in percent, see `actmat_experiments.paper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from actmat.errors import RecipeError
+from actmat_experiments.harness.request import TableRequest
+from actmat_experiments.harness.results import REGIMES, Regime, Score, read_scores
+from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.table import (
+    Line,
+    average_table,
+    figure_table,
+    markdown,
+    markdown_table,
+    summarize,
+    task_table,
+)
+from actmat_experiments.paper import paper_figures, paper_tasks
+
+_PAPER_ROWS = (
+    "The paper's data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
+    "figures stand by the rows of the authors' rules: iso_c_paper, tsv_paper. Not in its tables, but in the authors' "
+    "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation).",
+)
+
+NOTES: dict[str, tuple[str, ...]] = {
+    "vision": (
+        "The paper's LoRA experts adapt only the packed q, k and v, and its LoRA row of RegMean reuses the statistics "
+        "of full fine-tuning; here all linear layers are adapted.",
+        *_PAPER_ROWS,
+        "The paper's ViT-B/16 expert of DTD (98.3 %) looks trained on test images.",
+    ),
+    "language": (
+        "The paper's Story Cloze was rendered with empty choices: 51.2 % for every model, so its averages hold a "
+        "constant for that task.",
+        "The paper's WikiQA sits at its majority class.",
+        "Iso-C at scale 1 is under-scaled for T5.",
+        *_PAPER_ROWS,
+    ),
+}
+"""Figures of the paper that cannot hold, or were measured on something else; printed below the tables."""
+
+
+TITLES = {"full": "full fine-tuning", "lora": "LoRA"}
+_CAPTION = (
+    "average: ± half of its 95 % interval, over test items and seeds; of expert: mean of\n"
+    "accuracy / expert's; tuned: at the scale that is best on validation data."
+)
+
+
+def paper_lines(
+    lines: Sequence[Line], tasks: Sequence[str], figures: Mapping[str, Mapping[str, float]]
+) -> dict[str, list[str]]:
+    """Row -> the paper's figure of each task, "-" where it has none; rows of the table that it has, in its order."""
+    known = [n for n in dict.fromkeys(line.method for line in lines) if n in figures and set(figures[n]) & set(tasks)]
+    return {n: [f"{figures[n][t]:.1f}" if t in figures[n] else "-" for t in tasks] for n in known}
+
+
+def stored_scores(request: TableRequest) -> list[Score]:
+    """All scores of earlier runs.
+
+    Raises:
+        RecipeError: no scores yet.
+    """
+    path = score_file(request.cache, request.suite)
+    scores = read_scores(path)
+    if not scores:
+        raise RecipeError(f"{path} holds no scores; run first: actmat experiment run {request.suite}")
+    return scores
+
+
+def latest(scores: Sequence[Score], model: str, regime: Regime) -> tuple[list[Score], int]:
+    """The scores of the settings that were run last, and how many other settings there are."""
+    own = [s for s in scores if (s.model, s.regime) == (model, regime)]
+    settings = list(dict.fromkeys(s.settings for s in own))
+    return [s for s in own if s.settings == settings[-1]] if settings else [], max(0, len(settings) - 1)
+
+
+def balanced(scores: Sequence[Score], task: str) -> dict[str, float]:
+    """Row -> balanced accuracy on a task at the default scale, mean over seeds."""
+    found: dict[str, list[float]] = {}
+    for score in scores:
+        if score.task == task and score.scale == "default" and "balanced" in score.detail:
+            found.setdefault(score.method, []).append(score.detail["balanced"])
+    return {method: sum(values) / len(values) for method, values in found.items()}
+
+
+def show(request: TableRequest, skewed: Sequence[str] = ()) -> None:
+    """Print the tables of all models and regimes that have scores.
+
+    Args:
+        skewed: tasks with one frequent answer; their balanced accuracy is shown, too.
+
+    Raises:
+        RecipeError: no scores yet.
+    """
+    scores = stored_scores(request)
+    console = request.console or Console(quiet=True)
+    for model in dict.fromkeys(s.model for s in scores):
+        for regime in REGIMES:
+            own, others = latest(scores, model, regime)
+            if own:
+                _show_one(request, console, own, skewed)
+            if others:
+                text = f"note: {others} other setting(s) of this suite are in the cache, not shown"
+                console.print(text, highlight=False)
+    if any(s.model for s in scores):
+        for note in NOTES.get(request.suite, ()):
+            console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def _show_one(request: TableRequest, console: Console, own: Sequence[Score], skewed: Sequence[str]) -> None:
+    model, regime = own[0].model, own[0].regime
+    tasks = list(dict.fromkeys(s.task for s in own))
+    seeds = sorted({s.seed for s in own})
+    lines = summarize(own, tasks, paper_figures(model, regime))
+    printed = paper_lines(lines, tasks, paper_tasks(model, regime))
+    title = " ".join(filter(None, [model, TITLES[regime]])) + f", {len(tasks)} tasks"
+    title += f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    if request.markdown:
+        text = f"**{title}**\n\n{markdown_table(lines, tasks)}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if printed:
+            rows = markdown(["the paper's", *tasks], [[f"`{name}`", *cells] for name, cells in printed.items()])
+            console.print(rows, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(average_table(f"Test accuracy in %: {title}", lines, _CAPTION))
+        console.print(task_table("Per task, at the default scale", lines, tasks))
+        if printed:
+            console.print(figure_table("The same in the paper's run records", printed, tasks))
+    for task in (t for t in skewed if t in tasks):
+        values = ", ".join(f"{method} {100 * v:.1f}" for method, v in balanced(own, task).items())
+        text = f"{task}, balanced over its answers (majority is 1/answers): {values}"
+        console.print(text, markup=False, highlight=False)

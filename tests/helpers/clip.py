@@ -1,0 +1,36 @@
+"""A tiny CLIP on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def write_clip(folder: Path, size: int = 32) -> Path:
+    """A tiny CLIP with its tokenizer: every character is a token."""
+    import torch
+    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+    folder.mkdir(parents=True)
+    letters = [chr(c) for c in range(33, 127)]
+    tokens = [*letters, *(c + "</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        **sizes,
+        "vocab_size": len(tokens),
+        "max_position_embeddings": 128,
+        "bos_token_id": 188,
+        "eos_token_id": 189,
+    }
+    config = CLIPConfig(
+        text_config={**text, "bos_token_id": 188, "eos_token_id": 189, "pad_token_id": 189},
+        vision_config={**sizes, "image_size": size, "patch_size": 16},
+        projection_dim=12,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        CLIPModel(config).save_pretrained(folder)
+    return folder
