@@ -78,51 +78,6 @@ def test_every_field_of_a_recipe_is_a_flag_or_set() -> None:
     assert not {*flags} & {*settings}
 
 
-@dataclass(frozen=True)
-class Stove:
-    """Settings that --set takes."""
-
-    heat: Annotated[int, Setting("Heat; default: low.", low=1, high=9)] = 2
-    pans: Annotated[tuple[str, ...], Setting("Pans.")] = ()
-    gas: Annotated[bool, Setting("Burn gas.")] = True
-    lid: Annotated[str | None, typer.Option("--lid", help="Lid of the pan.")] = None
-    inner: int = 0
-
-
-def test_settings_are_set_by_name_and_checked_by_type() -> None:
-    seen: list[Stove] = []
-
-    def cook(*, stove: Annotated[Stove, FlagFields(set=("lid",))]) -> None:
-        seen.append(stove)
-
-    assert taken(cook) == ["set"]
-    assert vars(with_flags(cook))["settings"] == {
-        "heat": "Heat (default: low).", "pans": "Pans.", "gas": "Burn gas (default: true).", "lid": "Lid of the pan.",
-    }  # fmt: skip
-    more = ["heat=3", "pans=a,b", "pans=c=d", "gas=no", "lid=x = y", "heat=4"]
-    assert run(cook, *(x for text in more for x in ("--set", text))).exit_code == 0
-    assert seen == [Stove(4, ("a,b", "c=d"), False, "x = y")], "the last value counts, of several each"
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("heat=10", "--set heat=10: Input should be less than or equal to 9"),
-        ("heat=warm", "--set heat=warm: Input should be a valid integer"),
-        ("heet=3", "--set takes no 'heet'. Did you mean 'heat'?"),
-        ("inner=3", "--set takes no 'inner'. Expected one of heat, pans, gas."),
-        ("ild=x", "--set takes no 'ild'. Did you mean 'lid'? Its flag is --lid."),
-        ("heat", "--set takes NAME=VALUE, found 'heat'"),
-    ],
-)
-def test_a_wrong_setting_is_named(text: str, says: str) -> None:
-    def cook(*, stove: Stove) -> None: ...
-
-    found = run(cook, "--set", text)
-    assert isinstance(found.exception, RecipeError)
-    assert says in str(found.exception)
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -172,24 +127,56 @@ def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyP
 
 @dataclass(frozen=True)
 class Kitchen:
-    """Settings of a toy."""
+    """Flags and settings of a toy."""
 
     heat: Annotated[int, Flag(help="Heat of the stove.")] = 5
     pan: Annotated[str | int | None, Flag(help="Pan; default: the largest.")] = None
     fan: Annotated[bool, Flag(("--fan/--quiet",), help="Run the fan.")] = True
     timer: Annotated[float | None, typer.Option("--timer", help="Minutes.")] = None
+    salt: Annotated[int, Setting("Grams of salt; default: some.", low=1, high=9)] = 2
+    herbs: Annotated[tuple[str, ...], Setting("Herbs.")] = ()
+    gas: Annotated[bool, Setting("Burn gas.")] = True
+    hidden: int = 0
 
 
-def test_a_dataclass_is_its_flags_with_its_defaults() -> None:
+def test_a_dataclass_is_its_flags_and_settings_with_its_defaults() -> None:
     seen: list[Kitchen] = []
 
-    def cook(*, kitchen: Kitchen, dish: str) -> None:
+    def cook(*, kitchen: Annotated[Kitchen, FlagFields(set=("timer",))], dish: str) -> None:
         seen.append(kitchen)
 
+    assert taken(cook) == ["heat", "pan", "fan", "dish", "set"]
+    assert vars(with_flags(cook))["settings"] == {
+        "timer": "Minutes.",
+        "salt": "Grams of salt (default: some).",
+        "herbs": "Herbs.",
+        "gas": "Burn gas (default: true).",
+    }
+    more = ["salt=3", "herbs=a,b", "herbs=c=d", "gas=no", "timer=1.5", "salt=4"]
     assert run(cook, "soup").exit_code == 0
-    assert run(cook, "soup", "--heat", "7", "--pan", "small", "--quiet", "--timer", "1.5").exit_code == 0
-    assert seen == [Kitchen(), Kitchen(7, "small", False, 1.5)]
+    more = [x for text in more for x in ("--set", text)]
+    assert run(cook, "soup", "--heat", "7", "--pan", "small", "--quiet", *more).exit_code == 0
+    assert seen == [Kitchen(), Kitchen(7, "small", False, 1.5, 4, ("a,b", "c=d"), False)], "the last salt, all herbs"
     assert "Pan (default: the largest)." in " ".join(run(cook, "--help").output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("salt=10", "--set salt=10: Input should be less than or equal to 9"),
+        ("salt=much", "--set salt=much: Input should be a valid integer"),
+        ("slat=3", "--set takes no 'slat'. Did you mean 'salt'?"),
+        ("hidden=3", "--set takes no 'hidden'. Expected one of salt, herbs, gas."),
+        ("tiemr=1", "--set takes no 'tiemr'. Did you mean 'timer'? Its flag is --timer."),
+        ("salt", "--set takes NAME=VALUE, found 'salt'"),
+    ],
+)
+def test_a_wrong_setting_is_named(text: str, says: str) -> None:
+    def cook(*, kitchen: Kitchen) -> None: ...
+
+    found = run(cook, "--set", text)
+    assert isinstance(found.exception, RecipeError)
+    assert says in str(found.exception)
 
 
 def test_a_command_takes_some_of_the_fields() -> None:
@@ -198,7 +185,7 @@ def test_a_command_takes_some_of_the_fields() -> None:
     def unknown(*, kitchen: Annotated[Kitchen, FlagFields(without=("heet",))]) -> None: ...
 
     assert taken(only) == ["heat", "fan"]
-    assert taken(without) == ["pan", "fan", "timer"]
+    assert taken(without) == ["pan", "fan", "timer", "set"]
     with pytest.raises(AssertionError, match="heet"):
         taken(unknown)
 

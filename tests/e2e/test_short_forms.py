@@ -132,10 +132,10 @@ def test_gradients_reach_the_modules_of_adapters(tmp_path: Path) -> None:
         write_adapter(tmp_path / name, seed=seed)
     file = tmp_path / "recipe.yaml"
     file.write_text("experts: [{path: one, weight: [0, 1]}, two]\nmethod: task_arithmetic\n")
-    from actmat.recipe import load_recipe
+    from actmat.api.reading import read_recipe
     from actmat.run import plan_recipe
 
-    plan = plan_recipe(load_recipe(file))
+    plan = plan_recipe(read_recipe(file))
     calls = {m.name: m.call for m in plan.modules}
     weights = {n: c.weights for n, c in calls.items() if c is not None and "q_proj" in n}
     assert sorted(weights.values()) == [(0.0, 1.0), (1.0, 1.0)]

@@ -17,6 +17,7 @@ from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
+from actmat.api.reading import read_recipe
 from actmat.errors import MergeError, OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded, load_model
@@ -28,7 +29,6 @@ from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneSettings
-from actmat.recipe import load_recipe
 from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics
 
@@ -81,7 +81,7 @@ def test_a_search_is_short_in_a_notebook(report: TuneReport) -> None:
 
 def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) -> None:
     place = Path(f"{report.out}.tune")
-    recipe = load_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
+    recipe = read_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
     actmat.run.run_recipes([recipe])
     first, second = (load_file(p / "model.safetensors") for p in (report.out, tmp_path / "again"))
     assert first.keys() == second.keys()

@@ -26,7 +26,7 @@ def average(
     given: Annotated[RecipeFlags, FlagFields(only=OF_AVERAGE)],
     run: RunSettings,
     plan: flags.Plan = False,
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Average checkpoints of one training run, or runs from one start; needs no base.
 

@@ -22,9 +22,7 @@ MOST = 10
 def compare(
     first: Annotated[Path, typer.Argument(metavar="OUT1", help="Directory of a merged model.")],
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
-    json: flags.Json = False,
-    full: flags.Full = False,
-    quiet: flags.Quiet = False,
+    shown: flags.OutputFlags,
 ) -> None:
     """Compare two merges of the same base and experts: recipes, weights, residuals, checks.
 
@@ -37,11 +35,11 @@ def compare(
     """
     from actmat.extras.pages.comparison import compare as compare_outputs
 
-    with counting("comparing", quiet=quiet) as seen:
+    with counting("comparing", quiet=shown.quiet) as seen:
         found = compare_outputs(first, second, progress=seen)
-    if json:
-        print_result("compare", found.to_json(), long=("tensors",), full=full)
-    elif not quiet:
+    if shown.json:
+        print_result("compare", found.to_json(), long=("tensors",), full=shown.full)
+    elif not shown.quiet:
         _print(found)
 
 

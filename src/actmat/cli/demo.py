@@ -17,8 +17,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder for checkpoints and results.")] = Path("demo-output"),
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only this method; repeatable.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the data splits and of training.")] = 0,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Train a small transformer and several experts on real digits, merge them with every method, compare.
 
@@ -26,7 +25,7 @@ def demo(
     """
     from actmat.extras.demo.run import run_demo
 
-    shown = SafeConsole(quiet=True) if quiet or json else console
-    result = run_demo(out, seed=seed, methods=method, console=shown)
-    if json:
+    printer = SafeConsole(quiet=True) if shown.quiet or shown.json else console
+    result = run_demo(out, seed=seed, methods=method, console=printer)
+    if shown.json:
         print_result("demo", result)

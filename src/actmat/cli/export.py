@@ -24,8 +24,7 @@ def export(
     type_: Annotated[
         str | None, typer.Option("--type", help="gguf: type of the matrices: f32, f16, bf16 or q8_0 (default: bf16).")
     ] = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Write a checkpoint, such as a merged model, in the form of another tool.
 
@@ -41,8 +40,8 @@ def export(
     given = {"like": like, "type": type_}
     said = write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
     with optional_stdout("The export is complete."):
-        if json:
+        if shown.json:
             print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})
-        if json or quiet:
+        if shown.json or shown.quiet:
             return
         console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} as {escape(to)}; {said}")

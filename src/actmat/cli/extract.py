@@ -21,7 +21,7 @@ def extract(
     given: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype", "others"))],
     run: Annotated[RunSettings, FlagFields(without=("device", "device_memory"))],
     plan: flags.Plan = False,
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Extract a LoRA adapter from a fine-tuned model: the best approximation of every layer's delta.
 

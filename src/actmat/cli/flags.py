@@ -44,7 +44,7 @@ _NOT_SET = ("path", "name", "rules", "roles", "postprocess", "notes", "warnings"
 """Fields of a recipe that no command takes: structures, and those that other fields decide."""
 Plan = Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Full = Annotated[bool, typer.Option("--full", help="With --json: include lists with one row per tensor.")]
+Full = Annotated[bool, typer.Option("--full", help="With --json: include the long lists.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and output for scripts.")]
 """Print no text for people. Scripts still get JSON (with --json) and the output that a command exists for:
 the recipe of `plan --as-recipe`, the command of `inspect --serve`, the answers of `try`, the address of `ui`."""
@@ -195,6 +195,10 @@ class FlagFields:
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
+
+
+JsonQuiet = Annotated[OutputFlags, FlagFields(without=("full",))]
+USUAL = OutputFlags()
 
 
 @dataclass(frozen=True)

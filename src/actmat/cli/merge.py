@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from actmat.cli import flags
 from actmat.cli.data import InputFlags
-from actmat.cli.flags import FlagFields, RecipeFlags
+from actmat.cli.flags import RecipeFlags
 from actmat.cli.listing import command
 from actmat.cli.screen import hub_bars, print_result, showing_progress
 from actmat.cli.streams import optional_stdout
@@ -29,7 +29,7 @@ def merge(
     run: RunSettings,
     plan: flags.Plan = False,
     asked: InputFlags,
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Merge fine-tuned models of one base, best with a prompt of each task.
 

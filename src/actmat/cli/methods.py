@@ -15,9 +15,7 @@ from actmat.cli.screen import console, plain_table, print_result
 @command("choose", "listed", "unknown method")
 def methods(
     name: Annotated[str | None, typer.Argument(help="Method to show in full, such as ties.")] = None,
-    json: flags.Json = False,
-    full: Annotated[bool, typer.Option("--full", help="With --json: include every field of every method.")] = False,
-    quiet: flags.Quiet = False,
+    shown: flags.OutputFlags = flags.USUAL,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.catalog import read_catalog
@@ -26,11 +24,11 @@ def methods(
         raise typer.BadParameter("auto is one of the methods, by your experts: 'actmat plan' names it, and says why")
     known = read_catalog()
     chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
-    if json:
+    if shown.json:
         short = ("name", "summary", "needs", "low_rank", "gflop")
-        rows = chosen if full or name is not None else [{key: m[key] for key in short} for m in chosen]
+        rows = chosen if shown.full or name is not None else [{key: m[key] for key in short} for m in chosen]
         print_result("methods", {"methods": rows})
-    elif quiet:
+    elif shown.quiet:
         return
     elif name is None:
         _table(chosen)

@@ -26,8 +26,7 @@ def push(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another output in the repository.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; send nothing.")] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Hash the output again before sending it.")] = True,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Send a merged model to the Hugging Face hub, with its card and manifest.
 
@@ -40,12 +39,12 @@ def push(
     """
     from actmat.api.pushing import push as send
 
-    with hub_bars(quiet=quiet or json):
+    with hub_bars(quiet=shown.quiet or shown.json):
         report = send(out, repo, public=public, overwrite=overwrite, dry_run=dry_run, check=check)
     with optional_stdout("The push is complete." if report.url else ""):
-        if json:
+        if shown.json:
             print_result("push", dataclasses.asdict(report))
-        elif not quiet:
+        elif not shown.quiet:
             _print(report, out)
 
 

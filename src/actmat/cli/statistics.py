@@ -89,7 +89,7 @@ def collect(
     reading: DataReading,
     measuring: Measuring,
     overwrite: Overwrite = False,
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Run a model on data and store sums over the inputs of its layers, without padding.
 
@@ -157,7 +157,7 @@ def staged(
     loading: Annotated[Loading, FlagFields(without=("base",))],
     staging: StageFlags,
     reading: Annotated[DataReading, FlagFields(without=("label_column",))],
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Measure all experts block by block, each on the output of the merged blocks before it (RegMean++).
 

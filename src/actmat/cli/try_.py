@@ -84,8 +84,7 @@ def try_(
         RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"), set=("max_memory",))
     ],
     question: QuestionFlags,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet,
 ) -> None:
     """Merge in memory and query the result; nothing is written.
 
@@ -102,12 +101,12 @@ def try_(
     recipes = given.recipes(recipe)
     ask = question.asker(recipes[0])
     results = []
-    for name, loaded in _models(recipes, run, question, quiet=quiet or json):
+    for name, loaded in _models(recipes, run, question, quiet=shown.quiet or shown.json):
         found = {"model": name, **ask(loaded)}
         results.append(found)
-        if not json:
+        if not shown.json:
             _print(found, question.prompt or [])
-    if json:
+    if shown.json:
         print_result("try", {"prompts": question.prompt or [], "models": results})
 
 

@@ -106,9 +106,7 @@ def tune(
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],
     search: SearchFlags,
-    json: flags.Json = False,
-    full: Annotated[bool, typer.Option("--full", help="With --json: include every trial.")] = False,
-    quiet: flags.Quiet = False,
+    shown: flags.OutputFlags,
 ) -> None:
     """Find the best merge from a few unlabeled inputs of each expert.
 
@@ -143,11 +141,11 @@ def tune(
     shared |= {n: getattr(asked, n) for n in ("model_class", "model_dtype", "new_tokens")}
     score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in given
     settings = TuneSettings(score=score, as_adapter=as_adapter, **shared)
-    with showing_search(quiet=quiet or json) as progress:
+    with showing_search(quiet=shown.quiet or shown.json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
-    if json:
-        print_result("tune", report.to_json(), long=("trials",), full=full)
-    elif quiet:
+    if shown.json:
+        print_result("tune", report.to_json(), long=("trials",), full=shown.full)
+    elif shown.quiet:
         from actmat.cli.summary import print_warnings
 
         print_warnings(report.merged.plan)

@@ -21,8 +21,7 @@ def verify(
         list[str] | None, typer.Option(help="Adapter that was added to the base, once per expert: add it again.")
     ] = None,
     check: CheckFlag = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
@@ -39,13 +38,13 @@ def verify(
     from actmat.cli.searching import compare_answers
 
     result = compare(out, inputs=inputs, against=against or ())
-    rows = compare_answers(out, InputFlags(data=check), quiet=quiet or json) if check else ()
-    if json:
+    rows = compare_answers(out, InputFlags(data=check), quiet=shown.quiet or shown.json) if check else ()
+    if shown.json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}
         added |= {"answers": [dataclasses.asdict(row) for row in rows]} if rows else {}
         print_result("verify", {"out": out} | {name: getattr(result, name) for name in names} | added)
-    if json or (quiet and result.ok):
+    if shown.json or (shown.quiet and result.ok):
         raise typer.Exit(0 if result.ok else 1)
     if rows:
         from actmat.cli.summary import print_kept
