@@ -38,8 +38,8 @@ from actmat.methods.contract import Description
 from actmat.methods.post import STEPS
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.output import KINDS as OUTPUTS
-from actmat.recipe.output import TokenRow, Vocabulary
 from actmat.recipe.values import Entry
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, *OUTPUTS.values(), Vocabulary, TokenRow)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}

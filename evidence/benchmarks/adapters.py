@@ -94,13 +94,13 @@ def peft_side(adapters: list[Path], out: Path, combination: str, shape: tuple[in
 
 def difference(one: Path, other: Path) -> float:
     """`||D_1 - D_2||_F / ||D_2||_F` over all modules of two adapters, from their factors."""
-    from actmat.experts.locate import LocatedAdapter, locate
+    from actmat.experts.locate import locate
+    from actmat.experts.lora.adapter import Adapter
     from actmat.linalg.lowrank import frobenius_norm, weighted_sum
 
-    with locate(str(one)) as left, locate(str(other)) as right:
-        assert isinstance(left, LocatedAdapter)
-        assert isinstance(right, LocatedAdapter)
-        first, second = left.adapter, right.adapter
+    with locate(str(one)) as first, locate(str(other)) as second:
+        assert isinstance(first, Adapter)
+        assert isinstance(second, Adapter)
         assert set(first.modules) == set(second.modules)
         apart = size = 0.0
         for name, module in first.modules.items():

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import typer
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_tensors
 from actmat.cli.inspect import inspect
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate
+from actmat.experts.lora.adapter import Adapter
 from fuzz.harness import Files
 
 
@@ -49,16 +50,15 @@ def in_folder(read: Callable[[Path], str | None]) -> Callable[[Files], str | Non
 
 def read_all(place: Path | str) -> None:
     """Read every tensor of a checkpoint; names are data here, and escaped where they are shown."""
-    with open_checkpoint(place) as checkpoint:
+    with open_tensors(place) as checkpoint:
         for name in checkpoint.specs:
             checkpoint.read(name)
 
 
 def form_factors(folder: Path) -> bool:
     """Form the factors of an adapter; True if it has no problems."""
-    with locate(folder) as found:
-        assert isinstance(found, LocatedAdapter)
-        adapter = found.adapter
+    with locate(folder) as adapter:
+        assert isinstance(adapter, Adapter)
         for module in () if adapter.problems else adapter.modules.values():
             adapter.factors(module, torch.float32)
         return not adapter.problems

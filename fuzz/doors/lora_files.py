@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.experts.locate import locate
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
+from actmat.experts.locate import fit_expert, locate
 from actmat.extras.diffusion.lora_files import METADATA_KEY
 from fuzz.doors.folder import form_factors, in_folder, inspected
 from fuzz.draw import json_text, mutated_bytes, text
@@ -74,12 +75,12 @@ def _file(rng: random.Random) -> Files:
 
 
 @cache
-def _base() -> MemoryCheckpoint:
+def _base() -> Model:
     """A base that has the modules above."""
     linear = ("unet.mid_block.to_q", "unet.mid_block.attn1.to_out.0", "text_encoder.text_model.fc1",
               "text_encoder.layers.0.q_proj", "transformer.blocks.0.ff")  # fmt: skip
     tensors = {f"{name}.weight": torch.ones(4, 4) for name in linear}
-    return MemoryCheckpoint(tensors | {"unet.down_blocks.0.conv.weight": torch.ones(4, 4, 3, 3)})
+    return hold_model(tensors | {"unet.down_blocks.0.conv.weight": torch.ones(4, 4, 3, 3)})
 
 
 def _read(folder: Path) -> str:
@@ -90,10 +91,10 @@ def _read(folder: Path) -> str:
 
 def form(folder: Path) -> None:
     """Form the deltas of a base that has the modules above."""
-    with locate(folder).expert(_base()) as expert:
+    with fit_expert(locate(folder), _base()) as expert:
         for name, spec in expert.specs.items():
             if expert.source(name).kind == "formed":
-                expert.delta(name, 0, spec.numel, torch.float32)
+                expert.dense(name, 0, spec.numel, torch.float32)
 
 
 door("LoRA files", _file, in_folder(_read))

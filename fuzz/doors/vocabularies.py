@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.checkpoints.sentencepiece import pieces
 from actmat.errors import MergeError
 from actmat.extras.vocabulary.align import align_vocabularies
@@ -63,12 +63,14 @@ def _read(folder: Path) -> str:
         policy = Vocabulary.model_validate_json((folder / "policy").read_bytes())
     except ValueError as error:
         raise MergeError("The recipe's 'vocabulary' is wrong.") from error
-    with open_checkpoint(folder / "base") as base, open_checkpoint(folder / "expert") as expert:
-        own, others = align_vocabularies(base, {"expert": expert}, policy)
-        for checkpoint in (own, *others.values()):
-            for name in checkpoint.specs:
-                checkpoint.read(name)
-        return "\n".join([*own.notes, *others["expert"].notes, *own.written_sidecars])
+    with open_model(folder / "base") as base, open_model(folder / "expert") as expert:
+        aligned, others, _ = align_vocabularies(base, {"expert": expert}, policy)
+        for model in (aligned, *others.values()):
+            for name in model.specs:
+                model.tensors.read(name)
+        return "\n".join(
+            [*map(str, aligned.folder.notes), *map(str, others["expert"].folder.notes), *aligned.folder.texts]
+        )
 
 
 door("vocabularies", _case, in_folder(_read))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from actmat.api.merging import plan as plan
     from actmat.api.pushing import PushReport as PushReport
     from actmat.api.pushing import push as push
-    from actmat.api.reading import open_checkpoint as open_checkpoint
+    from actmat.api.reading import open_model as open_model
     from actmat.api.reading import read_recipe as read_recipe
     from actmat.api.tuning import tune as tune
     from actmat.api.tuning import tune_scale as tune_scale
@@ -52,7 +52,7 @@ _NAMES = {
     "actmat.api.measuring": "agreement residual_on_data staged_statistics",
     "actmat.api.merging": "average merge plan",
     "actmat.api.pushing": "PushReport push",
-    "actmat.api.reading": "open_checkpoint read_recipe",
+    "actmat.api.reading": "open_model read_recipe",
     "actmat.api.tuning": "tune tune_scale",
     "actmat.api.verifying": "verify",
     "actmat.diagnostics.model": "Diagnosis",

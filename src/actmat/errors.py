@@ -208,6 +208,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+NoteSeverity = Literal["note", "warning"]
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A message of a plan or of a finished merge.
@@ -221,7 +224,7 @@ class Note:
         code: of the check that warns, if one does.
     """
 
-    severity: Literal["note", "warning"]
+    severity: NoteSeverity
     text: str
     code: str = ""
 

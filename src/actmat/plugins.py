@@ -11,9 +11,9 @@ Seven registries, and the objects that they hold:
 actmat.codecs     `checkpoints.codecs.base.Codec`
 actmat.commands   a command of another distribution: a function, or a `typer.Typer`
 actmat.executors  `engine.executors.base.ExecutorFactory`
-actmat.experts    `experts.base.AdapterFamily`; `reader.NAME`: `experts.changes.base.Reader`, a family in PEFT's
-                  folders; `layout.NAME`: `experts.locate.ConvertLayout`, an adapter with the names of another tool
-actmat.formats    `checkpoints.source.Format`; `view.NAME`: a checkpoint made of others, see `checkpoints.resolve`
+actmat.experts    `experts.deltas.AdapterFamily`; `reader.NAME`: `experts.changes.base.Reader`, for folders of PEFT;
+                  `layout.NAME`: `experts.locate.ConvertLayout`, an adapter with the names of another tool
+actmat.formats    `checkpoints.model.Format`; `view.NAME`: a model made of others, see `checkpoints.resolve`
 actmat.methods    `methods.MergeMethod`
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
 """

@@ -38,4 +38,4 @@ class RunSettings:
         Setting("Executor: threads, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, else threads."),
     ] = None
     held: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
-    """Inputs in memory: place that the recipe gives one -> opens it as a `Located`."""
+    """Inputs in memory: place that the recipe gives one -> opens it, as `locate` does."""

@@ -15,8 +15,9 @@ from tests.helpers.merging import actmat
 from tests.tolerances import F32_ELEMENTWISE
 from torch import Tensor
 
-from actmat.experts.locate import locate, open_handle
-from actmat.experts.policy import VocabularyPolicy, vocabulary_aligner
+from actmat.experts.locate import fit_expert, locate, open_handle, require_model, stored_of
+from actmat.experts.lora.adapter import Adapter
+from actmat.recipe.vocabulary import Vocabulary, vocabulary_aligner
 
 ROWS, WIDTH = 24, 16
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -86,8 +87,11 @@ def test_names_with_wrappers_are_read_in_other_processes_too(tmp_path: Path) -> 
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file({f"module._orig_mod.{n}": t for n, t in load_file(file).items()}, file)
     with locate(tmp_path / "adapter") as located, locate(base) as model:
-        opened, found = vocabulary_aligner()(model.model(), {"one": located.stored}, VocabularyPolicy("union"))
-        expert = located.with_rows(found["one"]).expert(opened)
+        opened, found, _ = vocabulary_aligner()(
+            require_model(model), {"one": stored_of(located)}, Vocabulary(source="union")
+        )
+        assert isinstance(located, Adapter)
+        expert = fit_expert(located.with_rows(found["one"]), opened)
         with open_handle(pickle.loads(pickle.dumps(expert.handle()))) as again:
             table = again.read(TABLE)
     torch.testing.assert_close(table, wanted[TABLE], rtol=0.0, atol=0.0)

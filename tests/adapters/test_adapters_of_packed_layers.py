@@ -21,9 +21,9 @@ from tests.helpers.located import open_expert
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.errors import MergeError
-from actmat.extras.conformance.experts import StoredExpert
+from actmat.extras.conformance.deltas import StoredExpert
 
 ALL = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
 SOME = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], "rank_pattern": {"v_proj": 3}}
@@ -100,8 +100,8 @@ class TestApartOnPacked(Lora):
         if not place.exists():
             save(packed(tiny("llama").state_dict()), place / "base", PHI)
             save(packed(save_adapter(place / "adapter", "llama", seed, **self.options)), place / "tuned")
-        with open_checkpoint(place / "tuned") as tuned:
-            return StoredExpert(place / "base", place / "adapter", {n: tuned.read(n) for n in tuned.specs})
+        with open_model(place / "tuned") as tuned:
+            return StoredExpert(place / "base", place / "adapter", {n: tuned.tensors.read(n) for n in tuned.specs})
 
 
 class TestPackedOnSeparate(Lora):
@@ -157,10 +157,10 @@ def test_an_adapter_is_written_in_the_layout_of_the_base(tmp_path: Path) -> None
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert {config["r"], *config["rank_pattern"].values()} == {5, 2}
     assert {t.rpartition(".")[2] for t in config["target_modules"]} == {"qkv_proj", "gate_up_proj"}
-    with open_checkpoint(tmp_path / "base") as base, open_expert(tmp_path / "out", base) as expert:
+    with open_model(tmp_path / "base") as base, open_expert(tmp_path / "out", base) as expert:
         for name, value in expected.items():
-            delta = expert.delta(name, 0, value.numel(), torch.float64).view(value.shape)
-            torch.testing.assert_close(base.read(name) + delta, value, rtol=1e-10, atol=1e-10)
+            delta = expert.dense(name, 0, value.numel(), torch.float64).view(value.shape)
+            torch.testing.assert_close(base.tensors.read(name) + delta, value, rtol=1e-10, atol=1e-10)
 
 
 def interleaved(parts: Mapping[str, Tensor], order: str, groups: int) -> Tensor:
@@ -329,8 +329,8 @@ def test_packed_and_separate_layers_are_merged_on_a_base_only(tmp_path: Path) ->
     assert_close(merged(tmp_path, tmp_path / "a", tmp_path / "b"), expected)
     run = RUN | SUM | {"out": tmp_path / "lora", "to": "extracted"}
     actmat.merge(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], **run)
-    with open_checkpoint(tmp_path / "base") as base, open_expert(tmp_path / "lora", base) as expert:
-        delta = expert.delta(f"{layer}.weight", 0, 32 * 16, torch.float64).view(32, 16)
+    with open_model(tmp_path / "base") as base, open_expert(tmp_path / "lora", base) as expert:
+        delta = expert.dense(f"{layer}.weight", 0, 32 * 16, torch.float64).view(32, 16)
         torch.testing.assert_close(
-            base.read(f"{layer}.weight") + delta, expected[f"{layer}.weight"], rtol=1e-10, atol=1e-10
+            base.tensors.read(f"{layer}.weight") + delta, expected[f"{layer}.weight"], rtol=1e-10, atol=1e-10
         )

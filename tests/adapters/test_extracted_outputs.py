@@ -86,7 +86,7 @@ def test_an_older_output_is_replaced_if_asked_for(place: Path, tmp_path: Path) -
 def test_a_run_that_fails_while_tensors_are_joined_keeps_them(
     place: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import actmat.run.stage as finishing
+    import actmat.run.output as finishing
 
     def fails(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt

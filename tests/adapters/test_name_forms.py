@@ -18,11 +18,12 @@ from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.errors import MergeError
 from actmat.experts.lora.names import looks_like_factor
 from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture
-from actmat.extras.diffusion.layouts import written
+from actmat.extras.diffusion.layouts import convert_lora
 from actmat.layout.in_memory import find_on_disk
 
 RUN: dict[str, Any] = {"durable": False, "threads": 1}
@@ -147,10 +148,10 @@ def tower_adapter(folder: Path, name: str | None, kind: str, width: int = 4) -> 
     return folder
 
 
-def whole_model(*prefixes: str, widths: tuple[int, int] = (4, 4)) -> MemoryCheckpoint:
+def whole_model(*prefixes: str, widths: tuple[int, int] = (4, 4)) -> Model:
     """A base of several parts with the same names."""
     parts = zip(prefixes, widths, strict=True)
-    return MemoryCheckpoint({f"{p}layers.{i}.fc1.weight": torch.ones(6, w) for p, w in parts for i in range(2)})
+    return hold_model({f"{p}layers.{i}.fc1.weight": torch.ones(6, w) for p, w in parts for i in range(2)})
 
 
 @pytest.mark.parametrize("kind", ["LORA", "IA3"])
@@ -184,8 +185,8 @@ def test_shapes_decide_between_parts(tmp_path: Path) -> None:
 
 def test_a_full_expert_of_one_part(tmp_path: Path) -> None:
     base = whole_model("text_model.", "vision_model.")
-    expert = {n.removeprefix("text_model."): base.read(n) * 2 for n in base.specs if n.startswith("text")}
-    for name, tensors in (("base", {n: base.read(n) for n in base.specs}), ("part", expert)):
+    expert = {n.removeprefix("text_model."): base.tensors.read(n) * 2 for n in base.specs if n.startswith("text")}
+    for name, tensors in (("base", {n: base.tensors.read(n) for n in base.specs}), ("part", expert)):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
     kept: dict[str, Any] = {"method": "average", "keep": ["vision_model.*"], "scope": "all"}
@@ -339,7 +340,7 @@ def test_metadata_that_name_another_model(tmp_path: Path) -> None:
             actmat.plan(None, [tmp_path / "flux.safetensors", tmp_path / "other.safetensors"])
         actmat.plan(None, [tmp_path / "other.safetensors"])
         with pytest.raises(MergeError, match="its metadata or shapes are of the model"):
-            written(tensors, "diffusers", {"modelspec.architecture": said})
+            convert_lora(tensors, "diffusers", {"modelspec.architecture": said})
 
 
 @pytest.mark.parametrize(
@@ -354,4 +355,4 @@ def test_shapes_of_flux_2(name: str, shape: tuple[int, int]) -> None:
     tensors = {f"diffusion_model.{name}.lora_A.weight": torch.randn(2, shape[1])}
     tensors |= {f"diffusion_model.{name}.lora_B.weight": torch.randn(shape[0], 2)}
     with pytest.raises(MergeError, match="of the model 'flux2'"):
-        written(tensors, "diffusers")
+        convert_lora(tensors, "diffusers")

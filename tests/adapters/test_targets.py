@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_peft, tiny
 
 import actmat
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.errors import MergeError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
@@ -75,7 +75,7 @@ def test_tied_modules_are_added() -> None:
 def test_what_the_config_leaves_open_is_not_refused(value: Any) -> None:
     assert not Targets({"target_modules": value}).problems(MODULES)
     config, problems = parse_adapter_config({"peft_type": "LORA", "r": 1, "target_modules": value})
-    said = Adapter(MemoryCheckpoint({}), config, problems).notes
+    said = Adapter(hold_model({}), config, problems).notes
     assert any("Not checked that it names the modules" in note for note in said) == (value == "(?=q)q_proj")
 
 

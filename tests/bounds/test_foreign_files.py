@@ -26,7 +26,7 @@ from actmat import bounds
 from actmat.api.reading import read_recipe
 from actmat.checkpoints.formats import pickles
 from actmat.checkpoints.formats.pickles import PickleError, check_pickle
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
 
@@ -134,7 +134,7 @@ PATHS = {
 @pytest.mark.parametrize("case", PATHS)
 def test_paths_that_cannot_be_looked_up(family: Family, case: str) -> None:
     text = PATHS[case]
-    for call in (open_checkpoint, is_adapter, read_recipe):
+    for call in (open_model, is_adapter, read_recipe):
         try:
             assert call(text) is False, "only is_adapter may answer"
         except (CheckpointError, RecipeError) as error:
@@ -162,7 +162,7 @@ def test_a_folder_that_is_not_listed(family: Family, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(CheckpointError, match="cannot be listed: Permission denied"):
-        open_checkpoint(family.base)
+        open_tensors(family.base)
 
 
 def text_file(path: Path) -> None:
@@ -281,7 +281,7 @@ def test_pickles_beyond_the_bounds(tmp_path: Path, case: str, as_zip: bool, monk
     else:
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
-        open_checkpoint(path)
+        open_tensors(path)
     with pytest.raises(PickleError):
         check_pickle(io.BytesIO(content))
     with pytest.raises(CheckpointError, match=said):
@@ -293,13 +293,13 @@ def test_a_compressed_pickle_is_not_unpacked(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"the compressed record 'archive/data.pkl', \d+ bytes that unpack to 50000000"
     ):
-        open_checkpoint(tmp_path / "m.pt")
+        open_tensors(tmp_path / "m.pt")
 
 
 def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(10**12), "v": torch.zeros(1).expand(20)}, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"repeat stored values") as caught:
-        open_checkpoint(tmp_path / "m.pt")
+        open_tensors(tmp_path / "m.pt")
     assert len(caught.value.problems) == 1, "a small one is copied out"
     assert "1000000000000 float32" in caught.value.problems[0]
 
@@ -309,14 +309,14 @@ def test_a_tar_archive_is_not_unpacked(tmp_path: Path) -> None:
         for name in ("storages", "tensors", "pickle"):
             archive.addfile(tarfile.TarInfo(name))
     with pytest.raises(CheckpointError, match="tar archive"):
-        open_checkpoint(tmp_path / "m.pt")
+        open_tensors(tmp_path / "m.pt")
 
 
 def test_a_header_of_too_many_values_is_not_parsed(tmp_path: Path) -> None:
     text = b'{"a":[' + b"[]," * 5_000_000 + b"1]}"
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(CheckpointError, match="at most 4000000 values"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("protocol", range(6))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.checkpoints.layer_names import adapted_parts
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.resolve import open_handle, open_tensors
 from actmat.errors import CheckpointError
 from actmat.recipe.load import local_location
 
@@ -30,7 +30,7 @@ def merged() -> dict[str, Tensor]:
 
 
 def test_tensors_are_those_of_peft(merged: dict[str, Tensor]) -> None:
-    with open_checkpoint(f"{DATA / 'a'}+{DATA / 'lora'}") as adapted, open_checkpoint(DATA / "a") as plain:
+    with open_tensors(f"{DATA / 'a'}+{DATA / 'lora'}") as adapted, open_tensors(DATA / "a") as plain:
         changed = [n for n in adapted.specs if not torch.equal(adapted.read(n), plain.read(n))]
         assert changed
         assert all("q_proj" in n or "v_proj" in n for n in changed)
@@ -41,7 +41,7 @@ def test_tensors_are_those_of_peft(merged: dict[str, Tensor]) -> None:
 
 def test_any_range_here_and_from_a_handle() -> None:
     rng = random.Random(0)
-    with open_checkpoint(f"{DATA / 'a'}+{DATA / 'lora'}") as here, open_handle(here.handle()) as there:
+    with open_tensors(f"{DATA / 'a'}+{DATA / 'lora'}") as here, open_handle(here.handle()) as there:
         for name, spec in here.specs.items():
             whole = here.read(name)
             start = rng.randrange(spec.nbytes)
@@ -52,7 +52,7 @@ def test_any_range_here_and_from_a_handle() -> None:
 
 def test_layers_of_a_model_with_an_adapter_stack() -> None:
     location = f"{DATA / 'base'}[0:1] + {DATA / 'a'}+{DATA / 'lora'}[2:4]"
-    with open_checkpoint(location) as stack, open_checkpoint(f"{DATA / 'a'}+{DATA / 'lora'}") as adapted:
+    with open_tensors(location) as stack, open_tensors(f"{DATA / 'a'}+{DATA / 'lora'}") as adapted:
         name = "self_attn.q_proj.weight"
         assert torch.equal(stack.read(f"model.layers.2.{name}"), adapted.read(f"model.layers.3.{name}"))
         with open_handle(stack.handle()) as again:
@@ -61,9 +61,9 @@ def test_layers_of_a_model_with_an_adapter_stack() -> None:
 
 def test_a_second_model_is_no_adapter() -> None:
     with pytest.raises(CheckpointError, match=r"a\+.*/b: '.*/b' is not an adapter"):
-        open_checkpoint(f"{DATA / 'a'}+{DATA / 'b'}")
+        open_tensors(f"{DATA / 'a'}+{DATA / 'b'}")
     with pytest.raises(CheckpointError, match="has no 'x'"):
-        open_checkpoint(f"{DATA / 'x'}+{DATA / 'lora'}")
+        open_tensors(f"{DATA / 'x'}+{DATA / 'lora'}")
 
 
 def test_parts_of_a_location(tmp_path: Path) -> None:

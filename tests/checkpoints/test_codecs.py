@@ -9,10 +9,10 @@ import torch
 from tests.helpers.quantized import Stored, compressed, fp8_blocks, fp8_scaled, mxfp4, save_model
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.codecs.quantized import QuantizedTensors
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
 from actmat.errors import CheckpointError
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -22,16 +22,16 @@ def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5)).mul_(0.05).to(dtype)
 
 
-def same_everywhere(checkpoint: Checkpoint, name: str, expected: Tensor) -> None:
+def same_everywhere(stored: Tensors, name: str, expected: Tensor) -> None:
     """The whole tensor, and odd runs of its bytes, are those expected."""
-    found = checkpoint.read(name)
+    found = stored.read(name)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8))
     wanted = bytes(raw_bytes(expected.contiguous()))
     size = len(wanted)
     for start, length in ((0, 1), (1, 7), (size // 3, size // 2), (size - 5, 5), (size, 0)):
         out = memoryview(bytearray(length))
-        checkpoint.read_into(name, start, out)
+        stored.read_into(name, start, out)
         assert out == wanted[start : start + length]
 
 
@@ -63,12 +63,12 @@ def test_compressed_tensors_reads_the_same(scheme: str, dtype: str, tmp_path: Pa
     write, entry = compressed(**arguments)
     stored, expected = write(NAME, noise(48, 96, dtype=getattr(torch, dtype)))
     save_model(tmp_path, stored | {"norm.weight": torch.ones(3)}, {"dtype": dtype, "quantization_config": entry})
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_model(tmp_path) as checkpoint:
         assert set(checkpoint.specs) == {NAME, "norm.weight"}
-        assert words in checkpoint.scheme(NAME)
-        assert checkpoint.stored_bytes(NAME) == sum(t.nbytes for t in stored.values())
-        same_everywhere(checkpoint, NAME, expected)
-        assert checkpoint.config == {"dtype": dtype} == checkpoint.written_config
+        assert words in checkpoint.tensors.parts(NAME).scheme
+        assert checkpoint.tensors.parts(NAME).nbytes == sum(t.nbytes for t in stored.values())
+        same_everywhere(checkpoint.tensors, NAME, expected)
+        assert checkpoint.config == {"dtype": dtype} == checkpoint.folder.written["config.json"]
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (300, 200), (130, 1), (1, 257), (3, 140, 130)])
@@ -76,26 +76,26 @@ def test_fp8_blocks_with_ragged_edges(shape: tuple[int, ...], tmp_path: Path) ->
     stored, expected = fp8_blocks(NAME, noise(*shape))
     entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     save_model(tmp_path, stored, {"torch_dtype": "bfloat16", "quantization_config": entry})
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_model(tmp_path) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
-        same_everywhere(checkpoint, NAME, expected)
+        same_everywhere(checkpoint.tensors, NAME, expected)
 
 
 def test_wide_tensors_are_decoded_window_by_window(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(700, 500))
-    with open_checkpoint(save_model(tmp_path, stored, None)) as checkpoint:
-        same_everywhere(checkpoint, NAME, expected)
-        assert isinstance(checkpoint, QuantizedCheckpoint)
-        assert 0 < checkpoint.buffer_bytes < 8_000_000
+    with open_model(save_model(tmp_path, stored, None)) as checkpoint:
+        same_everywhere(checkpoint.tensors, NAME, expected)
+        assert isinstance(checkpoint.tensors, QuantizedTensors)
+        assert 0 < checkpoint.tensors.buffer_bytes < 8_000_000
 
 
 def test_single_files_of_image_tools(tmp_path: Path) -> None:
     stored, expected = fp8_scaled(NAME, noise(24, 40))
     stored |= {"scaled_fp8": torch.empty(2, dtype=torch.float8_e4m3fn), "img_in.bias": torch.ones(3)}
     folder = save_model(tmp_path, stored, None)
-    with open_checkpoint(folder / "model.safetensors") as checkpoint:
+    with open_model(folder / "model.safetensors") as checkpoint:
         assert set(checkpoint.specs) == {"img_in.bias", NAME}
-        same_everywhere(checkpoint, NAME, expected)
+        same_everywhere(checkpoint.tensors, NAME, expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 48), (3, 32, 7)])
@@ -103,22 +103,22 @@ def test_mxfp4_reads_as_transformers_does(shape: tuple[int, ...], tmp_path: Path
     name = "model.layers.0.mlp.experts.gate_up_proj"
     stored, expected = mxfp4(name, noise(*shape))
     save_model(tmp_path, stored, {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}})
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_model(tmp_path) as checkpoint:
         assert checkpoint.specs[name].shape == shape
-        same_everywhere(checkpoint, name, expected)
+        same_everywhere(checkpoint.tensors, name, expected)
 
 
 def test_handles_open_the_decoded_tensors(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(130, 140))
-    with open_checkpoint(save_model(tmp_path, stored, None)) as first, open_handle(first.handle()) as again:
+    with open_tensors(save_model(tmp_path, stored, None)) as first, open_handle(first.handle()) as again:
         assert again.specs == first.specs
         same_everywhere(again, NAME, expected)
 
 
 def test_tensors_in_memory_are_decoded(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(130, 140))
-    with open_checkpoint(stored) as checkpoint:
-        same_everywhere(checkpoint, NAME, expected)
+    with open_model(stored) as checkpoint:
+        same_everywhere(checkpoint.tensors, NAME, expected)
 
 
 def edited(stored: Stored, change: Callable[[Stored], object]) -> Stored:
@@ -137,7 +137,7 @@ def edited(stored: Stored, change: Callable[[Stored], object]) -> Stored:
 def test_parts_that_do_not_fit_are_refused(change: Callable[[Stored], object], says: str, tmp_path: Path) -> None:
     stored = edited(fp8_blocks(NAME, noise(130, 140))[0], change)
     with pytest.raises(CheckpointError, match=says):
-        open_checkpoint(save_model(tmp_path, stored, None))
+        open_tensors(save_model(tmp_path, stored, None))
 
 
 def test_groups_out_of_range_are_refused_on_reading(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_groups_out_of_range_are_refused_on_reading(tmp_path: Path) -> None:
     stored, _ = write(NAME, noise(16, 64))
     stored[NAME.replace("weight", "weight_g_idx")] = torch.full((64,), 9, dtype=torch.int32)
     save_model(tmp_path, stored, {"quantization_config": entry})
-    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="found 9 to 9"):
-        checkpoint.read(NAME)
+    with open_model(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="found 9 to 9"):
+        checkpoint.tensors.read(NAME)
 
 
 @pytest.mark.parametrize("columns", [60, 100])
@@ -154,8 +154,8 @@ def test_rows_that_end_within_a_word_are_refused(columns: int, tmp_path: Path) -
     write, entry = compressed(**SCHEMES["int4 per channel"][0])
     stored, _ = write(NAME, noise(16, columns))
     save_model(tmp_path, stored, {"quantization_config": entry})
-    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="within a 32-bit word"):
-        checkpoint.read(NAME)
+    with open_model(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="within a 32-bit word"):
+        checkpoint.tensors.read(NAME)
 
 
 @pytest.mark.parametrize(
@@ -170,20 +170,20 @@ def test_rotated_and_sparse_weights_are_refused(entry: dict[str, Any], says: str
     stored, _ = write(NAME, noise(16, 64))
     save_model(tmp_path, stored, {"quantization_config": own | entry})
     with pytest.raises(CheckpointError, match=says):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("entry", [{"quant_method": "quark"}, {"quant_algo": "NVFP4"}, {"bits": 4}])
 def test_unknown_schemes_stay_as_they_are_stored(entry: dict[str, Any], tmp_path: Path) -> None:
     stored, _ = fp8_blocks(NAME, noise(130, 140))
     save_model(tmp_path, stored, {"quantization_config": entry})
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_model(tmp_path) as checkpoint:
         assert checkpoint.specs[NAME].dtype == "float8_e4m3fn"
         assert checkpoint.config == {"quantization_config": entry}
 
 
 def test_float8_without_scales_is_not_cast(tmp_path: Path) -> None:
     codes = noise(4, 4).to(torch.float8_e4m3fn)
-    with open_checkpoint(save_model(tmp_path, {NAME: codes}, None)) as checkpoint:
+    with open_model(save_model(tmp_path, {NAME: codes}, None)) as checkpoint:
         assert checkpoint.specs[NAME].dtype == "float8_e4m3fn"
-        assert not isinstance(checkpoint, QuantizedCheckpoint)
+        assert not isinstance(checkpoint.tensors, QuantizedTensors)

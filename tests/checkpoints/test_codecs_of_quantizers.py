@@ -10,8 +10,8 @@ from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
 from tests.helpers.quantized import Stored, save_model
 from torch import Tensor
 
-from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.codecs.quantized import QuantizedTensors
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError
 
 STEM = NAME.removesuffix(".weight")
@@ -80,26 +80,26 @@ def config_of(method: str, **entry: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("ordered", [False, True])
 def test_gptq_is_its_formula(bits: int, ordered: bool, tmp_path: Path) -> None:
     stored, expected = gptq(bits, ordered=ordered, shift=1)
-    with open_checkpoint(save_model(tmp_path, stored, config_of("gptq", bits=bits))) as checkpoint:
+    with open_model(save_model(tmp_path, stored, config_of("gptq", bits=bits))) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
-        assert f"GPTQ int{bits}" in checkpoint.scheme(NAME)
-        same_everywhere(checkpoint, NAME, expected)
-        assert isinstance(checkpoint, QuantizedCheckpoint)
-        assert checkpoint.coded[NAME].held_bytes >= stored[f"{STEM}.qweight"].nbytes
+        assert f"GPTQ int{bits}" in checkpoint.tensors.parts(NAME).scheme
+        same_everywhere(checkpoint.tensors, NAME, expected)
+        assert isinstance(checkpoint.tensors, QuantizedTensors)
+        assert checkpoint.tensors.coded[NAME].held_bytes >= stored[f"{STEM}.qweight"].nbytes
 
 
 def test_gptq_v2_stores_zero_points_as_they_are(tmp_path: Path) -> None:
     stored, expected = gptq(4, ordered=False, shift=0)
     folder = save_model(tmp_path, stored, config_of("gptq", bits=4, checkpoint_format="gptq_v2"))
-    with open_checkpoint(folder) as checkpoint:
-        same_everywhere(checkpoint, NAME, expected)
+    with open_model(folder) as checkpoint:
+        same_everywhere(checkpoint.tensors, NAME, expected)
 
 
 def test_awq_is_its_formula(tmp_path: Path) -> None:
     stored, expected = awq()
-    with open_checkpoint(save_model(tmp_path, stored, config_of("awq", bits=4, version="GEMM"))) as checkpoint:
-        assert "AWQ int4" in checkpoint.scheme(NAME)
-        same_everywhere(checkpoint, NAME, expected)
+    with open_model(save_model(tmp_path, stored, config_of("awq", bits=4, version="GEMM"))) as checkpoint:
+        assert "AWQ int4" in checkpoint.tensors.parts(NAME).scheme
+        same_everywhere(checkpoint.tensors, NAME, expected)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_awq_is_its_formula(tmp_path: Path) -> None:
 def test_layouts_that_are_not_read_are_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     stored, _ = gptq(4, ordered=False, shift=1)
     with pytest.raises(CheckpointError, match=says):
-        open_checkpoint(save_model(tmp_path, stored, config))
+        open_tensors(save_model(tmp_path, stored, config))
 
 
 def four_bits(weight: Tensor, *, nested: bool) -> tuple[Stored, Tensor]:
@@ -148,21 +148,21 @@ def four_bits(weight: Tensor, *, nested: bool) -> tuple[Stored, Tensor]:
 @pytest.mark.parametrize("shape", [(12, 32), (6, 48), (5, 64)])
 def test_four_bits_are_their_formula(nested: bool, shape: tuple[int, int], tmp_path: Path) -> None:
     stored, expected = four_bits(noise(*shape), nested=nested)
-    with open_checkpoint(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
+    with open_model(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
-        assert checkpoint.scheme(NAME).startswith("NF4")
-        same_everywhere(checkpoint, NAME, expected)
+        assert checkpoint.tensors.parts(NAME).scheme.startswith("NF4")
+        same_everywhere(checkpoint.tensors, NAME, expected)
 
 
 def test_eight_bits_are_their_formula(tmp_path: Path) -> None:
     codes, largest = whole(255, OUT, IN).sub(127).to(torch.int8), torch.linspace(0.1, 2, OUT)
     expected = (codes.double() * largest.double()[:, None] / 127).to(torch.float16)
     stored = {NAME: codes, f"{STEM}.SCB": largest, f"{STEM}.weight_format": torch.tensor(0, dtype=torch.uint8)}
-    with open_checkpoint(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
-        same_everywhere(checkpoint, NAME, expected)
+    with open_model(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
+        same_everywhere(checkpoint.tensors, NAME, expected)
     stored[f"{STEM}.weight_format"] += 1
     with pytest.raises(CheckpointError, match="GPU kernel"):
-        open_checkpoint(save_model(tmp_path, stored, config_of("bitsandbytes")))
+        open_tensors(save_model(tmp_path, stored, config_of("bitsandbytes")))
 
 
 @pytest.mark.parametrize("state", [b"{", b"[" * 5000, b'{"shape": [-1], "blocksize": 1, "dtype": "bfloat16"}',
@@ -171,7 +171,7 @@ def test_damaged_states_are_refused(state: bytes, tmp_path: Path) -> None:
     stored, _ = four_bits(noise(12, 32), nested=False)
     stored[f"{NAME}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=NAME):
-        open_checkpoint(save_model(tmp_path, stored, config_of("bitsandbytes")))
+        open_tensors(save_model(tmp_path, stored, config_of("bitsandbytes")))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -182,7 +182,7 @@ def test_bitsandbytes_reads_the_same(kind: str, nested: bool, tmp_path: Path) ->
     codes, state = library.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
     expected = library.dequantize_4bit(codes, state)
     packed = {f"{NAME}.{n}": t for n, t in state.as_dict(packed=True).items()}
-    with open_checkpoint(save_model(tmp_path, {NAME: codes} | packed, config_of("bitsandbytes"))) as checkpoint:
-        found = checkpoint.read(NAME)
+    with open_model(save_model(tmp_path, {NAME: codes} | packed, config_of("bitsandbytes"))) as checkpoint:
+        found = checkpoint.tensors.read(NAME)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)  # of FP4, the library gives some zeros a sign

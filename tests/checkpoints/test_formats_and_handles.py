@@ -17,16 +17,17 @@ from tests.helpers.plugged import plug
 from torch import Tensor
 
 from actmat.checkpoints import formats
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
-from actmat.checkpoints.memory import HeldTensors, MemoryCheckpoint
+from actmat.checkpoints.base import Tensors, TensorsHandle, TensorSpec, torch_dtype
+from actmat.checkpoints.memory import MemoryTensors
+from actmat.checkpoints.model import Format, stored_model
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
+from actmat.checkpoints.source import Source, TensorFiles
 from actmat.errors import CheckpointError
-from actmat.extras.conformance.checkpoints import CheckpointConformance
+from actmat.extras.conformance.tensors import TensorsConformance
 
 
-class HexCheckpoint(HeldTensors, StoredCheckpoint):
+class HexTensors(TensorFiles):
     """A toy: one JSON file of `name -> [dtype, shape, bytes in hexadecimal digits]`."""
 
     format = "hex"
@@ -35,11 +36,18 @@ class HexCheckpoint(HeldTensors, StoredCheckpoint):
         super().__init__(source, [label])
         stored = json.loads(source.fetch(label).read_text())
         self.specs = MappingProxyType({n: TensorSpec(n, tuple(s), d, label) for n, (d, s, _) in stored.items()})
-        self.aliases = MappingProxyType({})
-        self._tensors = {}
+        tensors = {}
         for name, (dtype, shape, digits) in stored.items():
             flat = torch.frombuffer(bytearray.fromhex(digits), dtype=torch_dtype(dtype)) if digits else torch.empty(0)
-            self._tensors[name] = flat.to(torch_dtype(dtype)).reshape(shape)
+            tensors[name] = flat.to(torch_dtype(dtype)).reshape(shape)
+        self._held = MemoryTensors(tensors)
+
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        self._held.fill(spec, start, out)
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()
 
 
 def save_hex(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -51,7 +59,7 @@ HEX = Format(
     "hex",
     ("*.hex",),
     claims=lambda source: any(name.endswith(".hex") for name in source.weights),
-    open=lambda source: HexCheckpoint(source, next(name for name in source.weights if name.endswith(".hex"))),
+    open=lambda source: stored_model(HexTensors(source, next(n for n in source.weights if n.endswith(".hex")))),
 )
 
 
@@ -61,10 +69,10 @@ def with_hex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_hex")
-class TestHexFormat(CheckpointConformance):
-    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+class TestHexFormat(TensorsConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Tensors:
         save_hex(tensors, folder / "weights.hex")
-        return open_checkpoint(folder)
+        return open_tensors(folder)
 
 
 @pytest.mark.usefixtures("with_hex")
@@ -75,35 +83,35 @@ def test_a_new_format_is_also_read_from_a_file_and_from_the_hub(hub: HubStandIn,
     (folder / "config.json").write_text('{"model_type": "toy"}')
     hub.add("org/toy", folder)
     for location in (folder, folder / "weights.hex", "hf://org/toy"):
-        with open_checkpoint(location) as checkpoint:
-            assert torch.equal(checkpoint.read("w"), torch.arange(3.0))
+        with open_model(location) as checkpoint:
+            assert torch.equal(checkpoint.tensors.read("w"), torch.arange(3.0))
             assert checkpoint.config == (None if location == folder / "weights.hex" else {"model_type": "toy"})
 
 
 def test_refusals_list_the_formats_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights.hex").write_text("{}")
     with pytest.raises(CheckpointError) as before:
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
     listed = ", ".join(pattern for f in formats.all_formats() for pattern in f.patterns)
     assert f"expected weights ({listed}), found weights.hex" in str(before.value)
     with pytest.raises(CheckpointError) as single:
-        open_checkpoint(tmp_path / "weights.hex")
+        open_tensors(tmp_path / "weights.hex")
     assert "expected a file ending in .safetensors, " in str(single.value)
     assert " or .index.json, found 'weights.hex'" in str(single.value)
     plug(monkeypatch, "actmat.formats", "hex", HEX)
     (tmp_path / "weights.hex").rename(tmp_path / "weights.txt")
     with pytest.raises(CheckpointError) as after:
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
     assert f"expected weights ({listed}, *.hex)" in str(after.value)
 
 
 def test_the_first_format_that_claims_a_folder_opens_it(tmp_path: Path, with_hex: None) -> None:
     save_hex({"old": torch.ones(1)}, tmp_path / "weights.hex")
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert set(open_checkpoint(tmp_path).specs) == {"w"}
+    assert set(open_tensors(tmp_path).specs) == {"w"}
 
 
-def read_sum(handle: CheckpointHandle) -> tuple[int, str, float]:
+def read_sum(handle: TensorsHandle) -> tuple[int, str, float]:
     with open_handle(handle) as checkpoint:
         return os.getpid(), checkpoint.location, float(checkpoint.read("w").sum())
 
@@ -114,7 +122,7 @@ def test_another_process_opens_handles_of_relative_locations(tmp_path: Path, mon
     save_sharded({"w": torch.arange(5.0), "v": torch.ones(2)}, Path("sharded"), shards=2)
     torch.save({"w": torch.ones(7)}, "weights.pt")
     locations = ("sharded", "sharded/model.safetensors.index.json", "./weights.pt")
-    handles = [open_checkpoint(location).handle() for location in locations]
+    handles = [open_tensors(location).handle() for location in locations]
     monkeypatch.chdir("/")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.map(read_sum, handles)
@@ -127,7 +135,7 @@ def test_a_handle_of_the_hub_keeps_its_commit_and_its_cache(hub: HubStandIn, tmp
         (tmp_path / name).mkdir()
         save_file({"w": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
     first = hub.add("org/model", tmp_path / "one")
-    handle = open_checkpoint("org/model", cache_dir=tmp_path / "other cache").handle()
+    handle = open_tensors("org/model", cache_dir=tmp_path / "other cache").handle()
     hub.add("org/model", tmp_path / "two")
     assert handle.address == f"hf://org/model@{first}"
     with open_handle(pickle.loads(pickle.dumps(handle))) as again:
@@ -138,7 +146,7 @@ def test_a_handle_of_the_hub_keeps_its_commit_and_its_cache(hub: HubStandIn, tmp
 
 def test_tensors_in_memory_have_no_handle() -> None:
     with pytest.raises(CheckpointError, match="cannot be opened by another process"):
-        MemoryCheckpoint({"w": torch.ones(1)}).handle()
+        MemoryTensors({"w": torch.ones(1)}).handle()
 
 
 def test_a_handle_of_a_format_that_is_not_registered_is_refused(tmp_path: Path) -> None:
@@ -146,12 +154,12 @@ def test_a_handle_of_a_format_that_is_not_registered_is_refused(tmp_path: Path) 
     with pytest.raises(
         CheckpointError, match=rf"one of the formats {', '.join(f.name for f in formats.all_formats())}, found 'hex'"
     ):
-        open_handle(CheckpointHandle(str(tmp_path), "hex", "model"))
+        open_handle(TensorsHandle(str(tmp_path), "hex", "model"))
 
 
 def test_a_handle_of_files_that_are_gone_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    handle = open_checkpoint(tmp_path / "model.safetensors").handle()
+    handle = open_tensors(tmp_path / "model.safetensors").handle()
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found nothing there"):
         open_handle(handle)

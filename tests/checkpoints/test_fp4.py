@@ -8,7 +8,7 @@ from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
 from tests.helpers.quantized import compressed_fp4, save_model
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError
 
 KINDS = {
@@ -24,10 +24,10 @@ def test_compressed_tensors_reads_the_same(kind: str, shape: tuple[int, int], tm
     write, entry = compressed_fp4(kind)
     stored, expected = write(NAME, noise(*shape))
     save_model(tmp_path, stored | {"norm.weight": torch.ones(3)}, {"dtype": "bfloat16", "quantization_config": entry})
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_model(tmp_path) as checkpoint:
         assert set(checkpoint.specs) == {NAME, "norm.weight"}
-        assert checkpoint.scheme(NAME) == KINDS[kind]
-        same_everywhere(checkpoint, NAME, expected)
+        assert checkpoint.tensors.parts(NAME).scheme == KINDS[kind]
+        same_everywhere(checkpoint.tensors, NAME, expected)
         assert float((expected.double() - noise(*shape).double()).norm() / noise(*shape).double().norm()) < 0.15
 
 
@@ -39,8 +39,8 @@ def test_a_merge_is_written_as_floats(kind: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", write(NAME, noise(48, 96))[0], config)
     expert = save_model(tmp_path / "expert", {NAME: plain * 2}, {"dtype": "bfloat16"})
     report = actmat.merge(base, [expert], method="linear", out=tmp_path / "out", threads=1, durable=False)
-    with open_checkpoint(report.out) as found:
-        assert torch.equal(found.read(NAME), plain * 2)
+    with open_model(report.out) as found:
+        assert torch.equal(found.tensors.read(NAME), plain * 2)
         assert found.config == {"dtype": "bfloat16"}
 
 
@@ -62,4 +62,4 @@ def test_damaged_parts_are_named(part: str, value: torch.Tensor | None, message:
     name = NAME.removesuffix("weight") + part
     stored = {n: t for n, t in stored.items() if n != name} | ({} if value is None else {name: value})
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(save_model(tmp_path, stored, {"quantization_config": entry}))
+        open_tensors(save_model(tmp_path, stored, {"quantization_config": entry}))

@@ -15,9 +15,9 @@ from tests.helpers.quantized import save_model
 
 import actmat
 from actmat import merge
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
 from actmat.errors import CheckpointError, MergeError
-from actmat.extras.gguf.file import QUANTIZED, converted_tokenizer
+from actmat.extras.gguf.file import QUANTIZED, GgufFolder
 from actmat.extras.gguf.header import VOCABULARY, read_gguf_header
 
 BIASES = {"attn_q": WIDTH, "attn_k": WIDTH // 2, "attn_v": WIDTH // 2, "attn_output": WIDTH}
@@ -90,17 +90,17 @@ def test_tensors_and_config_are_those_that_transformers_loads(kind: str, archite
     file = write_gguf(tmp_path / "m.gguf", kind, architecture, **special)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight" and "rotary" not in n}
-    with open_checkpoint(file) as checkpoint, open_handle(checkpoint.handle()) as again:
+    with open_model(file) as checkpoint, open_handle(checkpoint.tensors.handle()) as again:
         # a qwen2 model has biases that this file lacks
         assert set(checkpoint.specs) == {n for n in state if not n.endswith("bias")}
         assert again.specs == checkpoint.specs
         for name, spec in checkpoint.specs.items():
-            found = checkpoint.read(name)
+            found = checkpoint.tensors.read(name)
             assert torch.equal(found, state[name].to(found.dtype)), name
             out = memoryview(bytearray(spec.nbytes - 3))
             again.read_into(name, 3, out)
             assert out == bytes(found.view(torch.uint8).flatten().tolist())[3:]
-            assert (checkpoint.scheme(name) == f"GGUF {kind}") == (spec.dtype == "bfloat16")
+            assert (checkpoint.tensors.parts(name).scheme == f"GGUF {kind}") == (spec.dtype == "bfloat16")
         config = checkpoint.config or {}
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
                       "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "model_type",
@@ -113,8 +113,8 @@ def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     base = write_gguf(tmp_path / "base.gguf")
-    with open_checkpoint(base) as checkpoint:
-        tensors = {n: checkpoint.read(n) for n in checkpoint.specs}
+    with open_model(base) as checkpoint:
+        tensors = {n: checkpoint.tensors.read(n) for n in checkpoint.specs}
     changed = {n: (t.float() * 1.5).to(t.dtype) for n, t in tensors.items()}
     expert = save_model(tmp_path / "expert", changed, None)
     merge(base, [expert], out=tmp_path / "out", method="average")
@@ -133,13 +133,14 @@ def test_the_tokenizer_of_a_file_is_converted(tmp_path: Path) -> None:
     writer.add_token_merges(["a b", "\u0120 c"])
     writer.add_eos_token_id(6)
     written(writer)
-    files = converted_tokenizer(tmp_path / "m.gguf")
+    files = GgufFolder(file=tmp_path / "m.gguf").converted_tokenizer()
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("ab c") == [4, 5]
     assert tokenizer.eos_token == "<end>"
-    assert converted_tokenizer(write_gguf(tmp_path / "none.gguf")) == {}, "a list of tokens without a model of them"
+    none = GgufFolder(file=write_gguf(tmp_path / "none.gguf"))
+    assert none.converted_tokenizer() == {}, "a list of tokens without a model of them"
 
 
 @pytest.mark.parametrize(
@@ -149,9 +150,9 @@ def test_tokens_of_a_gguf_base_are_compared(swapped: bool | None, words: str, tm
     """Rows mean the same tokens as in the experts; rows of padding mean none."""
     tokens = [f"w{i}" for i in range(VOCAB - 2)] + [f"[PAD{i}]" for i in (VOCAB - 2, VOCAB - 1)]
     base = write_gguf(tmp_path / "base.gguf", tokens=tokens)
-    with open_checkpoint(base) as checkpoint:
-        assert checkpoint.stored_tokens() == [*tokens[:-2], "", ""]
-        expert = save_model(tmp_path / "expert", {n: checkpoint.read(n) for n in checkpoint.specs}, None)
+    with open_model(base) as checkpoint:
+        assert checkpoint.folder.tokens() == [*tokens[:-2], "", ""]
+        expert = save_model(tmp_path / "expert", {n: checkpoint.tensors.read(n) for n in checkpoint.specs}, None)
     if swapped:
         tokens[3], tokens[4] = tokens[4], tokens[3]
     vocabulary = {t: i for i, t in enumerate(tokens[:-2])} | ({"<new>": VOCAB - 2} if swapped is None else {})
@@ -177,10 +178,10 @@ def test_biases_of_a_llamas_attention_are_put_in_order(tmp_path: Path) -> None:
 
     base = write_gguf(tmp_path / "base.gguf", "F16", biases=tuple(BIASES))
     stored = {t.name: np.array(t.data) for t in GGUFReader(base).tensors}
-    with open_checkpoint(base) as checkpoint:
-        tensors = {n: checkpoint.read(n) for n in checkpoint.specs}
+    with open_model(base) as checkpoint:
+        tensors = {n: checkpoint.tensors.read(n) for n in checkpoint.specs}
         part = memoryview(bytearray(8))
-        checkpoint.read_into("model.layers.1.self_attn.k_proj.bias", 4, part)
+        checkpoint.tensors.read_into("model.layers.1.self_attn.k_proj.bias", 4, part)
     for layer, heads in (("q", HEADS), ("k", KV_HEADS)):
         for end in ("weight", "bias"):
             found = tensors[f"model.layers.1.self_attn.{layer}_proj.{end}"].numpy()
@@ -195,9 +196,9 @@ def test_biases_of_a_llamas_attention_are_put_in_order(tmp_path: Path) -> None:
 
 
 def test_a_config_of_some_biases_is_not_written(tmp_path: Path) -> None:
-    with open_checkpoint(write_gguf(tmp_path / "m.gguf", biases=("attn_q", "attn_k", "attn_v"))) as checkpoint:
-        assert checkpoint.written_config is None
-        assert "some layers of a kind" in checkpoint.notes[0]
+    with open_model(write_gguf(tmp_path / "m.gguf", biases=("attn_q", "attn_k", "attn_v"))) as checkpoint:
+        assert checkpoint.folder.written == {}
+        assert "some layers of a kind" in checkpoint.folder.notes[0].text
         assert "model.layers.0.self_attn.q_proj.bias" in checkpoint.specs
 
 
@@ -227,25 +228,25 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole" / "m.gguf")
     write_gguf(tmp_path / "m.gguf")
     parts = split(tmp_path / "m.gguf", 3)
-    with open_checkpoint(tmp_path / "whole") as whole:
+    with open_tensors(tmp_path / "whole") as whole:
         for place in (tmp_path / parts[0].name, tmp_path / parts[2].name):
-            with open_checkpoint(place) as found, open_handle(found.handle()) as again:
+            with open_model(place) as found, open_handle(found.tensors.handle()) as again:
                 assert found.specs.keys() == whole.specs.keys()
-                assert [i.path.rpartition("/")[2] for i in found.identity()] == [p.name for p in parts]
+                assert [i.path.rpartition("/")[2] for i in found.tensors.identity()] == [p.name for p in parts]
                 assert all(torch.equal(again.read(n), whole.read(n)) for n in whole.specs)
                 assert (found.config or {})["num_attention_heads"] == HEADS
     folder = tmp_path / "parts"
     folder.mkdir()
     for part in parts:
         part.rename(folder / part.name)
-    with open_checkpoint(folder) as found:
+    with open_model(folder) as found:
         assert len(found.specs) == len(shapes())
     (folder / parts[1].name).rename(tmp_path / "kept")
     with pytest.raises(CheckpointError, match=r"without m-00002-of-00003\.gguf"):
-        open_checkpoint(folder)
+        open_tensors(folder)
     (folder / parts[1].name).write_bytes((folder / parts[2].name).read_bytes())
     with pytest.raises(CheckpointError, match="are inconsistent") as raised:
-        open_checkpoint(folder)
+        open_tensors(folder)
     assert any("file 2 is numbered 3" in p for p in raised.value.problems)
     assert any("a tensor is in two files" in p for p in raised.value.problems)
 
@@ -256,9 +257,9 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
 def test_a_config_that_the_metadata_do_not_have_is_not_written(
     architecture: str, extra: dict[str, int], says: str, tmp_path: Path
 ) -> None:
-    with open_checkpoint(write_gguf(tmp_path / "m.gguf", "Q8_0", architecture, **extra)) as found:
-        assert found.written_config is None
-        assert says in found.notes[0]
+    with open_model(write_gguf(tmp_path / "m.gguf", "Q8_0", architecture, **extra)) as found:
+        assert found.folder.written == {}
+        assert says in found.folder.notes[0].text
         assert found.config is not None
 
 
@@ -282,7 +283,7 @@ def test_every_type_that_is_listed_can_be_decoded(kind: str) -> None:
 )
 def test_files_that_are_not_read_are_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", **change))
+        open_tensors(write_gguf(tmp_path / "m.gguf", **change))
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     key = b"llama.attention.head_count_kv" + struct.pack("<I", 4)
     (tmp_path / "m.gguf").write_bytes(content.replace(key + struct.pack("<I", KV_HEADS), key + struct.pack("<I", 7)))
     with pytest.raises(CheckpointError, match="7 heads"):
-        open_checkpoint(tmp_path / "m.gguf")
+        open_tensors(tmp_path / "m.gguf")
 
 
 def header(*entries: bytes, tensors: int = 0, count: int | None = None, version: int = 3) -> bytes:
@@ -346,16 +347,16 @@ def test_tensors_beyond_the_file_or_in_each_other_are_refused(tmp_path: Path) ->
     content = bytearray(write_gguf(tmp_path / "m.gguf").read_bytes())
     (tmp_path / "short.gguf").write_bytes(content[:-4000])
     with pytest.raises(CheckpointError, match="beyond the file"):
-        open_checkpoint(tmp_path / "short.gguf")
+        open_tensors(tmp_path / "short.gguf")
     at = content.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8 + 4
     content[at : at + 8] = struct.pack("<Q", 0)
     (tmp_path / "overlap.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="overlap another tensor"):
-        open_checkpoint(tmp_path / "overlap.gguf")
+        open_tensors(tmp_path / "overlap.gguf")
 
 
 def test_several_files_in_a_folder_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)

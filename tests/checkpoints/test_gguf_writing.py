@@ -15,7 +15,7 @@ from tests.helpers.gguf_files import HEADS, KV_HEADS
 from tests.tolerances import F32_PRODUCT
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import MergeError
 from actmat.extras.gguf.names import ONE_ADDED
 
@@ -35,8 +35,8 @@ def tensors(file: Path) -> dict[str, Any]:
 def as_checkpoint(file: Path, folder: Path) -> Path:
     """The tensors of a GGUF file as transformers has them, in safetensors."""
     folder.mkdir()
-    with open_checkpoint(file) as opened:
-        save_file({n: opened.read(n).clone() for n in opened.specs}, folder / "model.safetensors")
+    with open_model(file) as opened:
+        save_file({n: opened.tensors.read(n).clone() for n in opened.specs}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(dict(opened.config or {})))
     return folder
 
@@ -74,7 +74,7 @@ def test_a_merged_model_loads_as_what_it_is(kind: str, exact: bool, tmp_path: Pa
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file="m.gguf", dtype=torch.float32)
     loaded = model.state_dict()
-    with open_checkpoint(tmp_path / "gguf" / "m.gguf") as ours:
+    with open_tensors(tmp_path / "gguf" / "m.gguf") as ours:
         assert set(ours.specs) == set(merged)
         for name, value in merged.items():
             theirs, read = loaded[name], ours.read(name).float()

@@ -11,23 +11,21 @@ from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.hub import HubStandIn
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.source import StoredCheckpoint
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.resolve import open_model, open_tensors
+from actmat.checkpoints.source import TensorFiles
 from actmat.errors import CheckpointError
 from actmat.extras.remote.hub import HubRepository
 
 BIG = {"w.0": torch.arange(400_000.0), "w.1": torch.ones(3, 2, dtype=torch.bfloat16)}
 
 
-def open_hub(repo_id: str, revision: str = "main") -> StoredCheckpoint:
-    found = open_checkpoint(f"hf://{repo_id}@{revision}" if revision != "main" else repo_id)
-    assert isinstance(found, StoredCheckpoint)
-    return found
+def open_hub(repo_id: str, revision: str = "main") -> Tensors:
+    return open_tensors(f"hf://{repo_id}@{revision}" if revision != "main" else repo_id)
 
 
-def repository(checkpoint: Checkpoint) -> HubRepository:
-    assert isinstance(checkpoint, StoredCheckpoint)
+def repository(checkpoint: Tensors) -> HubRepository:
+    assert isinstance(checkpoint, TensorFiles)
     assert isinstance(checkpoint.source, HubRepository)
     return checkpoint.source
 
@@ -46,9 +44,10 @@ def publish(hub: HubStandIn, folder: Path, tensors: dict[str, torch.Tensor] = BI
 
 def test_planning_transfers_headers_and_reading_transfers_each_shard_once(hub: HubStandIn, tmp_path: Path) -> None:
     commit = publish(hub, tmp_path / "repo", shards=2)
-    with open_checkpoint("org/tiny") as checkpoint:
+    model = open_model("org/tiny")
+    with model.tensors as checkpoint:
         assert repository(checkpoint).commit == commit
-        assert checkpoint.config == {"model_type": "tiny"}
+        assert model.config == {"model_type": "tiny"}
         assert checkpoint.specs["w.0"].shape == (400_000,)
         planned = checkpoint.identity()
         assert hub.bytes_of("00001-of-00002.safetensors") < 400_000
@@ -78,7 +77,7 @@ def test_a_branch_that_moves_meanwhile_does_not_mix_commits(hub: HubStandIn, tmp
         assert torch.equal(checkpoint.read("w.0"), BIG["w.0"])
     with open_hub("org/tiny", first) as pinned:
         assert pinned.read("w.0").sum() == BIG["w.0"].sum()
-    with open_checkpoint(f"hf://org/tiny@{first}") as pinned:
+    with open_tensors(f"hf://org/tiny@{first}") as pinned:
         assert pinned.location == f"org/tiny@{first}"
     with open_hub("org/tiny") as moved:
         assert moved.read("w.0").sum() == 0
@@ -110,8 +109,8 @@ def test_offline_reads_the_cache_and_says_what_it_lacks(
     with open_hub("org/tiny") as offline:
         assert torch.equal(offline.read("w.0"), BIG["w.0"])
         assert offline.identity() == online_identity
-        assert offline.directory is not None
-        assert offline.config == {"model_type": "tiny"}
+        assert repository(offline).directory is not None
+        assert open_model("org/tiny").config == {"model_type": "tiny"}
     assert len(hub.requests) == sent
     with pytest.raises(CheckpointError, match=f"cached commits: {commit}"):
         open_hub("org/tiny", "other-branch")
@@ -133,14 +132,14 @@ def test_offline_with_a_shard_missing_from_the_cache(
 def test_errors_name_the_cause_and_the_fix(hub: HubStandIn, tmp_path: Path) -> None:
     publish(hub, tmp_path / "repo")
     with pytest.raises(CheckpointError, match="not on the hub, or private"):
-        open_checkpoint("org/absent")
+        open_tensors("org/absent")
     with pytest.raises(CheckpointError, match="no such revision"):
-        open_checkpoint("org/tiny@absent")
+        open_tensors("org/tiny@absent")
     with pytest.raises(CheckpointError, match="not a revision"):
-        open_checkpoint("org/tiny@../../main")
+        open_tensors("org/tiny@../../main")
     hub.gated.add("org/tiny")
     with pytest.raises(CheckpointError, match="accept its terms"):
-        open_checkpoint("org/tiny")
+        open_tensors("org/tiny")
 
 
 def test_an_unreachable_hub_is_an_error_even_with_a_cache(
@@ -167,10 +166,10 @@ def test_torch_files_are_downloaded_and_read(hub: HubStandIn, tmp_path: Path) ->
     shared = torch.arange(6.0).reshape(2, 3)
     torch.save({"emb": shared, "head": shared}, tmp_path / "repo" / "pytorch_model.bin")
     hub.add("org/old", tmp_path / "repo")
-    with open_checkpoint("org/old") as checkpoint:
+    with open_tensors("org/old") as checkpoint:
         assert checkpoint.aliases == {"head": "emb"}
         assert torch.equal(checkpoint.read("head"), shared)
-        assert checkpoint.config is None
+        assert open_model("org/old").config is None
         assert len(checkpoint.identity()[0].etag) == 64
 
 
@@ -183,10 +182,10 @@ def test_sidecars_come_when_asked_for(hub: HubStandIn, tmp_path: Path) -> None:
     (folder / "original" / "params.json").write_text("{}")
     (folder / "original" / "consolidated.00.pth").write_bytes(b"")
     (folder / "tekken.json").write_text("{}")
-    with open_hub("org/tiny") as checkpoint:
-        place = checkpoint.fetch_sidecars()
+    with open_model("org/tiny") as model:
+        place = model.folder.fetch()
     assert place is not None
-    assert place == checkpoint.directory
+    assert place == model.folder.files[0].directory
     assert (place / "tokenizer.json").read_text() == "{}"
     assert (place / "additional_chat_templates" / "tool.jinja").exists()
     assert (place / "tekken.json").exists()
@@ -219,4 +218,4 @@ def test_adapters_and_foreign_formats_are_named(hub: HubStandIn, tmp_path: Path)
             (folder / file).write_text("{}")
         hub.add(f"org/{name}", folder)
         with pytest.raises(CheckpointError, match=said):
-            open_checkpoint(f"org/{name}")
+            open_tensors(f"org/{name}")

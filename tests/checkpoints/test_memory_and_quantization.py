@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.quantization import quantization_problems
 from actmat.errors import CheckpointError
 
 
 def test_parameters_are_read_as_plain_tensors() -> None:
     module = torch.nn.Linear(3, 2)
-    checkpoint = MemoryCheckpoint(dict(module.named_parameters()))
+    checkpoint = MemoryTensors(dict(module.named_parameters()))
     found = checkpoint.read("weight")
     assert type(found) is torch.Tensor
     assert not found.requires_grad
@@ -22,15 +22,13 @@ def test_parameters_are_read_as_plain_tensors() -> None:
 
 def test_ties_in_memory_are_aliases() -> None:
     shared = torch.ones(3, 2)
-    checkpoint = MemoryCheckpoint({"a": shared, "b": shared, "c": shared.clone(), "d": shared.view(2, 3)})
+    checkpoint = MemoryTensors({"a": shared, "b": shared, "c": shared.clone(), "d": shared.view(2, 3)})
     assert checkpoint.aliases == {"b": "a"}
 
 
 def test_a_lazily_negated_view_of_another_tensor_is_no_alias() -> None:
     shared = torch.ones(3, 2)
-    checkpoint = MemoryCheckpoint(
-        {"a": shared, "b": torch.complex(shared, shared).conj().imag, "c": shared._neg_view()}
-    )
+    checkpoint = MemoryTensors({"a": shared, "b": torch.complex(shared, shared).conj().imag, "c": shared._neg_view()})
     assert checkpoint.aliases == {}
     assert torch.equal(checkpoint.read("c"), -shared)
     assert torch.equal(checkpoint.read("b"), -shared)
@@ -38,12 +36,11 @@ def test_a_lazily_negated_view_of_another_tensor_is_no_alias() -> None:
 
 def test_names_added_to_the_mapping_later_are_not_seen() -> None:
     tensors = {"a": torch.ones(2)}
-    checkpoint = MemoryCheckpoint(tensors, config={"model_type": "x"})
+    checkpoint = MemoryTensors(tensors)
     tensors["b"] = torch.ones(2)
     tensors["a"] = torch.zeros(3)
     assert set(checkpoint.specs) == {"a"}
     assert torch.equal(checkpoint.read("a"), torch.ones(2))
-    assert checkpoint.config == {"model_type": "x"}
 
 
 def test_every_entry_that_is_no_tensor_is_listed() -> None:
@@ -55,7 +52,7 @@ def test_every_entry_that_is_no_tensor_is_listed() -> None:
         "fine": torch.ones(1),
     }
     with pytest.raises(CheckpointError) as caught:
-        MemoryCheckpoint(bad)
+        MemoryTensors(bad)
     assert len(caught.value.problems) == 4
 
 

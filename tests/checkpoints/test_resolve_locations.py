@@ -6,11 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
-from actmat.checkpoints.formats.torch_files import TorchCheckpoint
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.formats.safetensors import SafetensorsFiles
+from actmat.checkpoints.formats.torch_files import TorchFiles
+from actmat.checkpoints.memory import MemoryTensors
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError
 
 ONE = {"w": torch.ones(2)}
@@ -18,34 +17,34 @@ ONE = {"w": torch.ones(2)}
 
 def refused(location: str | Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(location)
+        open_tensors(location)
     return str(caught.value)
 
 
-def test_mappings_and_open_checkpoints_pass_through() -> None:
-    checkpoint = open_checkpoint(ONE)
-    assert isinstance(checkpoint, MemoryCheckpoint)
-    assert open_checkpoint(checkpoint) is checkpoint
+def test_mappings_and_open_models_pass_through() -> None:
+    model = open_model(ONE)
+    assert isinstance(model.tensors, MemoryTensors)
+    assert open_model(model) is model
 
 
 def test_safetensors_win_over_torch_files(tmp_path: Path) -> None:
     torch.save({"old": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    assert isinstance(open_checkpoint(tmp_path), TorchCheckpoint)
+    assert isinstance(open_tensors(tmp_path), TorchFiles)
     save_file(ONE, tmp_path / "model.safetensors")
-    found = open_checkpoint(str(tmp_path))
-    assert isinstance(found, SafetensorsCheckpoint)
+    found = open_model(str(tmp_path))
+    assert isinstance(found.tensors, SafetensorsFiles)
     assert set(found.specs) == {"w"}
     assert found.location == str(tmp_path)
-    assert found.directory == tmp_path
+    assert found.folder.fetch() == tmp_path
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.pth", "x.bin"])
 def test_single_files_open_without_a_folder(tmp_path: Path, name: str) -> None:
     save = save_file if name.endswith("safetensors") else torch.save
     save(ONE, tmp_path / name)
-    with open_checkpoint(tmp_path / name) as checkpoint:
-        assert torch.equal(checkpoint.read("w"), ONE["w"])
-        assert checkpoint.directory is None
+    with open_model(tmp_path / name) as checkpoint:
+        assert torch.equal(checkpoint.tensors.read("w"), ONE["w"])
+        assert checkpoint.folder.fetch() is None
         assert checkpoint.config is None
 
 
@@ -53,7 +52,7 @@ def test_a_local_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "org" / "model").mkdir(parents=True)
     save_file(ONE, tmp_path / "org" / "model" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    assert isinstance(open_checkpoint("org/model"), SafetensorsCheckpoint)
+    assert isinstance(open_tensors("org/model"), SafetensorsFiles)
 
 
 def test_a_misspelt_sibling_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,5 +115,4 @@ def test_a_full_checkpoint_beside_an_adapter_is_the_full_checkpoint(tmp_path: Pa
     save_file({"lora": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     save_file(ONE, tmp_path / "model.safetensors")
-    found: Checkpoint = open_checkpoint(tmp_path)
-    assert set(found.specs) == {"w"}
+    assert set(open_tensors(tmp_path).specs) == {"w"}

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_tensors
 from actmat.checkpoints.writing.shards import parse_size, plan_shards
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import RecipeError
@@ -89,7 +89,7 @@ def test_the_reference_library_reads_what_is_written(specs: list[TensorSpec], li
                     assert bytes(raw_bytes(found.contiguous())) == bytes(raw_bytes(tensors[key]))
                     seen.add(key)
         assert seen == set(tensors)
-        with open_checkpoint(folder) as ours:
+        with open_tensors(folder) as ours:
             assert {n: (s.shape, s.dtype) for n, s in ours.specs.items()} == {s.name: (s.shape, s.dtype) for s in specs}
 
 

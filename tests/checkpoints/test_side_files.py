@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.checkpoints.side_files import LARGEST, MOST_IN_FOLDER, sort_side_files
 from actmat.errors import CheckpointError
 from actmat.extras.remote.objects import ObjectStore
@@ -121,7 +121,7 @@ def test_a_run_goes_on_though_files_in_folders_were_copied(
 ) -> None:
     base, expert = sentences
     with monkeypatch.context() as patch:
-        patch.setattr("actmat.run.stage.write_manifest", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("actmat.run.output.write_manifest", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             actmat.merge(base, [expert], out=tmp_path / "out", threads=1, durable=False)
     (partial,) = tmp_path.glob(".out.actmat-partial")
@@ -141,31 +141,31 @@ def test_links_are_refused_wherever_they_lie(sentences: tuple[Path, Path], tmp_p
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.txt").write_text("a")
     (base / "linked").symlink_to(tmp_path / "elsewhere")
-    with open_checkpoint(base) as opened:
-        assert "linked/a.txt" not in opened.side_files().kept
+    with open_model(base) as opened:
+        assert "linked/a.txt" not in opened.folder.side_files().kept
 
 
 def test_a_damaged_table_of_modules_is_named(sentences: tuple[Path, Path]) -> None:
     base, _ = sentences
     (base / "modules.json").write_text('{"a": 1}')
-    with open_checkpoint(base) as opened, pytest.raises(CheckpointError, match="expected a list of modules"):
-        opened.side_files()
+    with open_model(base) as opened, pytest.raises(CheckpointError, match="expected a list of modules"):
+        opened.folder.side_files()
 
 
 def test_folders_in_a_bucket_are_listed(sentences: tuple[Path, Path], tmp_path: Path) -> None:
     base, expert = sentences
     store = ObjectStore(f"file://{base}")
     assert {"1_Pooling/config.json", "2_Dense/model.safetensors"} <= store.below().keys()
-    with open_checkpoint(f"file://{base}") as opened:
-        kept = opened.side_files().kept
-        folder = opened.fetch_sidecars()
+    with open_model(f"file://{base}") as opened:
+        kept = opened.folder.side_files().kept
+        folder = opened.folder.fetch()
         assert folder is not None
         assert "onnx/config.json" not in kept
         assert (folder / "2_Dense" / "model.safetensors").read_bytes() == (
             base / "2_Dense" / "model.safetensors"
         ).read_bytes()
-        with open_checkpoint(base) as local:
-            assert local.side_files() == opened.side_files()
+        with open_model(base) as local:
+            assert local.folder.side_files() == opened.folder.side_files()
     url = f"file://{tmp_path}/bucket"
     actmat.merge(base, [expert], out=url, threads=1, durable=False)
     assert (tmp_path / "bucket" / "1_Pooling" / "config.json").exists()

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 
+from actmat.checkpoints.composed import Composed
 from actmat.checkpoints.layer_names import stack_parts
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
 from actmat.errors import CheckpointError
-from actmat.extras.stack.stack import StackedCheckpoint
 
 UP = "model.layers.{}.mlp.up_proj.weight"
 
@@ -49,50 +49,49 @@ def test_locations_of_stacks(text: str, parts: list[str]) -> None:
 
 def test_layers_are_numbered_anew(folder: Path) -> None:
     a, b = (load_file(folder / m / "model.safetensors") for m in "ab")
-    with open_checkpoint("a[0:3] + b[1:4] + a[2:4]") as stack:
-        assert isinstance(stack, StackedCheckpoint)
-        assert stack.n_layers == 8
+    with open_model("a[0:3] + b[1:4] + a[2:4]") as stack:
+        assert isinstance(stack.tensors, Composed)
         origins = [(a, 0), (a, 1), (a, 2), (b, 1), (b, 2), (b, 3), (a, 2), (a, 3)]
         for k, (model, layer) in enumerate(origins):
-            assert torch.equal(stack.read(UP.format(k)), model[UP.format(layer)])
+            assert torch.equal(stack.tensors.read(UP.format(k)), model[UP.format(layer)])
         assert UP.format(8) not in stack.specs
-        assert torch.equal(stack.read("model.embed_tokens.weight"), a["model.embed_tokens.weight"])
+        assert torch.equal(stack.tensors.read("model.embed_tokens.weight"), a["model.embed_tokens.weight"])
         assert stack.specs[UP.format(3)].file == "b/model.safetensors"
         buffer = bytearray(16)
-        stack.read_into(UP.format(4), 32, memoryview(buffer))
+        stack.tensors.read_into(UP.format(4), 32, memoryview(buffer))
         assert bytes(buffer) == b[UP.format(2)].numpy().tobytes()[32:48]
-        stack.prefetch([*stack.specs, "no such tensor"])
-        assert len(stack.identity()) == 2
+        stack.tensors.prefetch([*stack.specs, "no such tensor"])
+        assert len(stack.tensors.identity()) == 2
         with pytest.raises(CheckpointError, match="no such"):
-            stack.read("no such tensor")
-    with open_checkpoint("b[3:4] + a[0:1]") as stack:
-        assert torch.equal(stack.read("model.embed_tokens.weight"), b["model.embed_tokens.weight"])
-        assert torch.equal(stack.read("model.norm.weight"), a["model.norm.weight"])
-        assert torch.equal(stack.read("lm_head.weight"), a["lm_head.weight"])
+            stack.tensors.read("no such tensor")
+    with open_model("b[3:4] + a[0:1]") as stack:
+        assert torch.equal(stack.tensors.read("model.embed_tokens.weight"), b["model.embed_tokens.weight"])
+        assert torch.equal(stack.tensors.read("model.norm.weight"), a["model.norm.weight"])
+        assert torch.equal(stack.tensors.read("lm_head.weight"), a["lm_head.weight"])
 
 
 def test_the_config_has_the_new_depth(folder: Path) -> None:
-    with open_checkpoint("a[1:4] + b[0:1]") as stack:
+    with open_model("a[1:4] + b[0:1]") as stack:
         assert stack.config is not None
         assert stack.config["num_hidden_layers"] == 4
         assert stack.config["layer_types"] == ["sliding", "full", "sliding", "full"]
-        assert stack.written_config == stack.config
+        assert stack.folder.written == {"config.json": stack.config}
 
 
 def test_a_config_of_several_parts_is_deepened_inside(folder: Path) -> None:
     inner = {"text_config": {"n_layer": 4}, "model_type": "x"}
     save_checkpoint(folder / "c", llama_tensors(4, seed=3), inner)
-    with open_checkpoint("c[0:2]") as stack:
+    with open_model("c[0:2]") as stack:
         assert stack.config == {"text_config": {"n_layer": 2}, "model_type": "x"}
 
 
 def test_a_handle_opens_the_stack_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with open_checkpoint("a[0:1] + b[1:3] + a[3:4]") as stack:
-        handle = pickle.loads(pickle.dumps(stack.handle()))
+    with open_model("a[0:1] + b[1:3] + a[3:4]") as stack:
+        handle = pickle.loads(pickle.dumps(stack.tensors.handle()))
         with open_handle(handle) as again:
             assert dict(again.specs) == dict(stack.specs)
             assert again.handle() == handle
-        wanted = {name: stack.read(name) for name in stack.specs}
+        wanted = {name: stack.tensors.read(name) for name in stack.specs}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -106,28 +105,28 @@ def test_a_handle_opens_the_stack_again(folder: Path, monkeypatch: pytest.Monkey
 
 def test_all_problems_of_a_stack_in_one_message(folder: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
-        open_checkpoint("a[0:9] + b[2:2] + a[1:2]")
+        open_tensors("a[0:9] + b[2:2] + a[1:2]")
     assert "a[0:9]: expected at least one layer within [0:4]" in str(refused.value)
     assert "b[2:2]" in str(refused.value)
     with pytest.raises(CheckpointError) as missing:
-        open_checkpoint("no[0:1] + nor[0:1]")
+        open_tensors("no[0:1] + nor[0:1]")
     assert len(missing.value.problems) == 2
     save_checkpoint(folder / "wide", llama_tensors(4), CONFIG | {"hidden_size": 99})
     with pytest.raises(CheckpointError, match="'hidden_size' is 8 in a, 99 in wide"):
-        open_checkpoint("a[0:1] + wide[0:1]")
+        open_tensors("a[0:1] + wide[0:1]")
     other = {n.replace("model.layers", "h"): t for n, t in llama_tensors(2).items()}
     save_checkpoint(folder / "other", other)
     with pytest.raises(CheckpointError, match="the layers have different names"):
-        open_checkpoint("a[0:1] + other[0:1]")
+        open_tensors("a[0:1] + other[0:1]")
     save_checkpoint(folder / "two", {"encoder.0.w": torch.ones(1), "decoder.0.w": torch.ones(1)})
     with pytest.raises(CheckpointError, match="expected one stack of numbered layers"):
-        open_checkpoint("two[0:1]")
+        open_tensors("two[0:1]")
 
 
 def test_a_folder_of_that_name_wins(folder: Path) -> None:
     save_checkpoint(folder / "a[0:1]", llama_tensors(2))
-    with open_checkpoint("a[0:1]") as found:
-        assert not isinstance(found, StackedCheckpoint)
+    with open_model("a[0:1]") as found:
+        assert not isinstance(found.tensors, Composed)
 
 
 def test_a_stack_is_copied_without_experts(folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_tensors
 from actmat.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -34,7 +34,7 @@ def test_code_in_a_pickle_is_named_and_never_run(tmp_path: Path, as_zip: bool, n
     content = {"state_dict": {"w": torch.ones(2)}, "hook": payload} if nested else {"w": torch.ones(2), "x": payload}
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=as_zip)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, found code in it \('\w+\.system'\).*Fix") as caught:
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
     assert not canary.exists()
     assert "safetensors" in str(caught.value)
     pickle.loads(pickle.dumps(payload))
@@ -45,7 +45,7 @@ def test_a_bare_pickle_with_code_is_not_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     (tmp_path / "model.pt").write_bytes(pickle.dumps(Payload(canary)))
     with pytest.raises(CheckpointError):
-        open_checkpoint(tmp_path / "model.pt")
+        open_tensors(tmp_path / "model.pt")
     assert not canary.exists()
 
 
@@ -54,21 +54,21 @@ def test_no_environment_variable_turns_the_restriction_off(tmp_path: Path, monke
     canary = tmp_path / "canary"
     torch.save({"w": torch.ones(1), "x": Payload(canary)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="found code"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
     assert not canary.exists()
 
 
 def test_a_whole_module_is_refused_with_the_class_named(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
 def test_the_usual_wrappers_are_peeled(tmp_path: Path, key: str) -> None:
     inner = OrderedDict(w=torch.arange(3.0))
     torch.save({"epoch": 3, key: inner, "optimizer": {"state": {}, "lr": 0.1}}, tmp_path / "run.pt")
-    with open_checkpoint(tmp_path / "run.pt") as checkpoint:
+    with open_tensors(tmp_path / "run.pt") as checkpoint:
         assert torch.equal(checkpoint.read("w"), inner["w"])
 
 
@@ -89,7 +89,7 @@ def test_the_usual_wrappers_are_peeled(tmp_path: Path, key: str) -> None:
 def test_what_is_no_state_dict_is_named(tmp_path: Path, content: object, said: str) -> None:
     torch.save(content, tmp_path / "m.pt")
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(tmp_path / "m.pt")
+        open_tensors(tmp_path / "m.pt")
     assert said in str(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_shared_storage_is_an_alias_only_when_seen_the_same_way(tmp_path: Path) 
         "none too": torch.empty(0),
     }
     torch.save(content, tmp_path / "m.pt")
-    with open_checkpoint(tmp_path / "m.pt") as checkpoint:
+    with open_tensors(tmp_path / "m.pt") as checkpoint:
         assert checkpoint.aliases == {"head": "embed"}
         for name, tensor in content.items():
             found = checkpoint.read(name)
@@ -121,30 +121,30 @@ def test_shards_follow_their_index(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     for place in (tmp_path, index):
-        with open_checkpoint(place) as checkpoint:
+        with open_tensors(place) as checkpoint:
             assert {name: checkpoint.read(name)[0].item() for name in checkpoint.specs} == {"a": 0, "b": 1}
     index.write_text(json.dumps({"weight_map": {**weight_map, "gone": weight_map["a"]}}))
     with pytest.raises(CheckpointError, match="'gone': the index says"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
 
 
 def test_training_files_beside_the_weights_are_left_alone(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "training_args.bin", "rng_state.pth"):
         (tmp_path / name).write_bytes(b"not weights")
     torch.save({"a": torch.zeros(2)}, tmp_path / "weights.pth")
-    assert set(open_checkpoint(tmp_path).specs) == {"a"}
+    assert set(open_tensors(tmp_path).specs) == {"a"}
     torch.save({"a": torch.zeros(2)}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"other\.pth, weights\.pth"):
-        open_checkpoint(tmp_path)
+        open_tensors(tmp_path)
 
 
 def test_a_file_that_changes_while_open_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save({"a": torch.zeros(2)}, path)
-    with open_checkpoint(path) as checkpoint:
+    with open_tensors(path) as checkpoint:
         os.utime(path, ns=(1, 1))
         with pytest.raises(CheckpointError, match=r"'a' in m\.pt: the file changed"):
             checkpoint.read("a")
@@ -154,7 +154,7 @@ def test_a_zip_that_is_no_torch_file_and_a_text_file(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
         archive.writestr("hello.txt", "hello")
     with pytest.raises(CheckpointError, match="not a readable torch file"):
-        open_checkpoint(tmp_path / "m.pt")
+        open_tensors(tmp_path / "m.pt")
     (tmp_path / "m.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
-        open_checkpoint(tmp_path / "m.pt")
+        open_tensors(tmp_path / "m.pt")

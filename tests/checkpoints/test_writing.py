@@ -13,9 +13,10 @@ import xxhash
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash, hash_names, sha256_file
-from actmat.checkpoints.side_files import side_files_of
+from actmat.checkpoints.model import ModelFolder
+from actmat.checkpoints.source import LocalSource
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
+from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
@@ -25,8 +26,8 @@ def shards_of(*sizes: int) -> tuple[Shard, ...]:
     return plan_shards([TensorSpec(f"t{i}", (n,), "uint8", "") for i, n in enumerate(sizes)], 10**9)
 
 
-def side_folder(folder: Path) -> SideFolder:
-    return SideFolder(folder, side_files_of(folder))
+def model_folder(folder: Path) -> ModelFolder:
+    return ModelFolder(files=(LocalSource(folder),))
 
 
 def view(text: bytes) -> memoryview:
@@ -146,7 +147,7 @@ def test_sidecars_come_from_the_base_and_the_chosen_expert(tmp_path: Path) -> No
     (expert / "additional_chat_templates" / "tool.jinja").write_text("t")
     out = tmp_path / "out"
     out.mkdir()
-    copied = copy_sidecars(side_folder(base), side_folder(expert), out=out, dtype=None)
+    copied = copy_sidecars(model_folder(base), model_folder(expert), model_folder(base), out=out, dtype=None)
     there = {p.relative_to(out).as_posix(): p.read_text() for p in out.rglob("*") if p.is_file()}
     assert copied == sorted(there)
     assert there == {
@@ -171,13 +172,13 @@ def test_the_config_is_told_the_output_dtype(tmp_path: Path, config: dict[str, s
     base = folder(tmp_path / "base", config__json=json.dumps(config | {"model_type": "llama"}))
     out = tmp_path / "out"
     out.mkdir()
-    copy_sidecars(side_folder(base), side_folder(base), out=out, dtype="bfloat16")
+    copy_sidecars(*[model_folder(base)] * 3, out=out, dtype="bfloat16")
     assert json.loads((out / "config.json").read_text()) == expected | {"model_type": "llama"}
     assert json.loads((base / "config.json").read_text()) == config | {"model_type": "llama"}
 
 
 def test_no_folder_no_sidecars(tmp_path: Path) -> None:
-    assert copy_sidecars(None, side_folder(tmp_path / "none"), out=tmp_path, dtype="float16") == []
+    assert copy_sidecars(*[ModelFolder()] * 3, out=tmp_path, dtype="float16") == []
 
 
 def test_a_running_hash_is_the_hash_of_all_bytes() -> None:

@@ -17,7 +17,7 @@ from tests.helpers.merging import actmat as run
 import actmat.report.verify  # noqa: F401 - to be replaced in sys.modules, where its function does not hide it
 from actmat.engine import session
 from actmat.errors import MergeError, memory_errors
-from actmat.run.stage import StagedOutput
+from actmat.run.output import Output
 from actmat.version import __version__
 
 
@@ -46,7 +46,7 @@ def test_after_a_bug_the_merge_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     family = Family.make(tmp_path / "family")
     argv = family.argv()
     with monkeypatch.context() as broken:
-        broken.setattr(StagedOutput, "finish", raising(KeyError("layers")))
+        broken.setattr(Output, "finish", raising(KeyError("layers")))
         done = run(argv)
     assert done.code == 3
     assert "this is a bug: KeyError: 'layers'" in done.err

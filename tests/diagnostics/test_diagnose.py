@@ -26,7 +26,7 @@ from actmat.diagnostics.measure import measure_dense
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers
 from actmat.errors import RecipeError
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.extras.collect.outputs import recipe_of_output
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT

@@ -14,7 +14,7 @@ from tests.helpers.models import stored
 from tests.tolerances import F32_FORWARD, relative_error
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError, MergeError
 from actmat.planning import MergePlan
 
@@ -123,9 +123,9 @@ def test_variants_are_read_where_there_is_nothing_else(unets: Path, tmp_path: Pa
     assert loads(unet(), Path(report.out)).dtype == torch.float32
     assert {t.dtype for t in stored(Path(report.out)).values()} == {torch.float16}
     unet().save_pretrained(tmp_path / "base")
-    with open_checkpoint(tmp_path / "base") as both:
+    with open_model(tmp_path / "base") as both:
         assert {s.dtype for s in both.specs.values()} == {"float32"}
-        assert "diffusion_pytorch_model.fp16.safetensors" in both.side_files().left_out
+        assert "diffusion_pytorch_model.fp16.safetensors" in both.folder.side_files().left_out
 
 
 def test_a_pipeline_is_merged_component_by_component(pipelines: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_weights_of_blocks_by_pattern(pipelines: Path) -> None:
 def test_an_interrupted_pipeline_goes_on(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (pipelines / "base", [pipelines / "e1", pipelines / "e2"])
     with monkeypatch.context() as patch:
-        patch.setattr("actmat.run.stage.copy_sidecars", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("actmat.run.output.copy_sidecars", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             actmat.merge(*args, out=tmp_path / "out", **QUICK)
     report = actmat.merge(*args, out=tmp_path / "out", **QUICK)
@@ -240,9 +240,9 @@ def test_what_cannot_be_read_is_named(pipelines: Path, tmp_path: Path) -> None:
     weights = tmp_path / "copy" / "vae" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_name("diffusion_flax_model.msgpack"))
     with pytest.raises(CheckpointError, match=r"vae: diffusion_flax_model\.msgpack is a Flax checkpoint"):
-        open_checkpoint(tmp_path / "copy")
+        open_tensors(tmp_path / "copy")
     vae().save_pretrained(tmp_path / "vae")
     with pytest.raises(MergeError, match="missing in expert 'vae'"):
         actmat.plan(pipelines / "base" / "unet", [tmp_path / "vae"])
     with pytest.raises(CheckpointError, match="read from a local folder or from the hub"):
-        open_checkpoint(f"file://{pipelines}/base")
+        open_tensors(f"file://{pipelines}/base")

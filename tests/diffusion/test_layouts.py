@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actmat.errors import CheckpointError
 from actmat.extras.diffusion.architectures import ARCHITECTURES, ImageArchitecture
-from actmat.extras.diffusion.layouts import written
+from actmat.extras.diffusion.layouts import convert_lora
 
 OF = {a.name: a for a in ARCHITECTURES}
 WIDTH = {"Flux": 3072, "Stable Diffusion 3": 1536, "Stable Diffusion XL": 2048, "Stable Diffusion 1": 768}
@@ -114,15 +114,15 @@ def test_deltas_are_the_same_in_every_layout(kind: str, start: str) -> None:
     """Original names to diffusers' and back; kohya's and ComfyUI's to each other bit by bit."""
     file = original(kind, start)
     if start == "kohya" and OF[kind].kohya_is_diffusers:
-        file = written(original(kind, "comfy"), "kohya")
+        file = convert_lora(original(kind, "comfy"), "kohya")
         assert all(n.startswith("lora_unet_down_blocks") or "_block" in n for n in file)
-    comfy = written(file, "comfy")
+    comfy = convert_lora(file, "comfy")
     close(products(comfy), products(original(kind, "comfy")))
-    close(products(written(file, "diffusers")), naive(kind, products(comfy)))
-    again = written(written(comfy, "kohya"), "comfy")
+    close(products(convert_lora(file, "diffusers")), naive(kind, products(comfy)))
+    again = convert_lora(convert_lora(comfy, "kohya"), "comfy")
     assert again.keys() == comfy.keys()
     assert all(torch.equal(again[n].double(), comfy[n].double()) for n in again)
-    close(products(written(written(file, "diffusers"), "comfy")), products(comfy))
+    close(products(convert_lora(convert_lora(file, "diffusers"), "comfy")), products(comfy))
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -130,10 +130,10 @@ def test_diffusers_names_come_back_bit_by_bit(kind: str) -> None:
     """Separate factors, stacked into blocks and taken apart, are what they were: no rank is added."""
     rng = torch.Generator().manual_seed(1)
     file = {}
-    for name, tensor in written(original(kind, "comfy"), "diffusers").items():
+    for name, tensor in convert_lora(original(kind, "comfy"), "diffusers").items():
         file[name] = torch.randn(tensor.shape, generator=rng)
     for layout in ("kohya", "comfy"):
-        again = written(written(file, layout), "diffusers")  # type: ignore[arg-type]
+        again = convert_lora(convert_lora(file, layout), "diffusers")  # type: ignore[arg-type]
         assert again.keys() == file.keys()
         assert [n for n in file if not torch.equal(again[n], file[n])] == []
 
@@ -238,13 +238,13 @@ def spelled(name: str) -> str:
 )  # fmt: skip
 def test_diffusers_reads_what_is_written_as_we_do(kind: str, layout: str) -> None:
     """diffusers' converters of LoRA on the written file give the deltas of ours, by the same names."""
-    file = written(original(kind, "comfy"), layout)  # type: ignore[arg-type]
+    file = convert_lora(original(kind, "comfy"), layout)  # type: ignore[arg-type]
     if kind == "Flux":  # whose converter leaves these without their component
         file = {n: t for n, t in file.items() if "final_layer" not in n}
     if kind == "Wan":  # whose converter drops their alpha
         file = {n: t for n, t in file.items() if not any(x in n for x in ("time_proj", "text_emb", "head"))}
     found = {spelled(n): v for n, v in products(of_diffusers(kind, file)).items()}
-    expected = products(written(file, "diffusers"))
+    expected = products(convert_lora(file, "diffusers"))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
@@ -260,7 +260,7 @@ def test_sd3_is_as_diffusers_converts_checkpoints() -> None:
         for side in ("x_block", "context_block"):
             standins |= {f"joint_blocks.{n}.{side}.{x}.weight": torch.zeros(3 * width if "qkv" in x else width)
                          for x in ("attn.qkv", "attn.proj", "adaLN_modulation.1", "mlp.fc1", "mlp.fc2")}  # fmt: skip
-    found = products(written(original("Stable Diffusion 3", "comfy"), "diffusers"))
+    found = products(convert_lora(original("Stable Diffusion 3", "comfy"), "diffusers"))
     for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder.mlp.0", "y_embedder.mlp.2", "context_embedder",
                  "final_layer.linear", "final_layer.adaLN_modulation.1", "x_embedder.proj"):  # fmt: skip
         standins[f"{name}.weight"] = torch.zeros(2 * width)
@@ -298,7 +298,7 @@ def test_a_part_of_a_packed_layer_has_zeros_for_the_others() -> None:
     block = "single_transformer_blocks.0.norm.linear"
     for scale, dtype in (({}, torch.float16), ({q: 0.5, v: 0.5}, torch.float16), ({q: 1.0, v: 0.3}, torch.float32)):
         file = separate("Flux", [q, v, block], scale, dtype=torch.float16)
-        comfy = written(file, "comfy")
+        comfy = convert_lora(file, "comfy")
         name = "diffusion_model.double_blocks.0.img_attn.qkv"
         assert comfy[f"{name}.lora_up.weight"].dtype == dtype
         assert comfy[f"{name}.lora_down.weight"].shape == (5, 3072)
@@ -309,13 +309,13 @@ def test_a_part_of_a_packed_layer_has_zeros_for_the_others() -> None:
             of[f"lora_transformer_{v.replace('.', '_')}"],
         ]
         torch.testing.assert_close(found, torch.cat(parts).double(), rtol=F32_ELEMENTWISE, atol=F32_PRODUCT)
-        assert [n for n in written(comfy, "diffusers") if "to_k" in n] == []
+        assert [n for n in convert_lora(comfy, "diffusers") if "to_k" in n] == []
 
 
 def test_one_a_of_all_parts_is_stored_once() -> None:
     file = original("Flux", "comfy", alpha=None)
-    apart = written(file, "diffusers")
-    again = written(apart, "comfy")
+    apart = convert_lora(file, "diffusers")
+    again = convert_lora(apart, "comfy")
     name = "diffusion_model.single_blocks.37.linear1"
     assert again[f"{name}.lora_down.weight"].shape == file[f"{name}.lora_down.weight"].shape
     assert torch.equal(again[f"{name}.lora_up.weight"], file[f"{name}.lora_up.weight"])
@@ -337,13 +337,13 @@ TEXTS = [
 def test_text_encoders_have_the_names_of_each_tool(
     kind: str, kohya: str, diffusers: str, comfy: str, path: str
 ) -> None:
-    file = written(original(kind, "comfy"), "kohya")
+    file = convert_lora(original(kind, "comfy"), "kohya")
     flat = kohya + path.replace(".", "_")
     file |= {f"{flat}.lora_down.weight": torch.ones(1, 8), f"{flat}.lora_up.weight": torch.ones(4, 1)}
     file[f"{flat}.alpha"] = torch.tensor(1.0)
     names = {"kohya": flat, "diffusers": diffusers + path, "comfy": f"text_encoders.{comfy}.transformer.{path}"}
     for layout, name in names.items():
-        found = products(written(written(file, "comfy"), layout))  # type: ignore[arg-type]
+        found = products(convert_lora(convert_lora(file, "comfy"), layout))  # type: ignore[arg-type]
         assert [n for n in found if n.startswith(("text_", "lora_te"))] == [name]
 
 
@@ -351,13 +351,13 @@ def test_what_has_no_name_is_refused() -> None:
     both = separate("Flux", ["transformer_blocks.0.attn.to_q"], dtype=torch.float32)
     both = {n: t[:64] if "up" in n else t[:, :64] if "down" in n else t for n, t in both.items()}
     with pytest.raises(CheckpointError, match="may be of Flux or Stable Diffusion 3 or Qwen-Image"):
-        written(both, "comfy")
-    found = written(both, "comfy", {"modelspec.architecture": "stable-diffusion-3-medium/lora"})
+        convert_lora(both, "comfy")
+    found = convert_lora(both, "comfy", {"modelspec.architecture": "stable-diffusion-3-medium/lora"})
     assert "diffusion_model.joint_blocks.0.x_block.attn.qkv.alpha" in found
     gated = {"diffusion_model.double_blocks.0.img_mlp.0.lora_down.weight": torch.ones(1, 8),
              "diffusion_model.double_blocks.0.img_mlp.0.lora_up.weight": torch.ones(48, 1)}  # fmt: skip
     with pytest.raises(CheckpointError, match="of the model 'flux2'"):
-        written(gated, "diffusers")
+        convert_lora(gated, "diffusers")
     low = {f"transformer_2.blocks.0.attn1.to_q.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
     with pytest.raises(CheckpointError, match="have no name in the layout 'comfy'"):
-        written(low, "comfy")
+        convert_lora(low, "comfy")

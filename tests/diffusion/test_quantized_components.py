@@ -14,7 +14,7 @@ from tests.helpers.single_files import save_pipeline, second_text_encoder, wan
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.resolve import open_handle, open_tensors
 from actmat.errors import CheckpointError, MergeError
 
 QUICK: dict[str, Any] = {"threads": 1, "durable": False}
@@ -40,13 +40,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_component_of_codes_is_read_by_its_own_config(home: Path) -> None:
-    with open_checkpoint(home / "plain") as plain, open_checkpoint(home / "coded") as coded:
+    with open_tensors(home / "plain") as plain, open_tensors(home / "coded") as coded:
         name = f"transformer.{NAME}"
         assert coded.specs.keys() == plain.specs.keys()
-        assert "per block of 8x4" in coded.scheme(name)
-        assert coded.scheme("text_encoder.text_projection.weight") == ""
-        stored = [s.name for s in coded.stored_specs(name)]
-        assert stored == [name, f"{name}_scale_inv"]
+        assert "per block of 8x4" in coded.parts(name).scheme
+        assert coded.parts("text_encoder.text_projection.weight").scheme == ""
+        stored = [s.name for s in coded.parts(name).specs]
+        assert stored == [NAME, f"{NAME}_scale_inv"]
         tensors = load_file(next((home / "coded" / "transformer").glob("*.safetensors")))
         expected = fp8_blocks(NAME, load_file(next((home / "plain" / "transformer").glob("*.safetensors")))[NAME],
                               (8, 4))  # fmt: skip

@@ -15,7 +15,7 @@ import actmat
 from actmat.errors import OutputError
 from actmat.experts.locate import locate
 from actmat.extras.diffusion.files import export_comfy
-from actmat.extras.diffusion.layouts import written
+from actmat.extras.diffusion.layouts import convert_lora
 from actmat.planning.cost import factored_bytes
 
 NAME = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -139,8 +139,8 @@ def test_t5_in_the_names_of_kohya_and_of_onetrainer(prefix: str) -> None:
     file = {f"{prefix}{flat}.lora_down.weight": a, f"{prefix}{flat}.lora_up.weight": b}
     name = "lora_unet_double_blocks_0_img_attn_proj"
     file |= {f"{name}.lora_down.weight": torch.randn(4, 3072), f"{name}.lora_up.weight": torch.randn(3072, 4)}
-    out = written(file, "diffusers", {"modelspec.architecture": "flux-1-dev/lora"})
+    out = convert_lora(file, "diffusers", {"modelspec.architecture": "flux-1-dev/lora"})
     torch.testing.assert_close(out[f"text_encoder_2.{path}.lora_B.weight"], b)
-    assert f"text_encoders.t5xxl.transformer.{path}.lora_up.weight" in written(
+    assert f"text_encoders.t5xxl.transformer.{path}.lora_up.weight" in convert_lora(
         file, "comfy", {"modelspec.architecture": "flux-1-dev/lora"}
     )

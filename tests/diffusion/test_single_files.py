@@ -13,8 +13,6 @@ from tests.helpers.models import stored
 from tests.helpers.tinymodels import specs_of
 
 import actmat
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
 from actmat.errors import CheckpointError
 from actmat.layout.components import single_file_of
 from actmat.layout.resolve import resolve_layout
@@ -106,22 +104,3 @@ def test_flux_packs_its_projections_in_one_matrix() -> None:
     assert layout.role is Role.FUSED_LINEAR
     blocks = [(b.name, b.stop - b.start) for b in layout.blocks]
     assert blocks == [("q", width), ("k", width), ("v", width), ("mlp", inner)]
-
-
-def test_rows_of_other_tensors() -> None:
-    tensors = {
-        "qkv": torch.arange(12.0).reshape(6, 2),
-        "other": torch.ones(2),
-    }
-    rows = {
-        "k": TensorRows((RowRange("qkv", 2, 4),)),
-        "vq": TensorRows((RowRange("qkv", 4, 6), RowRange("qkv", 0, 2))),
-    }
-    with RowsCheckpoint(MemoryCheckpoint(tensors), {"k": (2, 2), "vq": (4, 2)}, rows) as found:
-        assert found.specs.keys() == {"k", "vq", "other"}
-        assert torch.equal(found.read("k"), tensors["qkv"][2:4])
-        assert torch.equal(found.read("vq"), torch.cat([tensors["qkv"][4:], tensors["qkv"][:2]]))
-        assert torch.equal(found.read("other"), tensors["other"])
-        part = bytearray(12)
-        found.read_into("vq", 10, memoryview(part))
-        assert bytes(part) == found.read("vq").numpy().tobytes()[10:22]

@@ -18,7 +18,7 @@ from actmat.recipe import Recipe
 from actmat.run import automatic
 from actmat.run.adapters import size_and_overlap
 from actmat.run.automatic import APART, GENTLE, ON_ADAPTERS, SHARED_START, TABLE, AutoChoice, choice_for
-from actmat.run.locate import located
+from actmat.run.locate import locate_inputs
 
 
 def pair(models: Path, kind: str) -> list[Path]:
@@ -50,7 +50,7 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, m
         save_file({n: t * (1e-3 if "lora_B" in n else 1) for n, t in load_file(path).items()}, path)
     adapters = [tmp_path / "math", tmp_path / "code"]
     recipe = {"base": str(models / "base"), "experts": [{"path": str(a)} for a in adapters]}
-    with located(Recipe.model_validate(recipe)) as given:
+    with locate_inputs(Recipe.model_validate(recipe)) as given:
         found = size_and_overlap(given)
     assert found is not None
     size, overlap = found

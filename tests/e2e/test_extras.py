@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 import typer
 
-from actmat.checkpoints.base import CheckpointHandle
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.source import Format
+from actmat.checkpoints.base import TensorsHandle
+from actmat.checkpoints.memory import MemoryTensors
+from actmat.checkpoints.model import Format, Model
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.methods import Merged, MergeMethod
 
@@ -37,7 +37,7 @@ def greet() -> None:
     typer.echo("hello of the toy")
 
 
-class JsonCheckpoint(MemoryCheckpoint):
+class JsonTensors(MemoryTensors):
     """Tensors in JSON."""
 
     def __init__(self, source):
@@ -49,14 +49,16 @@ class JsonCheckpoint(MemoryCheckpoint):
         return self.source.identity(names_of(self.source))
 
     def handle(self):
-        return CheckpointHandle(self.source.address, "toytensors", self.location)
+        return TensorsHandle(self.source.address, "toytensors", self.location)
 
 
 def names_of(source):
     return [n for n in source.weights if n.endswith(".toytensors")]
 
 
-TOYTENSORS = Format("toytensors", ("*.toytensors",), lambda source: bool(names_of(source)), JsonCheckpoint)
+TOYTENSORS = Format(
+    "toytensors", ("*.toytensors",), lambda source: bool(names_of(source)), lambda source: Model(JsonTensors(source))
+)
 
 
 class Executor(ThreadExecutor):

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
+from actmat.experts.stored import StoredDeltas
 from actmat.planning import MergePlan, build_plan
 from actmat.recipe import make_recipe
 
@@ -19,7 +20,7 @@ SECONDS = 10.0
 """About ten times what it takes, so that a busy machine passes and a quadratic loop does not."""
 
 
-def mixture(layers: int, prefix: str = "") -> MemoryCheckpoint:
+def mixture(layers: int, prefix: str = "") -> Model:
     """A mixture of eight experts per layer, of tiny tensors; an adapted copy may carry a prefix."""
     square, vector = torch.zeros(4, 4), torch.zeros(4)
     tensors = {f"{prefix}model.embed_tokens.weight": torch.zeros(16, 4)}
@@ -32,7 +33,7 @@ def mixture(layers: int, prefix: str = "") -> MemoryCheckpoint:
         tensors[f"{head}.block_sparse_moe.gate.weight"] = torch.zeros(8, 4)
         tensors |= {f"{head}.{p}_layernorm.weight": vector.clone() for p in ("input", "post_attention")}
     tensors[f"{prefix}lm_head.weight"] = torch.zeros(16, 4)
-    return MemoryCheckpoint(tensors, config=CONFIG)
+    return hold_model(tensors, config=CONFIG)
 
 
 def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
@@ -48,7 +49,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
         }
     )
     began = time.process_time()
-    plan = build_plan(recipe, base, [CheckpointExpert(expert)] * 2)
+    plan = build_plan(recipe, base, [StoredDeltas(expert)] * 2)
     plan.fingerprint()
     return time.process_time() - began, plan
 

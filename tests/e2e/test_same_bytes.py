@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.counting import CountingCheckpoint
+from tests.helpers.counting import CountingTensors
 from tests.helpers.models import perturbed
 from tests.helpers.open_merges import counted, merge_open, merge_tensors, output, same_bytes
 from tests.tolerances import F32_ELEMENTWISE, relative_error
@@ -263,14 +263,14 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def run(tmp_path: Path, variants: Sequence[Mapping[str, Any]], *, workers: int = 1) -> list[CountingCheckpoint]:
+def run(tmp_path: Path, variants: Sequence[Mapping[str, Any]], *, workers: int = 1) -> list[CountingTensors]:
     start = tensors()
     experts = [perturbed(start, 1), perturbed(start, 2)]
     for e in experts:
         e["lm_head.weight"] = e["model.embed_tokens.weight"]
-    checkpoints = [counted(t, TIED_CONFIG) for t in (start, *experts)]
-    merge_open(checkpoints[0], checkpoints[1:], tmp_path, variants, workers=workers)
-    return checkpoints
+    models = [counted(t, TIED_CONFIG) for t in (start, *experts)]
+    merge_open(models[0], models[1:], tmp_path, variants, workers=workers)
+    return [model.tensors for model in models]
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {

@@ -17,10 +17,11 @@ from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.resolve import open_handle, open_model
+from actmat.checkpoints.untied import untie
 from actmat.errors import MergeError
-from actmat.extras.conformance.checkpoints import CheckpointConformance
+from actmat.extras.conformance.tensors import TensorsConformance
 
 # A base that ties its output head to the token table, and experts that train the two apart.
 
@@ -202,17 +203,16 @@ def test_outputs_that_cannot_be_untied_are_refused(base: Path, tensors: dict[str
         actmat.plan(t5, [other])
 
 
-class TestUntied(CheckpointConformance):
-    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> UntiedCheckpoint:
+class TestUntied(TensorsConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Tensors:
         save_file(dict(tensors), folder / "model.safetensors")
-        return UntiedCheckpoint(open_checkpoint(folder), {})
+        return untie(open_model(folder), {}).tensors
 
 
-def test_another_process_opens_an_untied_checkpoint(base: Path) -> None:
-    with UntiedCheckpoint(open_checkpoint(base), {HEAD: TABLE}) as untied, open_handle(untied.handle()) as again:
+def test_another_process_opens_an_untied_model(base: Path) -> None:
+    with untie(open_model(base), {HEAD: TABLE}) as untied, open_handle(untied.tensors.handle()) as again:
         assert again.specs == untied.specs
-        assert again.config == untied.config
-        assert torch.equal(again.read(HEAD), untied.read(TABLE))
+        assert torch.equal(again.read(HEAD), untied.tensors.read(TABLE))
 
 
 # Mixtures of which one input stores the experts one by one, and another stacks them.

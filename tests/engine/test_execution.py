@@ -32,8 +32,8 @@ from actmat.errors import CheckpointError, NumericalError, RecipeError
 from actmat.methods import METHODS, Access, Merged, MergeMethod, Survey, get_method
 from actmat.planning import regions as regions_module
 from actmat.recipe import make_recipe
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of
+from actmat.run.inputs import open_inputs
+from actmat.run.run import plan_all
 
 
 def merge(family: Family, **settings: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -347,9 +347,9 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
     monkeypatch.setattr(Session, "merge", merging)
     recipe = make_recipe({"base": str(family.base), "experts": [str(e) for e in family.experts]})
     found: list[str] = []
-    with open_inputs([recipe]) as opened:
-        plans = tuple(plans_of(opened))
-        executor = ThreadExecutor(opened.inputs, [NoWriter()], Resources(2, 1 << 33))
+    with open_inputs([recipe]) as (inputs, places):
+        plans = plan_all(inputs, places.room)
+        executor = ThreadExecutor(inputs, [NoWriter()], Resources(2, 1 << 33))
         spec = SessionSpec(plans, str(family.base), (), (None,))
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the loop raises after it gave results
             for result in executor.run(spec, plan_units(plans, [()], None)):

@@ -26,7 +26,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
-from actmat.extras.conformance.experts import _other_process
+from actmat.extras.conformance.deltas import _other_process
 from actmat.planning.model import Item
 
 

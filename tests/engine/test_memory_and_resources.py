@@ -16,7 +16,7 @@ from actmat.engine.devices import check_device
 from actmat.engine.memory import MemoryBudget, Room, Scratch, available_memory
 from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan

@@ -25,11 +25,11 @@ from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import plan_units
 from actmat.extras.collect.collect import collect
-from actmat.extras.conformance.experts import _other_process
+from actmat.extras.conformance.deltas import _other_process
 from actmat.planning.work import DeviceRoom
 from actmat.recipe import make_recipe
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of
+from actmat.run.inputs import open_inputs
+from actmat.run.run import plan_all
 
 Fields = dict[str, Any]
 
@@ -234,8 +234,8 @@ def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) ->
     (fields,) = full(tmp_path)
     for methods, moves in ((("average", "actmat"), True), (("actmat", "average"), True), (("average",), False)):
         recipes = [make_recipe(fields | {"method": m}) for m in methods]
-        with open_inputs(recipes) as opened:
-            inputs, plans = opened.inputs, tuple(plans_of(opened, DeviceRoom("cpu:0")))
+        with open_inputs(recipes) as (inputs, _):
+            plans = plan_all(inputs, DeviceRoom("cpu:0"))
             spec = SessionSpec(plans, fields["base"], (), (None,))
             session = Session(spec, inputs, [NoWriter()] * 2, Device("cpu:0"))
             unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)

@@ -13,11 +13,11 @@ import torch
 from tests.helpers.merging import actmat as run
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_tensors
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.engine.record import Record
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 
 LARGE = RUNS * RUN * 3 + 17
 
@@ -49,7 +49,7 @@ class Formed:
     def __init__(self, delta: torch.Tensor) -> None:
         self._delta = delta
 
-    def delta(self, _: str, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, _: str, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
         return self._delta[low:high].to(dtype)
 
 
@@ -95,7 +95,7 @@ def norms_by_hand(models: Path, out: Path) -> tuple[float, float, list[float]]:
     manifest = json.loads((out / "actmat_manifest.json").read_text())
     merged = [r["name"] for r in manifest["tensors"] if r["action"] == "merge"]
     places = [models / "base", out, *(models / "experts" / n for n in ("math", "code"))]
-    base, made, *experts = ({n: open_checkpoint(str(p)).read(n).double() for n in merged} for p in places)
+    base, made, *experts = ({n: open_tensors(str(p)).read(n).double() for n in merged} for p in places)
 
     def norm(rows: list[torch.Tensor]) -> float:
         return math.sqrt(sum(float((r * r).sum()) for r in rows))

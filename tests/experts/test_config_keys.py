@@ -16,7 +16,7 @@ from tests.helpers.located import open_expert
 import actmat
 from actmat import plugins
 from actmat.checkpoints.keys import Keys
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.errors import MergeError
 from actmat.experts.changes.base import Reader
 from actmat.experts.peft import reader_of
@@ -97,6 +97,6 @@ def test_a_refused_field_is_an_error(
     name: str, fields: dict[str, Any], words: str, place: Path, tmp_path: Path
 ) -> None:
     adapter = changed(place, name, tmp_path / "a", **fields)
-    with open_checkpoint(place / "base") as base, pytest.raises(MergeError) as error:
+    with open_model(place / "base") as base, pytest.raises(MergeError) as error:
         open_expert(adapter, base)
     assert str(error.value).count(words) == 1

@@ -15,8 +15,8 @@ from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
 
-from actmat.checkpoints.resolve import open_checkpoint
-from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
+from actmat.checkpoints.resolve import open_model
+from actmat.extras.conformance.deltas import DeltasConformance, StoredExpert
 
 
 def base_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def save_folder(tensors: dict[str, Tensor], folder: Path, *, shards: int = 1) ->
     return folder
 
 
-class TestFullCheckpoint(ExpertConformance):
+class TestFullCheckpoint(DeltasConformance):
     kinds = frozenset({"stored"})
     shards = 1
 
@@ -48,7 +48,7 @@ class TestShardedCheckpoint(TestFullCheckpoint):
     shards = 2
 
 
-class Lora(InOneFolder, ExpertConformance):
+class Lora(InOneFolder, DeltasConformance):
     """An adapter that PEFT wrote; PEFT's own merge gives the tuned tensors.
 
     Attributes:
@@ -65,8 +65,8 @@ class Lora(InOneFolder, ExpertConformance):
         if not place.exists():
             self.save_model(tiny(self.family).state_dict(), place / "base")
             self.save_model(save_adapter(place / "adapter", self.family, seed, **self.options), place / "tuned")
-        with open_checkpoint(place / "tuned") as tuned:
-            return StoredExpert(place / "base", place / "adapter", {n: tuned.read(n) for n in tuned.specs})
+        with open_model(place / "tuned") as tuned:
+            return StoredExpert(place / "base", place / "adapter", {n: tuned.tensors.read(n) for n in tuned.specs})
 
     def save_model(self, state: dict[str, Tensor], folder: Path) -> None:
         model = tiny(self.family)
@@ -142,7 +142,7 @@ def register_toy() -> None:
     plug(pytest.MonkeyPatch(), "actmat.experts", "toy", TOY)
 
 
-class TestToyFamily(ExpertConformance):
+class TestToyFamily(DeltasConformance):
     """A family that this test registers."""
 
     kinds = frozenset({"formed", "zero"})

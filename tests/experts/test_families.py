@@ -30,9 +30,9 @@ from tests.helpers.located import open_expert
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import MergeError
-from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
+from actmat.extras.conformance.deltas import DeltasConformance, StoredExpert
 from actmat.report.verify import verify
 
 LINEAR = ["q_proj", "down_proj"]
@@ -51,7 +51,7 @@ def save_base(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> 
     return folder
 
 
-class Family(InOneFolder, ExpertConformance):
+class Family(InOneFolder, DeltasConformance):
     """One config of PEFT.
 
     Attributes:
@@ -73,7 +73,7 @@ class Family(InOneFolder, ExpertConformance):
             base = save_base(self.model, place / "base", self.dtype)
             config = self.config(**self.options)
             tuned = save_peft(place / "adapter", self.model, seed, config, dtype=self.dtype, scale=self.scale)
-            with open_checkpoint(base) as opened:  # transformers writes some names otherwise
+            with open_tensors(base) as opened:  # transformers writes some names otherwise
                 named = {n: tuned[n] for n in opened.specs}
             save_file({n: t.clone() for n, t in named.items()}, place / "tuned.safetensors")
         return StoredExpert(place / "base", place / "adapter", dict(load_file(place / "tuned.safetensors")))
@@ -315,18 +315,18 @@ def test_damage_is_named(
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text((place / name / "adapter_config.json").read_text())
     edit_config(tmp_path, **fields)
-    with open_checkpoint(place / "base") as base, pytest.raises(MergeError) as error:
+    with open_model(place / "base") as base, pytest.raises(MergeError) as error:
         open_expert(tmp_path, base)
     assert words in str(error.value)
 
 
 def test_a_deltas_rows_do_not_depend_on_the_rest(place: Path) -> None:
     """Slabs of a few rows give the bits of all rows at once."""
-    from actmat.experts.changes import expert as module
+    from actmat.experts import fitted as module
 
-    with open_checkpoint(place / "base") as base, open_expert(place / "dora", base) as expert:
+    with open_model(place / "base") as base, open_expert(place / "dora", base) as expert:
         name = "model.layers.0.mlp.down_proj.weight"
-        whole = expert.delta(name, 0, 16 * 24, torch.float64)
+        whole = expert.dense(name, 0, 16 * 24, torch.float64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_SLAB", 24 * 3)
-            torch.testing.assert_close(expert.delta(name, 5, 300, torch.float64), whole[5:300], rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(expert.dense(name, 5, 300, torch.float64), whole[5:300], rtol=1e-13, atol=1e-13)

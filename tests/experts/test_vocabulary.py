@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 from tests.tolerances import F32_ELEMENTWISE
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import open_handle, open_model
 from actmat.errors import CheckpointError
-from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary.align import align_vocabularies
-from actmat.extras.vocabulary.rows import TokenRowsCheckpoint
+from actmat.extras.vocabulary.rows import TokenRows
 from actmat.extras.vocabulary.tokenizer import read_tokenizer
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BASE = [f"t{i}" for i in range(18)]  # two rows of padding
@@ -50,36 +50,39 @@ def wanted(folder: Path, name: str) -> torch.Tensor:
     return torch.stack([*rows, *base[len(BASE) :]])
 
 
-def aligned(source: str, *labels: str, **policy: Any) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+def aligned(source: str, *labels: str, **policy: Any) -> tuple[Model, dict[str, Model]]:
     """Base and experts, opened and put in order."""
-    opened = {label: open_checkpoint(label) for label in labels}
-    return align_vocabularies(open_checkpoint("base"), opened, VocabularyPolicy(source, **policy))
+    opened = {label: open_model(label) for label in labels}
+    base, experts, _ = align_vocabularies(open_model("base"), opened, Vocabulary(source=source, **policy))
+    return base, experts
 
 
 def test_rows_are_taken_by_token(folder: Path) -> None:
     base, experts = aligned("base", "expert")
     expert = experts["expert"]
-    assert not isinstance(base, TokenRowsCheckpoint), "its rows stay as they are"
-    assert "2 missing tokens come from other inputs, 2 tokens outside the new vocabulary" in expert.notes[0]
-    assert "16 of its own, 2 from base, 2 of padding, from base" in expert.notes[0]
+    assert not isinstance(base.tensors, TokenRows), "its rows stay as they are"
+    assert "2 missing tokens come from other inputs, 2 tokens outside the new vocabulary" in expert.folder.notes[0].text
+    assert "16 of its own, 2 from base, 2 of padding, from base" in expert.folder.notes[0].text
     for name in (EMBEDDING, HEAD):
         assert expert.specs[name].shape == base.specs[name].shape
-        assert torch.equal(expert.read(name), wanted(folder, name))
+        assert torch.equal(expert.tensors.read(name), wanted(folder, name))
         whole = wanted(folder, name).numpy().tobytes()
         for start, size in ((0, 640), (5, 100), (31, 1), (64, 96), (600, 40), (7, 0)):
             buffer = bytearray(size)
-            expert.read_into(name, start, memoryview(buffer))
+            expert.tensors.read_into(name, start, memoryview(buffer))
             assert bytes(buffer) == whole[start : start + size]
-    assert torch.equal(expert.read("model.norm.weight"), load_file("expert/model.safetensors")["model.norm.weight"])
+    assert torch.equal(
+        expert.tensors.read("model.norm.weight"), load_file("expert/model.safetensors")["model.norm.weight"]
+    )
     with pytest.raises(ValueError, match="640"):
-        expert.read_into(EMBEDDING, 630, memoryview(bytearray(20)))
-    paths = [Path(i.path).name for i in expert.identity()]
+        expert.tensors.read_into(EMBEDDING, 630, memoryview(bytearray(20)))
+    paths = [Path(i.path).name for i in expert.tensors.identity()]
     assert paths.count("tokenizer.json") == 2, "a change of a tokenizer is a change of the input"
 
 
 def test_a_handle_opens_the_same_rows(folder: Path) -> None:
     _, experts = aligned("base", "expert")
-    handle = pickle.loads(pickle.dumps(experts["expert"].handle()))
+    handle = pickle.loads(pickle.dumps(experts["expert"].tensors.handle()))
     with open_handle(handle) as again:
         assert torch.equal(again.read(HEAD), wanted(folder, HEAD))
 
@@ -87,8 +90,8 @@ def test_a_handle_opens_the_same_rows(folder: Path) -> None:
 def test_the_same_vocabulary_needs_no_other_order(folder: Path) -> None:
     tokenizer(save_checkpoint(folder / "same", llama_tensors(seed=6)), BASE)
     base, experts = aligned("union", "same")
-    assert not isinstance(base, TokenRowsCheckpoint)
-    assert not isinstance(experts["same"], TokenRowsCheckpoint)
+    assert not isinstance(base.tensors, TokenRows)
+    assert not isinstance(experts["same"].tensors, TokenRows)
 
 
 def rows_of(place: str, name: str = EMBEDDING) -> torch.Tensor:
@@ -108,31 +111,33 @@ def test_a_union_lends_new_rows(folder: Path) -> None:
     base, experts = aligned("union", "one", "two")
     one, two, own = rows_of("one"), rows_of("two"), rows_of("base")
     mean = (one[19].double() + two[18].double()).div(2).float()
-    assert torch.equal(base.read(EMBEDDING), torch.stack([*own[:18], one[18], mean, two[19], two[20]]))
-    assert torch.equal(experts["one"].read(EMBEDDING), torch.stack([*one, two[19], two[20]]))
-    assert torch.equal(experts["two"].read(EMBEDDING), torch.stack([*two[:18], one[18], two[18], two[19], two[20]]))
+    assert torch.equal(base.tensors.read(EMBEDDING), torch.stack([*own[:18], one[18], mean, two[19], two[20]]))
+    assert torch.equal(experts["one"].tensors.read(EMBEDDING), torch.stack([*one, two[19], two[20]]))
+    assert torch.equal(
+        experts["two"].tensors.read(EMBEDDING), torch.stack([*two[:18], one[18], two[18], two[19], two[20]])
+    )
     assert base.config is not None
     assert base.config["vocab_size"] == 22
-    listed = json.loads(base.written_sidecars["tokenizer.json"])["added_tokens"]
+    listed = json.loads(base.folder.texts["tokenizer.json"])["added_tokens"]
     assert [(e["content"], e["id"]) for e in listed[1:]] == [("<a>", 18), ("<b>", 19), ("<c>", 20), ("<d>", 21)]
-    assert "18 '<a>' from one, 19 '<b>' from one and two (mean), 20 '<c>' from two" in base.notes[1]
+    assert "18 '<a>' from one, 19 '<b>' from one and two (mean), 20 '<c>' from two" in base.folder.notes[1].text
     _, by_name = aligned("two", "one", "two")
-    assert torch.equal(by_name["one"].read(EMBEDDING), torch.stack([*one[:18], one[19], two[19], two[20]]))
-    with open_handle(base.handle()) as again:
-        assert torch.equal(again.read(HEAD), base.read(HEAD))
+    assert torch.equal(by_name["one"].tensors.read(EMBEDDING), torch.stack([*one[:18], one[19], two[19], two[20]]))
+    with open_handle(base.tensors.handle()) as again:
+        assert torch.equal(again.read(HEAD), base.tensors.read(HEAD))
 
 
 def test_new_tokens_fill_padding_and_sizes_are_rounded(folder: Path) -> None:
-    rows = {"<new>": TokenSource("base", token="t3"), "<zero>": TokenSource(), "t1": TokenSource("base", token_id=9)}
-    rows["t2"] = TokenSource("expert", token="newer", force=True)
+    rows = {"<new>": TokenRow(model="base", token="t3"), "<zero>": TokenRow(), "t1": TokenRow(model="base", token_id=9)}
+    rows["t2"] = TokenRow(model="expert", token="newer", force=True)
     own = rows_of("base")
     base, _ = aligned("base", "expert", tokens=rows)
     wanted_rows = torch.stack([*own[:2], rows_of("expert")[17], *own[3:18], own[3], torch.zeros(8)])
-    assert torch.equal(base.read(EMBEDDING), wanted_rows), "two new tokens in the two rows of padding"
+    assert torch.equal(base.tensors.read(EMBEDDING), wanted_rows), "two new tokens in the two rows of padding"
     base, experts = aligned("base", "expert", tokens=rows, pad_to_multiple_of=8)
     mean = wanted_rows.double().mean(0).float()
-    assert torch.equal(base.read(EMBEDDING), torch.stack([*wanted_rows, *[mean] * 4]))
-    assert torch.equal(experts["expert"].read(EMBEDDING)[1], own[9]), "lent, as the expert has no t1"
+    assert torch.equal(base.tensors.read(EMBEDDING), torch.stack([*wanted_rows, *[mean] * 4]))
+    assert torch.equal(experts["expert"].tensors.read(EMBEDDING)[1], own[9]), "lent, as the expert has no t1"
 
 
 def test_tables_of_several_dtypes_and_tied_heads(folder: Path) -> None:
@@ -143,18 +148,22 @@ def test_tables_of_several_dtypes_and_tied_heads(folder: Path) -> None:
     tokenizer(save_checkpoint(folder / "tied", tensors, tied), EXPERT)
     base, experts = aligned("tied", "tied")
     own, lent = rows_of("base", HEAD), tensors[EMBEDDING].float()
-    found = base.read(HEAD)
+    found = base.tensors.read(HEAD)
     assert torch.equal(found[0], lent[0]), "of the head of a tied model, which is its embedding"
     assert torch.equal(found[16], own[0])
     back, experts = aligned("base", "tied")
-    assert torch.equal(experts["tied"].read(EMBEDDING)[1], rows_of("base")[1].bfloat16())
-    assert torch.equal(back.read(HEAD), own)
+    assert torch.equal(experts["tied"].tensors.read(EMBEDDING)[1], rows_of("base")[1].bfloat16())
+    assert torch.equal(back.tensors.read(HEAD), own)
 
 
 def test_what_cannot_be_joined_is_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 tokens of its own .*'new'.*cannot be joined"):
         aligned("union", "expert")
-    rows = {"x": TokenSource("nobody"), "y": TokenSource("base", token="new"), "z": TokenSource("base", token_id=99)}
+    rows = {
+        "x": TokenRow(model="nobody"),
+        "y": TokenRow(model="base", token="new"),
+        "z": TokenRow(model="base", token_id=99),
+    }
     with pytest.raises(CheckpointError) as found:
         aligned("base", "expert", tokens=rows)
     assert [p.partition("row of ")[2][:3] for p in found.value.problems] == ["'x'", "'y'", "'z'"]
@@ -171,7 +180,7 @@ def test_damaged_tokenizers_are_refused(folder: Path) -> None:
     data["model"]["vocab"]["far"] = 2_000_000_000
     (folder / "base" / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match="last token has row 2000000000"):
-        aligned("base", "expert", tokens={"newest": TokenSource()})
+        aligned("base", "expert", tokens={"newest": TokenRow()})
     (folder / "base" / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": 7}))
     with pytest.raises(CheckpointError, match="expected a list of added tokens, found '7'"):
         aligned("base", "expert")
@@ -179,7 +188,7 @@ def test_damaged_tokenizers_are_refused(folder: Path) -> None:
 
 def test_a_tokenizer_is_needed(folder: Path) -> None:
     (folder / "expert" / "tokenizer.json").write_text("{}")
-    with open_checkpoint("expert") as found, pytest.raises(CheckpointError, match="expected a vocabulary"):
+    with open_model("expert") as found, pytest.raises(CheckpointError, match="expected a vocabulary"):
         read_tokenizer(found)
     (folder / "expert" / "tokenizer.json").unlink()
     refused = actmat(["plan", "-b", "base", "-e", "expert", "--set", "vocabulary=base"])

@@ -1,4 +1,4 @@
-"""A checkpoint that counts the bytes read through it, to prove that a merge reads every tensor once."""
+"""Tensors that count the bytes read through them, to prove that a merge reads every tensor once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
-from actmat.checkpoints.view import CheckpointView
+from actmat.checkpoints.base import Tensors, TensorsHandle, TensorSpec, View
 
-__all__ = ["CountingCheckpoint"]
+__all__ = ["CountingTensors"]
 
 
-class CountingCheckpoint(CheckpointView):
-    """A wrapper that behaves like the wrapped checkpoint and counts.
+class CountingTensors(View):
+    """A wrapper that behaves like the wrapped tensors and counts.
 
     >>> import torch
-    >>> from actmat.checkpoints.memory import MemoryCheckpoint
-    >>> counting = CountingCheckpoint(MemoryCheckpoint({"w": torch.ones(2), "v": torch.ones(2)}))
+    >>> from actmat.checkpoints.memory import MemoryTensors
+    >>> counting = CountingTensors(MemoryTensors({"w": torch.ones(2), "v": torch.ones(2)}))
     >>> _ = counting.read("w")
     >>> counting.read_other_than_once()
     {'v': 0.0}
@@ -28,22 +27,22 @@ class CountingCheckpoint(CheckpointView):
             whole or in chunks.
     """
 
-    def __init__(self, inner: Checkpoint) -> None:
-        super().__init__(inner)
-        self.specs, self.aliases = inner.specs, inner.aliases
+    def __init__(self, inner: Tensors) -> None:
+        super().__init__([inner])
+        self.inner, self.specs, self.aliases = inner, inner.specs, inner.aliases
         self.calls: Counter[str] = Counter()
         self.bytes_read: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Read and count."""
-        super().fill(spec, start, out)
+        self.inner.read_into(spec.name, start, out)
         with self._lock:
             self.calls[spec.name] += 1
             self.bytes_read[spec.name] += len(out)
 
-    def handle(self) -> CheckpointHandle:
-        """Handle of the wrapped checkpoint; opened again, it does not count."""
+    def handle(self) -> TensorsHandle:
+        """Handle of the wrapped tensors; opened again, it does not count."""
         return self.inner.handle()
 
     def read_other_than_once(self, names: Iterable[str] | None = None) -> dict[str, float]:

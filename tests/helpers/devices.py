@@ -18,7 +18,7 @@ from tests.helpers.samples import Samples
 from actmat.checkpoints.base import TensorSpec
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import Resources
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write

@@ -23,7 +23,7 @@ from safetensors.torch import load
 from tests.helpers.samples import Samples
 from torch import Tensor
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.base import Executor
 from actmat.engine.findings import Findings
@@ -35,7 +35,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
-from actmat.experts.locate import locate
+from actmat.experts.locate import fit_expert, locate
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning import build_plan
@@ -271,8 +271,8 @@ def opened_run(
     """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
-        base = None if samples.base is None else stack.enter_context(open_checkpoint(samples.base))
-        experts = [stack.enter_context(locate(e).expert(base)) for e in samples.experts]
+        base = None if samples.base is None else stack.enter_context(open_model(samples.base))
+        experts = [stack.enter_context(fit_expert(locate(e), base)) for e in samples.experts]
         statistics = stack.enter_context(opened_statistics(recipes[0]))
         room = DeviceRoom(device)
         plans = tuple(build_plan(recipe, base, experts, statistics=statistics, room=room) for recipe in recipes)
@@ -281,13 +281,13 @@ def opened_run(
             folder.mkdir(parents=True, exist_ok=True)
             writers.append(ShardWriter(folder, plan.shards, durable=False))
             stack.callback(writers[-1].close)
-        handle = None if base is None else base.handle()
+        handle = None if base is None else base.tensors.handle()
         spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
         units = plan_units(plans, [()] * len(plans), observers)
         yield ExecutorRun(
             spec,
             units,
-            Inputs(recipes[0].labels, base, experts, statistics),
+            Inputs(tuple(recipes), base, experts, statistics),
             writers,
             {},
             Findings(tolerated=False),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.deltas import Deltas
+from actmat.experts.locate import fit_expert, locate
 from actmat.experts.lora.adapter import Adapter
 
 
-def open_expert(place: Any, base: Checkpoint | None = None) -> Expert:
+def open_expert(place: Any, base: Model | None = None) -> Deltas:
     """The expert at a place, on its base."""
-    return locate(place).expert(base)
+    return fit_expert(locate(place), base)
 
 
 def open_adapter(place: str | Path) -> Adapter:
@@ -23,13 +23,13 @@ def open_adapter(place: str | Path) -> Adapter:
     Raises:
         CheckpointError: it is a full checkpoint.
     """
-    found = locate(place)
-    if not isinstance(found, LocatedAdapter):
+    located = locate(place)
+    if not isinstance(located, Adapter):
         raise CheckpointError(f"{place}: expected an adapter, found a full checkpoint")
-    return found.adapter
+    return located
 
 
 def is_adapter(place: str | Path) -> bool:
     """True if the place holds an adapter."""
-    with locate(place) as found:
-        return found.needs_base
+    with locate(place) as located:
+        return isinstance(located, Adapter)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.deltas import RegionDeltas
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import ItemReader
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.stored import StoredDeltas
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning.item import Strategy, Target, Write
 from actmat.planning.model import Item
@@ -34,13 +34,13 @@ class OneTensor:
     def __init__(self, base: Tensor, *experts: Tensor, compute: torch.dtype = torch.float32, **settings: Any) -> None:
         self.findings = Findings(tolerated=settings.get("tolerated", False))
         labels = tuple(f"e{t}" for t in range(len(experts)))
-        checkpoint = MemoryCheckpoint({"w": base})
-        opened = [CheckpointExpert(MemoryCheckpoint({"w": t})) for t in experts]
-        dtype = checkpoint.specs["w"].dtype
+        model = hold_model({"w": base})
+        opened = [StoredDeltas(hold_model({"w": t})) for t in experts]
+        dtype = model.specs["w"].dtype
         spec = TensorSpec("w", tuple(base.shape), dtype, "")
         target = Target(spec, VECTOR, sources=tuple(e.source("w") for e in opened))
         self.item = Item(target, "merge", "", Write("sum", (spec,)))
-        inputs = Inputs(labels, checkpoint, opened, ExpertStatistics.none(labels))
+        inputs = Inputs((), model, opened, ExpertStatistics.none(labels))
         self.reader = ItemReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
     def first_part(self, strategy: Strategy = "each") -> RegionDeltas:

@@ -1,4 +1,4 @@
-"""Merge checkpoints that are open already (in memory, counting), and merge plain tensors on disk."""
+"""Merge models that are open already (in memory, counting), and merge plain tensors on disk."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.counting import CountingCheckpoint
+from tests.helpers.counting import CountingTensors
 from torch import Tensor
 
 import actmat
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.units import plan_units
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.stored import StoredDeltas
 from actmat.planning import build_plan
 from actmat.planning.statistics import ExpertStatistics
 from actmat.recipe import make_recipe
@@ -29,22 +29,23 @@ from actmat.recipe import make_recipe
 Tensors = Mapping[str, Tensor]
 
 
-def counted(tensors: Tensors, config: Mapping[str, Any] | None = None) -> CountingCheckpoint:
-    """Tensors in memory behind a counter."""
-    return CountingCheckpoint(MemoryCheckpoint(tensors, config=config))
+def counted(tensors: Tensors, config: Mapping[str, Any] | None = None) -> Model:
+    """A model of tensors in memory behind a counter."""
+    model = hold_model(tensors, config=config)
+    return dataclasses.replace(model, tensors=CountingTensors(model.tensors))
 
 
 def merge_open(
-    base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    base: Model,
+    experts: Sequence[Model],
     out: Path,
     variants: Sequence[Mapping[str, Any]] = ({},),
     *,
     workers: int = 1,
 ) -> list[dict[str, Tensor]]:
-    """Plan and execute variants of one merge, as the public functions do, over open checkpoints."""
+    """Plan and execute variants of one merge, as the public functions do, over open models."""
     names = [{"path": f"expert{i}"} for i in range(len(experts))]
-    opened = [CheckpointExpert(e) for e in experts]
+    opened = [StoredDeltas(e) for e in experts]
     plans, writers = [], []
     for number, fields in enumerate(variants):
         plan = build_plan(make_recipe({"base": "base", "experts": names, "method": "actmat", **fields}), base, opened)
@@ -52,8 +53,8 @@ def merge_open(
         folder.mkdir(parents=True)
         plans.append(plan)
         writers.append(ShardWriter(folder, plan.shards, durable=False))
-    labels = plans[0].recipe.labels
-    inputs = Inputs(labels, base, opened, ExpertStatistics.none(labels))
+    statistics = ExpertStatistics.none(plans[0].recipe.labels)
+    inputs = Inputs(tuple(p.recipe for p in plans), base, opened, statistics)
     executor = ThreadExecutor(inputs, writers, Resources(workers, 1 << 33))
     spec = SessionSpec(tuple(plans), None, (), (None,) * len(plans))
     spec = dataclasses.replace(spec, surveys=executor.survey(spec))

@@ -17,8 +17,8 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
 from actmat.planning.work import HOST, DeviceRoom
 from actmat.recipe import make_recipe
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of
+from actmat.run.inputs import open_inputs
+from actmat.run.run import plan_all
 
 Run = tuple[SessionSpec, list[Unit], list[UnitResult]]
 
@@ -36,13 +36,13 @@ def run_here(
     Returns the spec with its surveys, the units and the results; without `finish`, tensors may be missing.
     """
     recipes = [make_recipe(f) for f in fields]
-    with open_inputs(recipes) as opened:
-        inputs, plans = opened.inputs, tuple(plans_of(opened, room))
+    with open_inputs(recipes) as (inputs, _):
+        plans = plan_all(inputs, room)
         writers = []
         for plan, folder in zip(plans, folders, strict=True):
             folder.mkdir(parents=True)
             writers.append(ShardWriter(folder, plan.shards, durable=False))
-        base = None if inputs.base is None else inputs.base.handle()
+        base = None if inputs.base is None else inputs.base.tensors.handle()
         spec = SessionSpec(plans, base, tuple(e.handle() for e in inputs.experts), tuple(folders), observers)
         executor = ThreadExecutor(inputs, writers, Resources(1, 1 << 33))
         spec = dataclasses.replace(spec, surveys=executor.survey(spec))

@@ -11,42 +11,45 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterFamily, AdapterHandle, DeltaSource, Expert
-from actmat.experts.candidate import Candidate
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.deltas import AdapterFamily, Deltas, DeltaSource
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
+from actmat.experts.lora.fields import StackWord
 from actmat.linalg.lowrank import LowRank
 
 FILE = "toy_adapter.json"
 
 
-class ToyExpert(Expert):
+class ToyDeltas(Deltas):
     """`W_0 + up down` of one tensor."""
 
-    kind = "adapter"
+    needs_base = True
 
-    def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
-        super().__init__(adapter.weights)
+    def __init__(self, adapter: Adapter, base: Model) -> None:
+        super().__init__(adapter.model)
         self._base = base
         (up, down) = adapter.weights.specs
         self._target = up.partition(" of ")[2]
         self._factors: LowRank | None = LowRank(adapter.weights.read(up)[:, None], adapter.weights.read(down)[None])
+        self._shape = self._factors.shape
         self.specs = base.specs
-        if self.specs[self._target].shape != tuple(self._factors.shape):
+        if self.specs[self._target].shape != tuple(self._shape):
             raise CheckpointError(f"{self.location}: does not fit '{self._target}' of {base.location}")
 
     def source(self, name: str) -> DeltaSource:
         dtype = self._spec(name).dtype
         if name == self._target:
-            return DeltaSource(name, "formed", dtype, self.nbytes, rank=1)
+            return DeltaSource(name, "formed", dtype, 8 * sum(self._shape), rank=1)
         return DeltaSource(name, "zero", dtype, 0)
 
-    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def dense(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if self.source(name).kind == "zero":
-            return super().delta(name, start, stop, dtype)
+            return super().dense(name, start, stop, dtype)
         return self._open().dense().flatten()[start:stop].to(dtype)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
@@ -60,12 +63,8 @@ class ToyExpert(Expert):
             seen.update(memoryview((Path(self.location) / FILE).read_bytes()))
         return seen.hexdigest()
 
-    def identity(self) -> tuple[FileIdentity, ...]:
-        file = (Path(self.location) / FILE).stat()
-        return (FileIdentity(FILE, file.st_size, file.st_mtime_ns, file.st_ctime_ns),)
-
     def handle(self) -> AdapterHandle:
-        return AdapterHandle(self.location, self._base.handle())
+        return AdapterHandle(self.location, self._base.tensors.handle())
 
     def close(self) -> None:
         self._factors = None
@@ -76,15 +75,16 @@ class ToyExpert(Expert):
         return self._factors
 
 
-def look(candidate: Candidate) -> Adapter | None:
-    if FILE not in candidate.source.names:
+def look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
+    if FILE not in source.names:
         return None
-    fields = json.loads(candidate.source.fetch(FILE).read_text())
+    path = source.fetch(FILE)
+    fields = json.loads(path.read_text())
     tensors = {f"{n} of {fields['tensor']}": torch.tensor(fields[n], dtype=torch.float64) for n in ("up", "down")}
-    return Adapter.of_tensors(MemoryCheckpoint(tensors, location=candidate.source.location))
+    return Adapter.of_tensors(hold_model(tensors, location=source.location, files=(file_identity(path),)))
 
 
-TOY = AdapterFamily("toy", look, ToyExpert)
+TOY = AdapterFamily("toy", look, ToyDeltas)
 
 
 def save_toy(folder: Path, tensor: str, up_O: Tensor, down_I: Tensor) -> None:

@@ -53,7 +53,7 @@ def test_public_functions_live_in_api() -> None:
     assert len(homes) == 17
     assert {name for name, home in homes.items() if not home.startswith("actmat.api.")} == set()
     elsewhere = {name for name, function in FUNCTIONS.items() if function.__module__ != homes[name]}
-    assert elsewhere == {"open_checkpoint"}, "it is of a lower layer, which needs it too"
+    assert elsewhere == {"open_model"}, "it is of a lower layer, which needs it too"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

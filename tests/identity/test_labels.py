@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.merging import actmat
 
+from actmat.checkpoints.memory import MemoryTensors
+from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.source import LocalSource
 from actmat.identity.inputs import chat_template, label_names
-from actmat.run.stage import most_frequent_template
+from actmat.run.output import most_frequent_template
 
 ORDERED, TURNED = ["neg", "neu", "pos"], ["pos", "neu", "neg"]
 GENERIC = ["LABEL_0", "LABEL_1", "LABEL_2"]
@@ -213,13 +215,11 @@ class RemoteFiles:
     def whole(self) -> RemoteFiles:
         return self
 
-    def sources(self) -> tuple[RemoteFiles, ...]:
-        return (self,)
-
 
 def test_chat_templates_are_fetched(tmp_path: Path) -> None:
     """Of inputs on a hub; the most frequent one, the first of several."""
-    inputs: list[Any] = [RemoteFiles(tmp_path / str(i), text) for i, text in enumerate(("a ", "b", "c", "c"))]
+    files: list[Any] = [RemoteFiles(tmp_path / str(i), text) for i, text in enumerate(("a ", "b", "c", "c"))]
+    inputs = [Model(MemoryTensors({}), ModelFolder(files=(of_one,))) for of_one in files]
     assert most_frequent_template(inputs) == "c"
     assert most_frequent_template(inputs[:3]) == "a"
     assert most_frequent_template([]) is None

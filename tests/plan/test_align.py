@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.checkpoints.memory import hold_model
+from actmat.experts.stored import StoredDeltas
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import LayoutMap, Role, TensorLayout
 from actmat.planning.targets import BaseTargets, targets_of
@@ -26,8 +26,8 @@ def run(
 ) -> BaseTargets:
     layouts = {n: TensorLayout((roles or {}).get(n, Role.LINEAR), "") for n in base}
     labels = [f"e{t}" for t in range(len(experts))]
-    in_memory = [MemoryCheckpoint({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
-    opened = [CheckpointExpert(e) for e in in_memory[1:]]
+    in_memory = [hold_model({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
+    opened = [StoredDeltas(e) for e in in_memory[1:]]
     return targets_of(in_memory[0], opened, labels, LayoutMap(layouts, ties or {}), frozenset(kept))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import all_methods, get_method

@@ -14,7 +14,7 @@ from actmat.errors import MergeError, RecipeError
 from actmat.recipe import Recipe, make_recipe, recipe_yaml
 from actmat.recipe.output import AdapterOutput, AnyOutput, ExtractedOutput, ModelOutput, Vocabulary, with_output
 from actmat.run.decide import decide
-from actmat.run.locate import located
+from actmat.run.locate import locate_inputs
 
 BASE: dict[str, Any] = {"base": "base", "experts": ["math", "code"]}
 BARE: dict[str, Any] = {"experts": ["math", "code"]}
@@ -106,8 +106,8 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
 
     def kind(fields: dict[str, Any]) -> Recipe:
         recipe = flagged({"method": "actmat", **fields})
-        with located(recipe) as given:
-            return decide(recipe, given)
+        with locate_inputs(recipe) as given:
+            return decide(given)
 
     assert kind({"experts": lora}).output == AdapterOutput()
     assert kind({"base": base, "experts": lora}).output == ModelOutput()

@@ -107,7 +107,7 @@ def test_several_outputs_must_fit_together(family: Family, monkeypatch: pytest.M
 
 def test_a_disk_that_fills_up_meanwhile(family: Family, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("actmat.run.stage.check_room", lambda stages, plans: None)
+        patch.setattr("actmat.run.output.check_room", lambda stages, plans: None)
         kept = stopped(family, small_disk / "out", says="the disk is full")
     assert 0 < kept < TENSORS
     again = stopped(family, small_disk / "out", says="the disk has only")  # seen before the work, which is still kept

@@ -15,7 +15,7 @@ import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
-from actmat.run.open import open_inputs
+from actmat.run.inputs import open_inputs
 from actmat.run.resume import has_same_inputs
 
 
@@ -236,8 +236,7 @@ def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(own: Interrupte
     path = own.family.base / "model.safetensors"
     plan = library.plan(own.family.base, own.family.experts)
     entries = {e["name"]: e for e in map(json.loads, own.lines()[1:])}
-    with open_inputs([plan.recipe]) as opened:
-        inputs = opened.inputs
+    with open_inputs([plan.recipe]) as (inputs, _):
         assert has_same_inputs(plan, entries, inputs)
         name = next(n for n, e in entries.items() if e["expert_hashes"])
         for changed in ({"base_hash": "0"}, {"expert_hashes": []}, {"expert_hashes": ["0", "0"]}, {"hashes": None}):

@@ -16,11 +16,11 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.merging import Family, Outcome, actmat, weights
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.extras.conformance.checkpoints import CheckpointConformance
+from actmat.extras.conformance.tensors import TensorsConformance
 from actmat.extras.remote import retry
 from actmat.extras.remote.objects import ObjectStore
 from actmat.extras.remote.retry import TransientError
@@ -77,12 +77,12 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"memory://{tmp_path.name}"
 
 
-class TestInMemory(CheckpointConformance):
+class TestInMemory(TensorsConformance):
     """The shipped suite, over a file system of fsspec that does not check versions itself."""
 
-    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Tensors:
         save_sharded(dict(tensors), folder, shards=min(3, len(tensors)))
-        return open_checkpoint(send(folder, f"memory://{folder.name}"))
+        return open_tensors(send(folder, f"memory://{folder.name}"))
 
 
 @pytest.fixture(scope="module")
@@ -328,14 +328,14 @@ def test_an_object_that_changes_midway_is_refused(bucket: str, tmp_path: Path) -
     tensors = {"w.0": torch.arange(600_000.0), "w.1": torch.ones(4)}
     save_sharded(tensors, tmp_path, shards=1)
     url = send(tmp_path, f"{bucket}/m")
-    with open_checkpoint(url) as found:
-        handle = found.handle()
-        assert torch.equal(found.read("w.1"), tensors["w.1"])
+    with open_model(url) as found:
+        handle = found.tensors.handle()
+        assert torch.equal(found.tensors.read("w.1"), tensors["w.1"])
         other = bytearray((tmp_path / "model-00001-of-00001.safetensors").read_bytes())
         other[-1] ^= 1
         write(f"{url}/model-00001-of-00001.safetensors", bytes(other))
         with pytest.raises(CheckpointError, match=r"00001-of-00001.*changed since it was opened"):
-            found.read("w.0")
+            found.tensors.read("w.0")
     with pytest.raises(CheckpointError, match="changed since it was opened"):
         open_handle(handle)
 

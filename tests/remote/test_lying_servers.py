@@ -21,7 +21,7 @@ from safetensors.torch import save
 from tests.helpers.serving import serve
 from torch import Tensor
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError
 from actmat.extras.remote import claims, retry
 from actmat.extras.remote.hub import open_repository
@@ -142,9 +142,9 @@ PLACES = {"hub": "hf://org/tiny", "hub, downloaded": "org/tiny", "web": "{url}/m
 
 def read(liar: Liar, store: str) -> dict[str, Tensor]:
     place = PLACES[store].format(url=liar.url)
-    with open_checkpoint(place) as checkpoint:
+    with open_model(place) as checkpoint:
         assert checkpoint.config == {"model_type": "tiny"}
-        return {name: checkpoint.read(name) for name in checkpoint.specs}
+        return {name: checkpoint.tensors.read(name) for name in checkpoint.specs}
 
 
 @pytest.mark.parametrize("store", PLACES)
@@ -293,8 +293,8 @@ def test_odd_names_in_a_listing_are_left_out(liar: Liar) -> None:
     liar.listing = lambda info: info["siblings"].extend(more)
     assert read(liar, "hub, downloaded").keys() == TENSORS.keys()
     assert set(open_repository("org/tiny", None).files) == set(FILES)
-    (note,) = open_checkpoint("org/tiny").notes
-    assert note.endswith(f"left out ({len(ODD_NAMES)}): '/etc/more.json', '../x', 'a/../../x', ...")
+    (note,) = open_model("org/tiny").folder.notes
+    assert note.text.endswith(f"left out ({len(ODD_NAMES)}): '/etc/more.json', '../x', 'a/../../x', ...")
     assert open_repository("org/tiny", None).fetch_sidecars() is not None
     liar.rows = "".join(
         f"<Contents><Key>m/{escape(name)}</Key><Size>5</Size><ETag>x</ETag>"
@@ -303,7 +303,7 @@ def test_odd_names_in_a_listing_are_left_out(liar: Liar) -> None:
         if name.isprintable()
     )
     assert read(liar, "s3").keys() == TENSORS.keys()
-    assert "left out (" in open_checkpoint(PLACES["s3"].format(url=liar.url)).notes[0]
+    assert "left out (" in open_model(PLACES["s3"].format(url=liar.url)).folder.notes[0].text
 
 
 def edit(**fields: Any) -> Lie:
@@ -340,7 +340,7 @@ LISTINGS: dict[str, Lie] = {
 def test_listings_of_a_hub(liar: Liar, kind: str) -> None:
     liar.listing = LISTINGS[kind]
     with pytest.raises(CheckpointError, match="org/tiny"):
-        open_checkpoint("org/tiny")
+        open_tensors("org/tiny")
 
 
 @pytest.mark.parametrize(
@@ -359,4 +359,4 @@ def test_a_commit_in_the_cache_of_the_hub(liar: Liar, tmp_path: Path, monkeypatc
     (home / "refs" / "main").write_text("../../../..")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="40 hexadecimal digits"):
-        open_checkpoint("org/tiny")
+        open_tensors("org/tiny")

@@ -17,7 +17,7 @@ from tests.helpers.merging import Family, actmat, hidden, weights
 from tests.helpers.range_server import RangeServer
 
 from actmat.checkpoints import ranges
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.resolve import open_handle, open_model
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.locate import open_handle as open_expert_handle
@@ -181,7 +181,7 @@ def test_a_handle_of_an_adapter_names_the_versions_of_its_files(server: RangeSer
         open_expert_handle(handle)
     assert f"{file} had {size} bytes, version {etag}; found {size} bytes, version" in caught.value.problems[0]
     with open_expert(str(tmp_path / "math"), None) as near:
-        assert near.handle().etags == ()
+        assert near.model.tensors.handle().etags == ()
 
 
 @pytest.fixture
@@ -194,15 +194,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]
 def test_the_hub_is_read_by_ranges_at_a_pinned_commit(hub: HubStandIn, tmp_path: Path) -> None:
     family = Family.make(tmp_path)
     commit = hub.add("org/base", family.base)
-    with open_checkpoint("hf://org/base") as found:
-        handle = found.handle()
+    with open_model("hf://org/base") as found:
+        handle = found.tensors.handle()
         assert handle.address == f"hf://org/base@{commit}"
         assert handle.streams
         hub.add("org/base", family.experts[0])  # the branch moves
-        with open_handle(handle) as again, open_checkpoint(family.base) as near:
+        with open_handle(handle) as again, open_model(family.base) as near:
             for name in near.specs:
-                assert torch.equal(found.read(name), near.read(name))
-                assert torch.equal(again.read(name), near.read(name))
+                assert torch.equal(found.tensors.read(name), near.tensors.read(name))
+                assert torch.equal(again.read(name), near.tensors.read(name))
     assert not list((tmp_path / "cache").rglob("*.safetensors")), "no weights in the cache"
     hub.add("org/math", family.experts[0])
     hub.add("org/code", family.experts[1])
@@ -218,7 +218,7 @@ def test_the_hub_is_read_by_ranges_at_a_pinned_commit(hub: HubStandIn, tmp_path:
 def test_a_hub_without_ranges_is_refused_when_tensors_are_read(hub: HubStandIn, tmp_path: Path) -> None:
     family = Family.make(tmp_path)
     hub.add("org/base", family.base)
-    with open_checkpoint("hf://org/base") as found:
+    with open_model("hf://org/base") as found:
         hub.honors_ranges = False
         with pytest.raises(CheckpointError, match="ignored a range request"):
-            found.read("lm_head.weight")
+            found.tensors.read("lm_head.weight")

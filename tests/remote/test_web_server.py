@@ -17,11 +17,11 @@ from tests.helpers.range_server import RangeServer, range_server
 from torch import Tensor
 
 from actmat.checkpoints import ranges
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
-from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.formats.safetensors import SafetensorsFiles
+from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
 from actmat.errors import CheckpointError
-from actmat.extras.conformance.checkpoints import CheckpointConformance
+from actmat.extras.conformance.tensors import TensorsConformance
 from actmat.extras.remote import http, retry
 
 TENSORS = {"w.0": torch.arange(300_000.0), "w.1": torch.ones(3, 2), "w.2": torch.zeros(5), "w.3": torch.ones(70_000)}
@@ -34,7 +34,7 @@ def publish(folder: Path, tensors: Mapping[str, Tensor] = TENSORS, *, shards: in
     return folder
 
 
-class TestOnAWebServer(CheckpointConformance):
+class TestOnAWebServer(TensorsConformance):
     """The shipped suite, over HTTP."""
 
     @pytest.fixture(autouse=True)
@@ -42,10 +42,10 @@ class TestOnAWebServer(CheckpointConformance):
         self.served = served
         served.reset()
 
-    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Tensors:
         self.served.root = folder
         save_sharded(dict(tensors), folder, shards=min(3, len(tensors)))
-        return open_checkpoint(self.served.url)
+        return open_tensors(self.served.url)
 
 
 def test_copies_of_small_files_are_removed_when_the_checkpoint_is_closed(
@@ -55,7 +55,7 @@ def test_copies_of_small_files_are_removed_when_the_checkpoint_is_closed(
     publish(tmp_path / "m")
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    with open_checkpoint(f"{server.url}/m/") as found:
+    with open_model(f"{server.url}/m/") as found:
         assert {f.name for f in temporary.glob("*/*")} == {"config.json", "model.safetensors.index.json"}
     assert not list(temporary.iterdir())
     assert found.config == {"model_type": "tiny"}
@@ -64,12 +64,12 @@ def test_copies_of_small_files_are_removed_when_the_checkpoint_is_closed(
 
 def test_opening_reads_each_header_once_and_reading_sends_each_byte_once(server: RangeServer, tmp_path: Path) -> None:
     publish(tmp_path / "m")
-    with open_checkpoint(f"{server.url}/m/") as found:
+    with open_model(f"{server.url}/m/") as found:
         assert found.config == {"model_type": "tiny"}
         assert len(server.of(".safetensors")) == 2
         before = len(server.requests)
         for name, tensor in TENSORS.items():
-            assert torch.equal(found.read(name), tensor)
+            assert torch.equal(found.tensors.read(name), tensor)
         sent = sum(r.sent for r in server.requests[before:])
         assert sent == sum(t.nbytes for t in TENSORS.values())
 
@@ -77,7 +77,7 @@ def test_opening_reads_each_header_once_and_reading_sends_each_byte_once(server:
 def test_two_hundred_shards_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
     tensors = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(200)}
     publish(tmp_path / "m", tensors, shards=200)
-    with open_checkpoint(f"{server.url}/m") as found:
+    with open_model(f"{server.url}/m") as found:
         assert len(found.specs) == 200
     per_shard = {n: c for n, c in server.counts.items() if n.endswith(".safetensors") and "-of-" in n}
     assert len(per_shard) == 200
@@ -93,13 +93,13 @@ def test_large_tensors_are_read_in_blocks_ahead(
     monkeypatch.setattr(ranges, "SMALL_BYTES", 1 << 12)
     publish(tmp_path / "m", shards=1)
     server.delay = 0.005
-    with open_checkpoint(f"{server.url}/m") as found:
-        assert isinstance(found, SafetensorsCheckpoint)
+    with open_model(f"{server.url}/m") as found:
+        assert isinstance(found.tensors, SafetensorsFiles)
         server.requests, server.most_running = [], 0
         out = bytearray(TENSORS["w.0"].nbytes)
         for start in range(0, len(out), 10_000):
-            found.read_into("w.0", start, memoryview(out)[start : start + 10_000])
-            assert len(found._ranges._held) <= ranges.BLOCKS_PER_THREAD  # type: ignore[union-attr]
+            found.tensors.read_into("w.0", start, memoryview(out)[start : start + 10_000])
+            assert len(found.tensors._ranges._held) <= ranges.BLOCKS_PER_THREAD  # type: ignore[union-attr]
         assert out == TENSORS["w.0"].numpy().tobytes()
         blocks = -(-TENSORS["w.0"].nbytes // (1 << 16))
         assert len(server.requests) == blocks
@@ -109,15 +109,15 @@ def test_large_tensors_are_read_in_blocks_ahead(
 def test_blocks_are_shared_by_small_tensors_and_dropped_when_read(server: RangeServer, tmp_path: Path) -> None:
     tensors = {f"b.{i:02}": torch.full((8,), float(i)) for i in range(50)}
     publish(tmp_path / "m", tensors, shards=1)
-    with open_checkpoint(f"{server.url}/m") as found:
-        assert isinstance(found, SafetensorsCheckpoint)
+    with open_model(f"{server.url}/m") as found:
+        assert isinstance(found.tensors, SafetensorsFiles)
         server.requests = []
-        found.prefetch(["b.07"])
+        found.tensors.prefetch(["b.07"])
         with ThreadPoolExecutor(4) as pool:
-            for name, got in zip(tensors, pool.map(found.read, tensors), strict=True):
+            for name, got in zip(tensors, pool.map(found.tensors.read, tensors), strict=True):
                 assert torch.equal(got, tensors[name])
         assert len(server.requests) == 1
-        assert not found._ranges._held  # type: ignore[union-attr]
+        assert not found.tensors._ranges._held  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "truncate", "close", "hang", "drip"])
@@ -128,68 +128,68 @@ def test_what_passes_is_tried_again(
     monkeypatch.setattr(retry, "PATIENCE", 0.05 if fault == "drip" else retry.PATIENCE)
     publish(tmp_path / "m")
     server.fault = lambda path, number, start: fault if path.endswith(".safetensors") and number < 3 else ""
-    with open_checkpoint(f"{server.url}/m") as found:
+    with open_model(f"{server.url}/m") as found:
         for name, tensor in TENSORS.items():
-            assert torch.equal(found.read(name), tensor)
+            assert torch.equal(found.tensors.read(name), tensor)
     assert any(count >= 4 for count in server.counts.values())
 
 
 def test_what_does_not_pass_names_the_file_and_the_tensor(server: RangeServer, tmp_path: Path) -> None:
     publish(tmp_path / "m")
-    with open_checkpoint(f"{server.url}/m") as found:
+    with open_model(f"{server.url}/m") as found:
         server.fault = lambda path, number, start: "500"
         with pytest.raises(CheckpointError, match=r"tensor 'w\.0'.*00001-of-00002.*6 attempts.*HTTP 500"):
-            found.read("w.0")
+            found.tensors.read("w.0")
         server.fault = lambda path, number, start: ""
-        assert torch.equal(found.read("w.0"), TENSORS["w.0"])
+        assert torch.equal(found.tensors.read("w.0"), TENSORS["w.0"])
 
 
 def test_a_server_that_compresses_what_was_not_asked_for_is_refused(server: RangeServer, tmp_path: Path) -> None:
     publish(tmp_path / "m")
-    with open_checkpoint(f"{server.url}/m") as found:
+    with open_model(f"{server.url}/m") as found:
         server.fault = lambda path, number, start: "gzip"
         with pytest.raises(CheckpointError, match=r"tensor 'w\.0'.*with the encoding 'gzip'"):
-            found.read("w.0")
+            found.tensors.read("w.0")
 
 
 def test_a_file_that_changes_midway_is_refused(server: RangeServer, tmp_path: Path) -> None:
     folder = publish(tmp_path / "m")
-    with open_checkpoint(f"{server.url}/m") as found:
-        handle = pickle.loads(pickle.dumps(found.handle()))
-        found.read("w.1")
+    with open_model(f"{server.url}/m") as found:
+        handle = pickle.loads(pickle.dumps(found.tensors.handle()))
+        found.tensors.read("w.1")
         server.etags["m/model-00001-of-00002.safetensors"] = '"other"'
         with pytest.raises(CheckpointError, match=r'00001-of-00002.*changed since it was opened.*now.*"other"'):
-            found.read("w.0")
+            found.tensors.read("w.0")
         with pytest.raises(CheckpointError, match="changed since it was opened"):
             open_handle(handle)
         server.etags.clear()
         with open_handle(handle) as again:
             assert torch.equal(again.read("w.0"), TENSORS["w.0"])
         (folder / "model-00002-of-00002.safetensors").write_bytes(b"x" * 100)
-        assert torch.equal(found.read("w.3"), TENSORS["w.3"])  # came with 'w.1', before the change
+        assert torch.equal(found.tensors.read("w.3"), TENSORS["w.3"])  # came with 'w.1', before the change
         with pytest.raises(CheckpointError, match="changed since it was opened"):
-            found.read("w.3")
+            found.tensors.read("w.3")
 
 
 def test_servers_without_ranges_or_versions_are_refused(server: RangeServer, tmp_path: Path) -> None:
     publish(tmp_path / "m")
     server.ranges = False
     with pytest.raises(CheckpointError, match="ignores Range requests"):
-        open_checkpoint(f"{server.url}/m")
+        open_tensors(f"{server.url}/m")
     assert sum(r.sent for r in server.of(".safetensors")) < 10 * sum(t.nbytes for t in TENSORS.values())
     server.ranges = True
     server.etags["m/model-00001-of-00002.safetensors"] = None
     with pytest.raises(CheckpointError, match="neither ETag nor Last-Modified"):
-        open_checkpoint(f"{server.url}/m")
+        open_tensors(f"{server.url}/m")
 
 
 def test_single_files_indexes_and_wrong_addresses(server: RangeServer, tmp_path: Path) -> None:
     folder = publish(tmp_path / "m")
     save_file({"w": torch.ones(3)}, folder / "one.safetensors")
-    with open_checkpoint(f"{server.url}/m/one.safetensors") as found:
+    with open_model(f"{server.url}/m/one.safetensors") as found:
         assert list(found.specs) == ["w"]
-        assert found.directory is None
-    with open_checkpoint(f"{server.url}/m/model.safetensors.index.json") as found:
+        assert found.folder.fetch() is None
+    with open_model(f"{server.url}/m/model.safetensors.index.json") as found:
         assert len(found.specs) == 4
     for path, said in (
         ("absent", "found nothing there"),
@@ -198,7 +198,7 @@ def test_single_files_indexes_and_wrong_addresses(server: RangeServer, tmp_path:
         ("m/x.h5", "TensorFlow"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            open_checkpoint(f"{server.url}/{path}")
+            open_tensors(f"{server.url}/{path}")
 
 
 def test_pickles_and_hostile_indexes_are_not_opened(server: RangeServer, tmp_path: Path) -> None:
@@ -206,14 +206,14 @@ def test_pickles_and_hostile_indexes_are_not_opened(server: RangeServer, tmp_pat
     folder.mkdir()
     torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"torch file.*convert it to safetensors"):
-        open_checkpoint(f"{server.url}/m")
+        open_tensors(f"{server.url}/m")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../../secret"}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
-        open_checkpoint(f"{server.url}/m")
+        open_tensors(f"{server.url}/m")
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="the header claims"):
-        open_checkpoint(f"{server.url}/m")
+        open_tensors(f"{server.url}/m")
 
 
 @pytest.mark.parametrize(
@@ -229,23 +229,23 @@ def test_pickles_and_hostile_indexes_are_not_opened(server: RangeServer, tmp_pat
 )
 def test_urls_that_cannot_be_used(url: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
-        open_checkpoint(url)
+        open_tensors(url)
     assert "secret" not in str(caught.value)
     assert "abc" not in str(caught.value)
 
 
 def test_a_missing_package_says_what_to_install() -> None:
     with pytest.raises(CheckpointError, match=r"gs:// needs a package.*pip install 'actmat\[gcs\]'"):
-        open_checkpoint("gs://bucket/model")
+        open_tensors("gs://bucket/model")
     with pytest.raises(CheckpointError, match=r"az:// needs a package.*pip install 'actmat\[azure\]'"):
-        open_checkpoint("az://container/model")
+        open_tensors("az://container/model")
 
 
 def test_an_unreachable_server_is_an_error(server: RangeServer, tmp_path: Path) -> None:
     with range_server(tmp_path) as other:
         gone = other.url
     with pytest.raises(CheckpointError, match=r"6 attempts failed.*ConnectError"):
-        open_checkpoint(f"{gone}/m")
+        open_tensors(f"{gone}/m")
 
 
 def test_logins_come_from_netrc(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +261,10 @@ def test_logins_come_from_netrc(server: RangeServer, tmp_path: Path, monkeypatch
 
 def test_closing_ends_reading(server: RangeServer, tmp_path: Path) -> None:
     publish(tmp_path / "m")
-    found = open_checkpoint(f"{server.url}/m")
-    found.prefetch(["w.0", "absent"])
+    found = open_model(f"{server.url}/m")
+    found.tensors.prefetch(["w.0", "absent"])
     found.close()
     found.close()
     with pytest.raises(ValueError, match="closed"):
-        found.read("w.0")
-    found.prefetch(["w.0"])
+        found.tensors.read("w.0")
+    found.tensors.prefetch(["w.0"])

@@ -17,8 +17,9 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 from tests.helpers.reports import HOSTILE
 from tests.tolerances import F64_ORACLE
 
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.memory import MemoryTensors
+from actmat.checkpoints.resolve import open_model
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.extras.pages.comparison import Difference, MergeComparison, TensorDifference, compare
@@ -48,7 +49,7 @@ def between(family: Family, first: str, second: str) -> MergeComparison:
     return compare(family.root / first, family.root / second)
 
 
-def between_stored(first: MemoryCheckpoint, second: MemoryCheckpoint, base: MemoryCheckpoint) -> TensorDifference:
+def between_stored(first: MemoryTensors, second: MemoryTensors, base: MemoryTensors) -> TensorDifference:
     return difference("w", first.specs["w"].shape, ("a", "b"), stored_sums(first, second, base, "w"))
 
 
@@ -84,10 +85,10 @@ def test_chunks_do_not_change_the_sums(family: Family, monkeypatch: pytest.Monke
 def test_reading_is_in_chunks_of_bounded_size() -> None:
     read: list[int] = []
 
-    class Watched(MemoryCheckpoint):
-        def read_into(self, name: str, start: int, out: memoryview) -> None:
+    class Watched(MemoryTensors):
+        def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
             read.append(len(out))
-            super().read_into(name, start, out)
+            super().fill(spec, start, out)
 
     size = merges_module.CHUNK * 2 + 5
     sides = [Watched({"w": torch.full((size,), value, dtype=torch.bfloat16)}) for value in (1.0, 3.0, 0.0)]
@@ -100,7 +101,7 @@ def test_reading_is_in_chunks_of_bounded_size() -> None:
 
 def test_the_relative_distance_is_two_for_opposite_changes_and_for_one_alone() -> None:
     base, up, down = ({"w": torch.tensor([x, 0.0])} for x in (1.0, 2.0, 0.0))
-    sides = [MemoryCheckpoint(t) for t in (up, down, base)]
+    sides = [MemoryTensors(t) for t in (up, down, base)]
     opposite = between_stored(*sides)
     assert (opposite.relative, opposite.cosine) == (2.0, -1.0)
     alone = between_stored(sides[0], sides[2], sides[2])
@@ -306,7 +307,7 @@ def test_tied_tensors_are_counted_once(tmp_path: Path) -> None:
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
     merge(family, "average")
     merge(family, "task_arithmetic", "--set", "scope=all")
-    with open_checkpoint(family.root / "average") as stored:
+    with open_model(family.root / "average") as stored:
         assert {EMBEDDING, "lm_head.weight"} <= stored.specs.keys()
         compared = [t.name for t in between(family, "average", "task_arithmetic").tensors]
         assert sorted([*compared, "lm_head.weight"]) == sorted(stored.specs)

@@ -13,7 +13,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.engine.record import Record
 from actmat.errors import OutputError
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
 from actmat.planning.item import Item, Target, Write
@@ -22,7 +22,7 @@ from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.report.totals import recorded_totals
-from actmat.run.stage import JournalRecords
+from actmat.run.output import JournalRecords
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),

@@ -15,7 +15,7 @@ from tests.helpers.models import CASES, Case
 from torch import nn
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune import memory
@@ -94,7 +94,7 @@ def network(seed: int) -> nn.Module:
 def test_a_model_takes_any_scale_and_fixed_tensors_keep_theirs(tmp_path: Path) -> None:
     save_file(network(0).state_dict(), tmp_path / "model.safetensors")
     loader = Loader("0", given=lambda place: Loaded(network(int(place)), place, None, place))
-    with open_checkpoint(tmp_path) as base:
+    with open_model(tmp_path) as base:
         live = LiveModel(loader, base, {"0.bias"})
         start, other = state_of(network(0)), state_of(network(1))
         live.take("1")
@@ -109,7 +109,7 @@ def test_a_changed_parameter_that_the_checkpoint_lacks_is_refused(tmp_path: Path
     """A model of load= that calls its tensors otherwise; where a scale reaches all, any name will do."""
     save_file({f"x{n}": t for n, t in network(0).state_dict().items()}, tmp_path / "model.safetensors")
     loader = Loader("0", given=lambda place: Loaded(network(int(place)), place, None, place))
-    with open_checkpoint(tmp_path) as base:
+    with open_model(tmp_path) as base:
         LiveModel(loader, base, ()).take("1")
         with pytest.raises(StatisticsError, match="changes in a merge"):
             LiveModel(loader, base, {"x0.bias"}).take("1")
@@ -127,7 +127,7 @@ def test_what_a_scale_reaches_is_that_of_a_loaded_checkpoint_of_marks(case: Case
     save_file(marks, tmp_path / "marks" / "model.safetensors", {"format": "pt"})
     expected = state_of(case.loader.from_pretrained(tmp_path / "marks", dtype=torch.float32))
     model = case.loader.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    with open_checkpoint(tmp_path / "base") as base:
+    with open_model(tmp_path / "base") as base:
         found = reached(model, base, fixed)
     parameters = {n for n, _ in model.named_parameters()} & expected.keys()
     assert parameters <= found.keys()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
+from actmat.checkpoints.model import Model
 from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.extras.collect.collect import collect
@@ -15,14 +15,14 @@ from actmat.layout.types import TensorLayout
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
 from actmat.run.adapters import size_and_overlap
-from actmat.run.locate import located
+from actmat.run.locate import locate_inputs
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
 __all__ = [
     "AdamState",
-    "Checkpoint",
     "MergeMethod",
+    "Model",
     "RunSettings",
     "Statistics",
     "TensorLayout",
@@ -33,7 +33,7 @@ __all__ = [
     "entropy",
     "get_method",
     "in_one_line",
-    "located",
+    "locate_inputs",
     "make_recipe",
     "one_thread",
     "open_statistics",

@@ -13,7 +13,7 @@ from evidence.tests.helpers.tolerances import F32_PRODUCT, F64_IDENTITY, F64_ORA
 from safetensors.torch import load_file
 from torch import nn
 
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
 from actmat.extras.collect.collect import collect
 from actmat.extras.demo.model import load_encoder
@@ -63,12 +63,12 @@ def family():
 
 
 def checkpoints(tensors):
-    return {n: MemoryCheckpoint(t) for n, t in tensors.items()}
+    return {n: hold_model(t) for n, t in tensors.items()}
 
 
 def test_interference_is_the_relative_error_of_outputs(family):
     base, experts, merged, grams = family
-    result = interference(MemoryCheckpoint(base), checkpoints(experts), {"mean": MemoryCheckpoint(merged)}, grams)
+    result = interference(hold_model(base), checkpoints(experts), {"mean": hold_model(merged)}, grams)
     assert set(result.values) == {"base", "mean"}
     assert list(result.values["mean"]) == [Q0, UP0]  # the others have no Gram matrices
     for name in NAMES:
@@ -83,8 +83,8 @@ def test_interference_is_the_relative_error_of_outputs(family):
 
 def test_scale_and_cosine_written_out(family):
     base, experts, _, grams = family
-    found = scale(MemoryCheckpoint(base), checkpoints(experts), grams)
-    cosines = cosine(MemoryCheckpoint(base), checkpoints(experts), grams)
+    found = scale(hold_model(base), checkpoints(experts), grams)
+    cosines = cosine(hold_model(base), checkpoints(experts), grams)
     kappa = {}
     for name in NAMES:
         d, c = experts[name][Q0].double() - base[Q0].double(), grams[name][Q0]
@@ -107,10 +107,10 @@ def test_estimates_that_are_the_gram_matrix_up_to_one_scale():
     experts = {n: {Q0: torch.linalg.cholesky(3 * x).mT.contiguous()} for n, x in c.items()}
     grams = {n: {Q0: x} for n, x in c.items()}
     drawn = lambda name, size: [{Q0: size * c[name]}, {Q0: c[name]}]  # noqa: E731
-    found = scale(MemoryCheckpoint(base), checkpoints(experts), grams)
+    found = scale(hold_model(base), checkpoints(experts), grams)
     assert list(found.kappa[Q0].values()) == pytest.approx([1 / 3] * 2)
     assert list(found.ratios(Q0).values()) == pytest.approx([1, 1])
-    cosines = cosine(MemoryCheckpoint(base), checkpoints(experts), grams, drawn=drawn, sizes=(1, 5))
+    cosines = cosine(hold_model(base), checkpoints(experts), grams, drawn=drawn, sizes=(1, 5))
     assert cosines.mean(Q0, "D^T D") == pytest.approx(1)
     assert cosines.mean(Q0, "5 samples") == cosines.mean(Q0, "1 sample") == pytest.approx(1)
     assert cosines.mean(Q0, "identity") < 0.99
@@ -120,28 +120,28 @@ def test_estimates_that_are_the_gram_matrix_up_to_one_scale():
 def test_an_expert_that_left_a_layer_alone(family):
     base, experts, _, grams = family
     experts["code"][Q0] = base[Q0]
-    found = scale(MemoryCheckpoint(base), checkpoints(experts), grams)
+    found = scale(hold_model(base), checkpoints(experts), grams)
     assert found.kappa[Q0]["code"] == math.inf
     assert found.ratios(Q0) == {}
     assert found.to_json()["layers"][Q0]["kappa"]["code"] is None
     assert found.tables()[0].row_count == 2
-    cosines = cosine(MemoryCheckpoint(base), checkpoints(experts), grams)
+    cosines = cosine(hold_model(base), checkpoints(experts), grams)
     assert math.isnan(cosines.mean(Q0, "D^T D"))
 
 
 def test_what_is_missing_is_named(family):
     base, experts, merged, grams = family
     with pytest.raises(RecipeError) as caught:
-        scale(MemoryCheckpoint(base), checkpoints(experts), {})
+        scale(hold_model(base), checkpoints(experts), {})
     assert len(caught.value.problems) == 2
     with pytest.raises(RecipeError, match="call the merged model something else"):
-        interference(MemoryCheckpoint(base), checkpoints(experts), {"base": MemoryCheckpoint(merged)}, grams)
+        interference(hold_model(base), checkpoints(experts), {"base": hold_model(merged)}, grams)
     with pytest.raises(RecipeError, match="statistics of these models"):
-        interference(MemoryCheckpoint(base), checkpoints(experts), {}, {n: {} for n in NAMES})
+        interference(hold_model(base), checkpoints(experts), {}, {n: {} for n in NAMES})
     del experts["math"][Q0]
     experts["code"][UP0] = torch.zeros(2, 2)
     with pytest.raises(AlignmentError) as wrong:
-        scale(MemoryCheckpoint(base), checkpoints(experts), grams)
+        scale(hold_model(base), checkpoints(experts), grams)
     assert len(wrong.value.problems) == 2
     assert "q_proj" in str(wrong.value)
 

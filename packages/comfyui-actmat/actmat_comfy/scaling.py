@@ -38,13 +38,13 @@ def _scaled(lora: Lora, folder: Path) -> Path:
     if lora.model == lora.clip == 1.0:
         return lora.file
     tensors: dict[str, Tensor] = {}
-    with actmat.open_checkpoint(lora.file) as weights:
-        metadata = dict(weights.metadata())
+    with actmat.open_model(lora.file) as weights:
+        metadata = dict(weights.folder.header)
         has_alpha = any(name.endswith(".alpha") for name in weights.specs)
         for name in weights.specs:
             strength = lora.strength_of(name)
             if strength:
-                tensor = weights.read(name)
+                tensor = weights.tensors.read(name)
                 is_scale = name.endswith(".alpha") if has_alpha else name.endswith(_UP)
                 tensors[name] = _times(tensor, strength) if is_scale else tensor
     if not any(name.endswith(_UP) for name in weights.specs):

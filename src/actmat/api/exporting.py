@@ -32,8 +32,8 @@ def export(checkpoint: Location, *, out: Location, to: str, **options: str) -> s
     if strange := [name for name in options if name not in taken]:
         listed = ", ".join(taken) or "none"
         raise RecipeError(f"--to {to} takes no option {', '.join(strange)}; its options: {listed}.")
-    with locate(str(checkpoint)) as found:
-        return form(found, Path(out), **options)
+    with locate(str(checkpoint)) as located:
+        return form(located, Path(out), **options)
 
 
 def _exporter(form: str) -> Exporter:

@@ -8,12 +8,13 @@ from typing import Any, Literal, Unpack
 from actmat.api.fields import RunFields, check_names
 from actmat.api.merging import merge_recipes
 from actmat.errors import RecipeError
+from actmat.experts.locate import stored_of
 from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.output import with_output
 from actmat.recipe.schema import OutputDtype
 from actmat.run import MergeReport
-from actmat.run.locate import located
+from actmat.run.locate import locate_inputs
 from actmat.settings import RunSettings
 
 LABEL = "model"
@@ -68,11 +69,12 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
     experts = [{"path": str(model), "name": LABEL}]
     made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
     recipe = make_recipe(with_output(made, given))
-    with located(recipe) as inputs:
+    with locate_inputs(recipe) as inputs:
         if inputs.have_factors:
             raise RecipeError(
                 f"{model} is a LoRA adapter; its rank is reduced without a base. Fix: actmat merge -e {model} "
                 f"--rank {rank} --out OUT"
             )
-        wide = inputs.base is not None and any(s.dtype == "float64" for s in inputs.base.stored.specs.values())
+        specs = {} if inputs.base is None else stored_of(inputs.base).specs
+        wide = any(s.dtype == "float64" for s in specs.values())
     return recipe.model_copy(update={"compute_dtype": "float64"}) if wide else recipe

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from actmat.api.fields import MergeFields, check_names
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError, did_you_mean
-from actmat.experts.locate import Located, LocatedAdapter, LocatedModel
+from actmat.experts.locate import OpenInput
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.names import canonical
-from actmat.experts.peft import PEFT
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import make_arguments
@@ -35,7 +35,7 @@ PLACE = "<memory>"
 
 def hold_inputs(
     base: MergeInput | None, experts: Sequence[MergeInput]
-) -> tuple[Any, Any, dict[str, Callable[[], Located]]]:
+) -> tuple[Any, Any, dict[str, Callable[[], OpenInput]]]:
     """Base and experts with places for those in memory, and the inputs at these places.
 
     Objects of other types are returned unchanged.
@@ -43,7 +43,7 @@ def hold_inputs(
     Raises:
         RecipeError: a module that cannot be merged as it is.
     """
-    held: dict[str, Callable[[], Located]] = {}
+    held: dict[str, Callable[[], OpenInput]] = {}
 
     def place(name: str, given: Any) -> Any:
         if isinstance(given, Mapping) and "path" in given and not isinstance(given["path"], Tensor):
@@ -57,7 +57,7 @@ def hold_inputs(
     return place("base", base), experts if is_one else [place(f"expert_{n}", e) for n, e in enumerate(experts, 1)], held
 
 
-def _opener(place: str, given: Any) -> Callable[[], Located] | None:
+def _opener(place: str, given: Any) -> Callable[[], OpenInput] | None:
     """Opens an input in memory; None for anything else."""
     if isinstance(given, Mapping):
         return partial(_model, place, given, None)
@@ -71,8 +71,8 @@ def _opener(place: str, given: Any) -> Callable[[], Located] | None:
     return partial(_model, place, given.state_dict(), _config(given))
 
 
-def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Located:
-    return LocatedModel(place, decoded(MemoryCheckpoint(tensors, location=place, config=config)))
+def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Model:
+    return decoded(hold_model(tensors, location=place, config=config))
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
@@ -83,7 +83,7 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
 
 
-def _adapter(place: str, model: Any, name: str) -> Located:
+def _adapter(place: str, model: Any, name: str) -> Adapter:
     """An adapter of a model, as `save_pretrained` would write it."""
     from actmat.extras.models.loading import quiet_peft
 
@@ -91,8 +91,7 @@ def _adapter(place: str, model: Any, name: str) -> Located:
         tensors = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         fields = {**model.peft_config[name].to_dict(), "peft_version": peft.__version__}
     parsed, problems = parse_adapter_config(json.loads(json.dumps(fields, default=list)))
-    weights = canonical(MemoryCheckpoint(tensors, location=place))
-    return LocatedAdapter(place, Adapter(weights, parsed, problems), PEFT)
+    return Adapter(canonical(hold_model(tensors, location=place)), parsed, problems)
 
 
 def merge_adapters(

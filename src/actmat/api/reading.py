@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
+from actmat.checkpoints.resolve import open_model as open_model
 from actmat.recipe import Recipe
 from actmat.recipe.load import parse_file
 

@@ -1,7 +1,6 @@
-"""`Checkpoint`: named tensors in storage, listed from headers, read one at a time.
+"""`Tensors`: named tensors in storage, listed from headers, read one at a time.
 
-`actmat.extras.conformance.checkpoints` is the shipped test-suite of this contract; `resolve.open_checkpoint` opens a
-location.
+`actmat.extras.conformance.tensors` is the shipped test-suite of this contract; `resolve.open_tensors` opens a location.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.side_files import ModelFiles, SideFiles, side_files_of
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.foreign import html_table, terminal
 
@@ -44,7 +41,7 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 
 SHOWN = 20
-"""Most tensors of a checkpoint that a notebook shows."""
+"""Most tensors that a notebook shows."""
 
 MAX_DID_YOU_MEAN = 2000
 """Most tensors that are searched for similar names."""
@@ -59,10 +56,10 @@ def torch_dtype(name: str) -> torch.dtype:
 class TensorSpec:
     """Name, shape and dtype of one stored tensor, and the file that holds it; no data."""
 
-    name: str  # key in the checkpoint
+    name: str
     shape: tuple[int, ...]  # sizes, slowest axis first
     dtype: str  # a key of `DTYPES`
-    # file name relative to the checkpoint (or a label such as `"<memory>"`), for messages and the order of reading
+    # file name relative to the folder (or a label such as `"<memory>"`), for messages and the order of reading
     file: str
     offset: int = 0  # position of the first byte in that file where the format has one, else 0
 
@@ -111,91 +108,83 @@ def versions_of_files(files: Iterable[FileIdentity]) -> tuple[tuple[str, int, st
     return tuple((f.path.rpartition("/")[2], f.size, f.etag) for f in files if f.etag)
 
 
-class View(Protocol):
-    """Address of a checkpoint that is made of others: plain data."""
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """The stored tensors that make up one tensor, and a description of their codes; empty for one that is not coded."""
 
-    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        """The checkpoint, made of those that `open_handle` gives."""
+    specs: tuple[TensorSpec, ...]
+    scheme: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read from storage; fewer than those of the tensor if it is quantized."""
+        return sum(spec.nbytes for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointHandle:
-    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process: it can be pickled."""
+class TensorsHandle:
+    """Address from which `resolve.open_handle` opens tensors again, also in another process: it can be pickled.
 
-    address: str  # absolute path of a folder or file, `hf://org/name@commit`, or a URL
+    Tensors that are made of others are `make([*sources], *arguments)`.
+    """
+
+    address: str  # absolute path of a folder or file, `hf://org/name@commit`, a URL, or a stack of these
     format: str
     location: str  # what the user called it, for messages
     cache_dir: str = ""  # folder of downloads; empty for local files
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
-    view: View | None = None  # of a checkpoint that is made of others
+    make: Callable[..., Tensors] | None = None
+    sources: tuple[TensorsHandle, ...] = ()
+    arguments: tuple[Any, ...] = ()
 
 
-class Checkpoint(AbstractContextManager["Checkpoint"]):
+class Tensors(AbstractContextManager["Tensors"]):
     """Named tensors in storage, read lazily. Thread-safe for reading. Use as a context manager.
 
     Attributes:
         location: what the user called it, for messages ("./experts/math", "org/name@rev").
-        directory: local folder of config and tokenizer files, or None (single file, memory).
         specs: name -> spec, in storage order (file by file, by offset).
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
-        notes: remarks for the plan on tensors that were read or left out.
-        absent: names that an index lists and no file holds, which only ties can explain (`layout.ties.check_absent`).
-        models: locations of the models it is composed of; empty for one stored model.
-        keeps_rows: rows of its token tables are those that are stored, with others after them.
-        is_composed: composed of checkpoints that are each decoded by their own config.
-        written_sidecars: name -> text of files that an output gets instead of copies, such as a new tokenizer's.
-        inner: of a view, the stored checkpoint: it has the files, and reads ahead.
     """
 
     location: str
-    directory: Path | None
     specs: Mapping[str, TensorSpec]
-    aliases: Mapping[str, str]
-    notes: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    keeps_rows = True
-    is_composed = False
-    written_sidecars: Mapping[str, str] = MappingProxyType({})
-    inner: Checkpoint | None = None
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     @property
+    def buffer_bytes(self) -> int:
+        """Most bytes that each reading thread takes for read-ahead; 0 for local files."""
+        return 0
+
     @abc.abstractmethod
-    def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json`, or None without one."""
-
-    @property
-    def written_config(self) -> Mapping[str, Any] | None:
-        """`config.json` to write instead of a copy of the folder's; None if the copy is right."""
-        return None
-
-    @property
-    def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """Path in an output -> config to be written there; a pipeline has one for each component that needs it."""
-        return {} if self.written_config is None else {"config.json": self.written_config}
-
-    def metadata(self) -> Mapping[str, str]:
-        """Texts in the headers of its files; empty for formats without them."""
-        return {} if self.inner is None else self.inner.metadata()
-
-    def scheme(self, name: str) -> str:
-        """Description of a quantized tensor's layout; empty for any other tensor."""
-        return ""
-
-    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Specs of the stored tensors that make up a tensor; its own spec if it is not quantized."""
-        return (self.specs[name],)
-
-    def stored_bytes(self, name: str) -> int:
-        """Bytes read from storage for a tensor; fewer than `nbytes` if it is quantized."""
-        return sum(spec.nbytes for spec in self.stored_specs(name))
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a tensor from byte `start` on; the caller has checked the range."""
 
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""
 
+    def parts(self, name: str) -> StoredParts:
+        """The stored tensors that make up a tensor: itself, if it is not quantized."""
+        return StoredParts((self.specs[name],))
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
+
+    def handle(self) -> TensorsHandle:
+        """Address from which another process can open these tensors again; an error if in memory."""
+        raise CheckpointError(
+            f"{self.location}: tensors in memory cannot be opened by another process. Fix: save them (save_pretrained, "
+            "safetensors.torch.save_file) and give the folder or file."
+        )
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the files. Reading afterwards raises `ValueError`. May be called twice."""
+
+    @final
     def find_spec(self, name: str) -> TensorSpec:
         """Spec of a tensor; the error for a missing one suggests the most similar name."""
         spec = self.specs.get(name)
@@ -204,6 +193,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise CheckpointError(f"{self.location}: no tensor {name!r} in this checkpoint.{near}")
         return spec
 
+    @final
     def read(self, name: str) -> Tensor:
         """The whole tensor: CPU, contiguous, storage dtype, newly allocated."""
         spec = self.find_spec(name)
@@ -211,6 +201,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.fill(spec, 0, raw_bytes(tensor))
         return tensor
 
+    @final
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the tensor's row-major bytes from byte `start` on.
 
@@ -226,51 +217,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             )
         self.fill(spec, start, out)
 
-    @abc.abstractmethod
-    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a tensor from byte `start` on; the caller has checked the range."""
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
-        if self.inner is not None:
-            self.inner.prefetch(names)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Most bytes that each reading thread takes for read-ahead; 0 for local files."""
-        return 0 if self.inner is None else self.inner.buffer_bytes
-
-    def handle(self) -> CheckpointHandle:
-        """Address from which another process can open this checkpoint again; an error if in memory."""
-        raise CheckpointError(
-            f"{self.location}: tensors in memory cannot be opened by another process. Fix: save them (save_pretrained, "
-            "safetensors.torch.save_file) and give the folder or file."
-        )
-
-    def sources(self) -> tuple[ModelFiles, ...]:
-        """Files of every model it is composed of; empty for tensors in memory."""
-        return () if self.inner is None else self.inner.sources()
-
-    def side_files(self) -> SideFiles:
-        """Files of the folder except the weights: those that are copied to an output, and the rest."""
-        return side_files_of(self.directory) if self.inner is None else self.inner.side_files()
-
-    def converted_sidecars(self) -> Mapping[str, str]:
-        """Name -> text of a tokenizer's files, made from the metadata of a format that stores it; takes seconds."""
-        return {} if self.inner is None else self.inner.converted_sidecars()
-
-    def stored_tokens(self) -> Sequence[str]:
-        """Tokens by their rows, of a format that stores them beside the weights; empty for others."""
-        return () if self.inner is None else self.inner.stored_tokens()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of the side files; a hub checkpoint downloads them first."""
-        return self.directory if self.inner is None else self.inner.fetch_sidecars()
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Close the files. Reading afterwards raises `ValueError`. May be called twice."""
-
     def __repr__(self) -> str:
         specs = getattr(self, "specs", {})
         size = format_size(sum(s.nbytes for s in specs.values()))
@@ -283,3 +229,41 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class View(Tensors):
+    """Tensors that are made of others, which it closes.
+
+    Args:
+        sources: the others; the location is that of the first.
+        arguments: with which, after the sources, its class makes the same tensors in another process; plain data.
+    """
+
+    def __init__(self, sources: Sequence[Tensors], *arguments: Any) -> None:
+        self.sources, self.location = tuple(sources), sources[0].location
+        self._arguments = arguments
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Sum over all sources, because each may read ahead."""
+        return sum(source.buffer_bytes for source in dict.fromkeys(self.sources))
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the files of all sources."""
+        return tuple(dict.fromkeys(file for source in self.sources for file in source.identity()))
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on to the first source."""
+        self.sources[0].prefetch(names)
+
+    def handle(self) -> TensorsHandle:
+        """Addresses of all sources, with the arguments; the first is its own."""
+        sources = tuple(source.handle() for source in self.sources)
+        return TensorsHandle(
+            sources[0].address, "view", self.location, make=type(self), sources=sources, arguments=self._arguments
+        )
+
+    def close(self) -> None:
+        """Close all sources."""
+        for source in self.sources:
+            source.close()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from actmat.checkpoints.base import FileIdentity
@@ -23,12 +23,6 @@ MAX_READ = 1 << 30
 """Bytes per system call: Linux stops at 2 GiB - 4 KiB, macOS refuses more than 2 GiB - 1."""
 
 CHANGED = "Likely cause: another process writes to it. Fix: wait until it is complete, then run again."
-
-
-@dataclass(slots=True)
-class _Open:
-    fd: int
-    users: int = 0
 
 
 def _state(status: os.stat_result) -> tuple[int, int, int, int]:
@@ -63,7 +57,8 @@ class FileReader:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = dict(files)
         self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}  # least recently used first
+        self._open: dict[str, int] = {}  # descriptors, least recently used first
+        self._users: Counter[int] = Counter()
         self._states: dict[str, tuple[int, int, int, int]] = {}
         self.closed = False
 
@@ -85,23 +80,23 @@ class FileReader:
 
     def read_into(self, label: str, offset: int, out: memoryview, *, tensor: str = "") -> None:
         """Fill `out` from `offset` on. `tensor` is named in errors."""
-        opened = self._take(label)  # no context manager: this is called for every chunk of a merge
+        fd = self._take(label)  # no context manager: this is called for every chunk of a merge
         try:
             done, total = 0, len(out)
             while done < total:
-                count = read_at(opened.fd, out[done : done + MAX_READ], offset + done)
+                count = read_at(fd, out[done : done + MAX_READ], offset + done)
                 if count == 0:
                     raise CheckpointError(
                         f"{_subject(tensor, label)}: expected {total} bytes at {offset}, the file ended after {done}. "
                         f"{CHANGED}"
                     )
                 done += count
-            if _state(os.fstat(opened.fd)) != self._states[label]:
+            if _state(os.fstat(fd)) != self._states[label]:
                 raise CheckpointError(f"{_subject(tensor, label)}: the file changed since it was opened. {CHANGED}")
         except OSError as error:
             raise CheckpointError(f"{_subject(tensor, label)}: reading failed: {error.strerror}") from error
         finally:
-            self._give_back(opened)
+            self._give_back(fd)
 
     def prefetch(self, label: str, offset: int, length: int) -> None:
         """Ask the system to read ahead, where it supports that. Never fails."""
@@ -122,32 +117,32 @@ class FileReader:
 
     @contextmanager
     def _borrow(self, label: str) -> Iterator[int]:
-        opened = self._take(label)
+        fd = self._take(label)
         try:
-            yield opened.fd
+            yield fd
         finally:
-            self._give_back(opened)
+            self._give_back(fd)
 
-    def _take(self, label: str) -> _Open:
+    def _take(self, label: str) -> int:
         with self._lock:
             if self.closed:
                 raise ValueError(f"{label}: read from a checkpoint that is closed")
-            opened = self._open.pop(label, None) or _Open(self._open_file(label))
-            self._open[label] = opened  # now the most recently used
-            opened.users += 1
-            return opened
+            fd = self._open.pop(label, None)
+            self._open[label] = fd = self._open_file(label) if fd is None else fd  # now the most recently used
+            self._users[fd] += 1
+            return fd
 
-    def _give_back(self, opened: _Open) -> None:
+    def _give_back(self, fd: int) -> None:
         with self._lock:
-            opened.users -= 1
+            self._users[fd] -= 1
             self._trim(0 if self.closed else KEEP_OPEN)
 
     def _trim(self, keep: int) -> None:
-        for label, opened in list(self._open.items()):
+        for label, fd in list(self._open.items()):
             if len(self._open) <= keep:
                 break
-            if opened.users == 0:
-                os.close(opened.fd)
+            if not self._users[fd]:
+                os.close(fd)
                 del self._open[label]
 
     def _open_file(self, label: str) -> int:

@@ -36,6 +36,10 @@ class ContentHash:
         self._state.update(data)
         self.size += len(data)
 
+    def add(self, name: str, digest: str) -> None:
+        """Append a tensor by its hash, for `hash_names`; the caller gives them sorted by name."""
+        self.update(f"{name}\0{digest}\n".encode())
+
     def hexdigest(self) -> str:
         """32 hexadecimal digits of everything seen so far."""
         return str(self._state.hexdigest())
@@ -46,34 +50,10 @@ def hash_names(pairs: Iterable[tuple[str, str]]) -> str:
 
     Independent of shards, file order and storage layout: two checkpoints with equal tensors have equal hashes.
     """
-    total = NamesHash()
+    total = ContentHash()
     for name, digest in sorted(pairs):
         total.add(name, digest)
     return total.hexdigest()
-
-
-class NamesHash:
-    """The hash of `hash_names`, pair by pair.
-
-    >>> total = NamesHash()
-    >>> total.add("a", "1")
-    >>> total.add("b", "2")
-    >>> total.hexdigest() == hash_names([("b", "2"), ("a", "1")])
-    True
-    """
-
-    __slots__ = ("_total",)
-
-    def __init__(self) -> None:
-        self._total = ContentHash()
-
-    def add(self, name: str, digest: str) -> None:
-        """Append a tensor; the caller gives them sorted by name."""
-        self._total.update(f"{name}\0{digest}\n".encode())
-
-    def hexdigest(self) -> str:
-        """32 hexadecimal digits of all tensors so far."""
-        return self._total.hexdigest()
 
 
 def hash_file(path: Path) -> str:

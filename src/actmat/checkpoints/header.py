@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from actmat.bounds import check_values, unique_keys
@@ -32,17 +31,13 @@ DTYPE_OF_CODE = {code: (name, dtype.itemsize) for name, (dtype, code) in DTYPES.
 LIKELY = "Likely cause: an interrupted download or copy. Fix: fetch the file again and compare its checksum."
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Content of a header that passed all checks."""
-
-    specs: Mapping[str, TensorSpec]  # name -> spec in the order of the data; offsets count from the start of the file
-    metadata: Mapping[str, str]  # the `__metadata__` strings
-    data_start: int  # position of the first byte of data in the file
-
-
-def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
+def read_header(
+    read_at: Callable[[int, int], bytes], file_size: int, *, file: str
+) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """Read and check a header through `read_at(offset, length)`, of a file or HTTP ranges; lists every problem.
+
+    Returns:
+        Name -> spec in the order of the data, with offsets from the start of the file; and the `__metadata__` strings.
 
     Raises:
         CheckpointError: the header is not valid.
@@ -55,18 +50,18 @@ def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: s
     data_size = file_size - data_start
     problems: list[str] = []
     metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
-    found: list[tuple[int, int, TensorSpec]] = []
+    rows: list[tuple[int, int, TensorSpec]] = []
     for name, entry in entries.items():
         try:
-            found.append(_tensor(name, entry, data_start, data_size, file))
-        except _Problem as problem:
+            rows.append(_tensor(name, entry, data_start, data_size, file))
+        except ValueError as problem:
             problems.append(f"tensor {shown(name)} in {file}: {problem}")
-    found.sort(key=lambda item: item[:2])
+    rows.sort(key=lambda item: item[:2])
     if not problems:  # one bad entry would show up again as a gap where it should have been
-        problems.extend(_gaps(found, data_size, file))
+        problems.extend(_gaps(rows, data_size, file))
     if problems:
         raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
-    return Header({spec.name: spec for _, _, spec in found}, metadata, data_start)
+    return {spec.name: spec for _, _, spec in rows}, metadata
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
@@ -91,10 +86,6 @@ def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
             f"{file}: the header claims {length} bytes, but only {file_size - PREFIX_BYTES} follow. {LIKELY}"
         )
     return length
-
-
-class _Problem(ValueError):
-    """A fault of one entry."""
 
 
 def _load_json(raw: bytes, file: str) -> dict[str, Any]:
@@ -145,26 +136,26 @@ def _is_text(value: str) -> bool:
 
 
 def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -> tuple[int, int, TensorSpec]:
-    """`(begin, end, spec)` of one entry; raises `_Problem`."""
+    """`(begin, end, spec)` of one entry; raises `ValueError`."""
     if not _is_text(name):
-        raise _Problem("the name holds half of a surrogate pair, which is not text")
+        raise ValueError("the name holds half of a surrogate pair, which is not text")
     if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
-        raise _Problem("expected exactly dtype, shape and data_offsets")
+        raise ValueError("expected exactly dtype, shape and data_offsets")
     code = entry["dtype"]
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
-        raise _Problem(f"dtype {shown(code)} is not supported; supported: {', '.join(DTYPE_OF_CODE)}")
+        raise ValueError(f"dtype {shown(code)} is not supported; supported: {', '.join(DTYPE_OF_CODE)}")
     dtype, itemsize = DTYPE_OF_CODE[code]
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _is_sizes(shape):
-        raise _Problem(f"shape {shown(shape)} is not a list of non-negative integers")
+        raise ValueError(f"shape {shown(shape)} is not a list of non-negative integers")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise _Problem(f"data_offsets {shown(offsets)} are not two non-negative integers")
+        raise ValueError(f"data_offsets {shown(offsets)} are not two non-negative integers")
     nbytes = _nbytes(shape, itemsize)
     begin, end = offsets
     if begin > end or end > data_size:
-        raise _Problem(f"data_offsets [{begin}, {end}] do not lie in the {data_size} bytes of data. {LIKELY}")
+        raise ValueError(f"data_offsets [{begin}, {end}] do not lie in the {data_size} bytes of data. {LIKELY}")
     if end - begin != nbytes:
-        raise _Problem(f"{dtype} {shown(shape)} takes {nbytes} bytes, data_offsets give it {end - begin}")
+        raise ValueError(f"{dtype} {shown(shape)} takes {nbytes} bytes, data_offsets give it {end - begin}")
     return begin, end, TensorSpec(name, tuple(shape), dtype, file, data_start + begin)
 
 
@@ -184,15 +175,15 @@ def _nbytes(shape: list[int], itemsize: int) -> int:
     for size in shape:
         total *= size or 1
         if total > MAX_BYTES:
-            raise _Problem(f"shape {shown(shape)} overflows 63 bits")
+            raise ValueError(f"shape {shown(shape)} overflows 63 bits")
     return 0 if 0 in shape else total
 
 
-def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
+def _gaps(rows: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
     """Overlaps, gaps and bytes after the last tensor, given entries sorted by offset."""
     problems: list[str] = []
     reached, before = 0, "the start of the data"
-    for begin, end, spec in found:
+    for begin, end, spec in rows:
         if begin < reached:
             problems.append(f"tensor {shown(spec.name)} in {file}: overlaps {before} by {reached - begin} bytes")
         elif begin > reached:

@@ -7,16 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from actmat.checkpoints.folder import shown
-
-
-class Sorted(NamedTuple):
-    """Keys that one config sets: refused -> the reason; and unknown ones."""
-
-    refused: dict[str, str]
-    unknown: list[str]
 
 
 @dataclass(frozen=True)
@@ -49,31 +42,32 @@ class Keys:
         )
         return replace(self, obeyed=(*self.obeyed, *obeyed), irrelevant=irrelevant, refused=refused)
 
-    def sort(self, fields: Mapping[str, Any]) -> Sorted:
-        """The refused and the unknown keys that are set: neither null, false, zero nor empty.
+    def judge(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """Keys that are set (neither null, false, zero nor empty) and refused -> why; unknown ones -> empty.
 
         >>> keys = Keys({"r"}, {"dropout": "acts in training only"}, {"use_dora": "not low rank"})
-        >>> keys.sort({"r": 8, "dropout": 0.1, "use_dora": True, "sparsity": 0.5, "later": None})
-        Sorted(refused={'use_dora': 'not low rank'}, unknown=['sparsity'])
+        >>> keys.judge({"r": 8, "dropout": 0.1, "use_dora": True, "sparsity": 0.5, "later": None})
+        {'use_dora': 'not low rank', 'sparsity': ''}
         """
-        known, found = self.known, Sorted({}, [])
+        known, judged = self.known, dict[str, str]()
         for key, value in fields.items():
             inner = self.inside.get(key, self.inside.get("*"))
             if not value:
                 continue
             if key in self.refused:
-                found.refused[key] = self.refused[key]
+                judged[key] = self.refused[key]
             elif key in self.values:
                 if str(value).lower() not in self.values[key]:
-                    found.refused[key] = f"expected {' or '.join(self.values[key])}, found {shown(value)}"
+                    judged[key] = f"expected {' or '.join(self.values[key])}, found {shown(value)}"
             elif inner is not None and isinstance(value, Mapping):
-                refused, unknown = inner.sort(value)
-                found.refused.update({f"{key}.{k}": why for k, why in refused.items()})
-                found.unknown.extend(f"{key}.{k}" for k in unknown)
+                judged |= {f"{key}.{k}": why for k, why in inner.judge(value).items()}
             elif key not in known and inner is None:
-                found.unknown.append(key)
-        found.unknown.sort()
-        return found
+                judged[key] = ""
+        return judged
+
+    def unknown(self, fields: Mapping[str, Any]) -> list[str]:
+        """The unknown keys that are set, sorted."""
+        return sorted(key for key, why in self.judge(fields).items() if not why)
 
 
 def unknown_note(where: str, unknown: Collection[str]) -> tuple[str, ...]:

@@ -38,14 +38,14 @@ def stack_parts(text: str) -> tuple[StackPart, ...]:
     """
     if not text.rstrip().endswith("]"):
         return ()
-    found, position = [], 0
+    parts, position = [], 0
     while True:
         part = _PART.match(text, position)
         if part is None:
             return ()
-        found.append(StackPart(part["location"], int(part["start"]), int(part["stop"])))
+        parts.append(StackPart(part["location"], int(part["start"]), int(part["stop"])))
         if part.end() == len(text):
-            return tuple(found)
+            return tuple(parts)
         if text[part.end()] != "+":
             return ()
         position = part.end() + 1
@@ -69,8 +69,8 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
     >>> split_layer("model.layers.3.mlp.up_proj.weight")
     ('model.layers.', 3, '.mlp.up_proj.weight')
     """
-    found = _LAYER.search(name)
-    return (name[: found.start(1)], int(found[1]), name[found.end(1) :]) if found else None
+    match = _LAYER.search(name)
+    return (name[: match.start(1)], int(match[1]), name[match.end(1) :]) if match else None
 
 
 def is_before_layers(name: str) -> bool:

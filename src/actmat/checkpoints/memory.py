@@ -1,4 +1,4 @@
-"""A checkpoint in memory: a mapping of names to tensors."""
+"""Tensors in memory: a mapping of names to tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import DTYPES, Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import DTYPES, FileIdentity, Tensors, TensorSpec
+from actmat.checkpoints.model import CONFIG, Config, Model, ModelFolder
 from actmat.checkpoints.raw import copy_range
 from actmat.errors import CheckpointError
 
@@ -18,68 +19,57 @@ LABEL = "<memory>"
 NAME_OF_DTYPE = {dtype: name for name, (dtype, _) in DTYPES.items()}
 
 
-class HeldTensors(Checkpoint):
-    """Reading from tensors that are in memory or mapped. Concrete classes set `_tensors`, and None when closed."""
+class MemoryTensors(Tensors):
+    """Tensors of a mapping, on any device and of any strides, copied to the CPU when they are read, never before.
 
-    _tensors: dict[str, Tensor] | None
+    They must not be written to while these are in use. Parameters are read as plain tensors.
 
-    def read(self, name: str) -> Tensor:
-        """A contiguous CPU copy."""
-        return self.find_spec(name).empty().copy_(self._tensor(name))
+    >>> MemoryTensors({"w": torch.ones(2), "v": torch.zeros(3)}).read("w")
+    tensor([1., 1.])
+
+    Args:
+        files: those that the tensors were read from; default: memory, which may have changed since an earlier run.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, location: str = LABEL, files: tuple[FileIdentity, ...] = ()
+    ) -> None:
+        self.location = location
+        self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
+        self._tensors: dict[str, Tensor] | None = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.aliases = MappingProxyType(shared_storage(self._tensors))
+        size = sum(s.nbytes for s in self.specs.values())
+        self._identity = files or (FileIdentity(LABEL, size, etag=secrets.token_hex(8)),)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Copy bytes of the tensor into `out`."""
-        copy_range(self._tensor(spec.name).cpu(), start, out)
+        if self._tensors is None:
+            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
+        tensor = self._tensors[spec.name]
+        if 0 < len(out) == spec.nbytes:  # the whole tensor, from any device and of any strides
+            torch.frombuffer(out, dtype=tensor.dtype).view(spec.shape).copy_(tensor)
+        else:
+            copy_range(tensor.cpu(), start, out)
 
     def close(self) -> None:
         """Release the tensors."""
         self._tensors = None
 
-    def _tensor(self, name: str) -> Tensor:
-        if self._tensors is None:
-            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
-        return self._tensors[name]
-
-
-class MemoryCheckpoint(HeldTensors):
-    """Tensors of a mapping, on any device and of any strides, copied to the CPU when they are read, never before.
-
-    They must not be written to while the checkpoint is in use. Parameters are read as plain tensors.
-
-    >>> MemoryCheckpoint({"w": torch.ones(2), "v": torch.zeros(3)}).read("w")
-    tensor([1., 1.])
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        location: str = LABEL,
-        config: Mapping[str, Any] | None = None,
-        files: tuple[FileIdentity, ...] = (),
-    ) -> None:
-        self.location = location
-        self.directory = None
-        self._config = config
-        self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        self.aliases = MappingProxyType(shared_storage(self._tensors))
-        size = sum(s.nbytes for s in self.specs.values())
-        self._identity = files or (FileIdentity(LABEL, size, etag=secrets.token_hex(8)),)
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """The config given."""
-        return self._config
-
-    @property
-    def written_config(self) -> Mapping[str, Any] | None:
-        """The config given: no folder holds a file to copy."""
-        return self._config
-
     def identity(self) -> tuple[FileIdentity, ...]:
-        """That of the files they were read from, else one of its own: memory may have changed since an earlier run."""
+        """That of the files they were read from, else one of its own."""
         return self._identity
+
+
+def hold_model(
+    tensors: Mapping[str, Tensor],
+    *,
+    location: str = LABEL,
+    config: Config | None = None,
+    files: tuple[FileIdentity, ...] = (),
+) -> Model:
+    """A model of tensors in memory; an output gets its config. See `MemoryTensors`."""
+    written = {} if config is None else {CONFIG: config}
+    return Model(MemoryTensors(tensors, location=location, files=files), ModelFolder(config, written))
 
 
 def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:

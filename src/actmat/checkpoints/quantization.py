@@ -98,8 +98,8 @@ def float_dtype(config: Mapping[str, Any] | None) -> str:
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str:
     """Name of the scheme that the config declares; empty if none."""
-    found = quantization_config(config)
-    return str(found.get("quant_method") or found.get("quant_algo") or "no method named") if found else ""
+    entry = quantization_config(config)
+    return str(entry.get("quant_method") or entry.get("quant_algo") or "no method named") if entry else ""
 
 
 def scheme_of(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:

@@ -44,6 +44,19 @@ class Storage(abc.ABC):
         """
         raise CheckpointError(f"{url}: outputs cannot be read from this kind of URL")
 
+    def open_repository(
+        self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
+    ) -> Source:
+        """One commit of a repository of the Hugging Face hub, the plug-in named `hf`: its models have names as well.
+
+        Args:
+            streams: read tensors by ranges; else shards are downloaded when they are first read.
+
+        Raises:
+            CheckpointError: not found, no access, or offline and not in the cache.
+        """
+        raise CheckpointError(f"{repo_id}: expected a URL, found the name of a repository")
+
     @abc.abstractmethod
     def upload_problems(self, url: str) -> list[str]:
         """Reasons, as sentences, why the URL cannot be written; sends no request."""
@@ -66,23 +79,6 @@ class Storage(abc.ABC):
         """Remove what an interrupted commit left alongside a finished output."""
 
 
-class HubStorage(Storage):
-    """The Hugging Face hub, the plug-in named `hf`, whose models have names as well."""
-
-    @abc.abstractmethod
-    def open_repository(
-        self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
-    ) -> Source:
-        """One commit of a repository.
-
-        Args:
-            streams: read tensors by ranges; else shards are downloaded when they are first read.
-
-        Raises:
-            CheckpointError: not found, no access, or offline and not in the cache.
-        """
-
-
 def storage_of(url: str) -> Storage:
     """The plug-in for a URL.
 
@@ -90,10 +86,10 @@ def storage_of(url: str) -> Storage:
         CheckpointError: no plug-in serves the URL.
     """
     scheme = url.partition("://")[0].lower()
-    found = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
-    if found is None:
+    storage = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
+    if storage is None:
         raise CheckpointError(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
-    return found
+    return storage
 
 
 def check_upload_url(url: str) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -18,30 +18,22 @@ from torch import Tensor
 
 from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.base import Tensors, TensorsHandle
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.formats import find_format, format_named
-from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.layer_names import adapted_parts, stack_parts
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import LocalSource, Source
-from actmat.checkpoints.view import ViewHandle
 from actmat.errors import CheckpointError, did_you_mean
 
 
 @runtime_checkable
-class OpenAdapted(Protocol):
-    """Models with an adapter merged into them."""
+class OpenComposed(Protocol):
+    """Open a model that a location names by several: a stack of layers, or a model with an adapter merged into it."""
 
-    def __call__(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
-        """The model with the adapter at a location merged into it; closing it closes the model."""
-
-
-@runtime_checkable
-class OpenStack(Protocol):
-    """Layers of several checkpoints as one."""
-
-    def __call__(self, location: str, parts: Sequence[StackPart], open_part: Callable[[str], Checkpoint]) -> Checkpoint:
-        """Open every part by `open_part`, once each."""
+    def __call__(self, location: str, open_part: Callable[[str], Model]) -> Model:
+        """Open every part by `open_part`, once each; closing the model closes them."""
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -54,91 +46,64 @@ def commit_of(address: str) -> str:
     >>> commit_of("hf://org/name@" + "0" * 40) == "0" * 40, commit_of("org/name@main"), commit_of("https://host/a")
     (True, '', '')
     """
-    found = HUB_ID.fullmatch(address)
-    revision = (found["revision"] if found is not None else None) or ""
+    named = HUB_ID.fullmatch(address)
+    revision = (named["revision"] if named is not None else None) or ""
     return revision if COMMIT.fullmatch(revision) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class StackHandle:
-    """Address of a stack: a `View`."""
-
-    location: str
-    parts: tuple[tuple[CheckpointHandle, StackPart], ...]
-
-    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        """The stack."""
-        handles = {part.location: handle for handle, part in self.parts}
-        return _open_stack(self.location, [p for _, p in self.parts], lambda place: open_handle(handles[place]))
-
-
-def pinned_stack(handle: CheckpointHandle) -> str:
-    """Text of a stack with the commits of its parts on the hub; empty if no part is there, or without a stack."""
-    view = handle.view
-    while isinstance(view, ViewHandle):
-        view = view.inner.view
-    if not isinstance(view, StackHandle) or not any(commit_of(h.address) for h, _ in view.parts):
-        return ""
-    return " + ".join(str(replace(p, location=h.address) if commit_of(h.address) else p) for h, p in view.parts)
-
-
-def open_checkpoint(
-    location: str | Path | Mapping[str, Tensor] | Checkpoint, *, cache_dir: str | Path | None = None
-) -> Checkpoint:
-    """Open a folder, file, hub id, tensors by name, or an open checkpoint (returned unchanged); reads headers only.
+def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir: str | Path | None = None) -> Model:
+    """Open a folder, file, hub id, tensors by name, or an open model (returned unchanged); reads headers only.
 
     >>> import torch
-    >>> with open_checkpoint({"w": torch.ones(2, 3)}) as checkpoint:
-    ...     checkpoint.specs["w"].shape
-    (2, 3)
+    >>> with open_model({"w": torch.ones(2, 3)}) as model:
+    ...     model.tensors.read("w").sum()
+    tensor(6.)
 
     Raises:
         CheckpointError: not found, of an unsupported format, damaged, or an adapter.
     """
-    if isinstance(location, Checkpoint):
+    if isinstance(location, Model):
         return location
     if isinstance(location, Mapping):
-        return decoded(MemoryCheckpoint(location))
-    parts, pair = _parts(location)
-    if parts:
-        return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
-    if pair is None:
+        return decoded(hold_model(location))
+    if not (kind := _composed_kind(location)):
         return open_source(find_source(location, cache_dir=cache_dir))
-    merged = plugins.needed("actmat.formats", "view.adapted", OpenAdapted)
-    return merged(str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1])
+    view = plugins.needed("actmat.formats", f"view.{kind}", OpenComposed)
+    return view(str(location), partial(open_model, cache_dir=cache_dir))
+
+
+def open_tensors(location: str | Path | Mapping[str, Tensor], *, cache_dir: str | Path | None = None) -> Tensors:
+    """The tensors of `open_model`; closing them closes all that is open."""
+    return open_model(location, cache_dir=cache_dir).tensors
 
 
 def is_composed(location: str | Path) -> bool:
     """True for a stack of layers and for `model+adapter`, unless a file or folder has that name."""
-    return any(_parts(location))
+    return bool(_composed_kind(location))
 
 
-def _parts(location: str | Path) -> tuple[Sequence[StackPart], tuple[str, str] | None]:
+def _composed_kind(location: str | Path) -> str:
     text = str(location)
-    parts, pair = stack_parts(text), adapted_parts(text)
-    return (parts, pair) if (parts or pair) and not os.path.lexists(location) else ((), None)
+    kind = "stack" if stack_parts(text) else "adapted" if adapted_parts(text) else ""
+    return "" if kind and os.path.lexists(location) else kind
 
 
-def open_source(source: Source) -> Checkpoint:
-    """Open the checkpoint in a source; quantized tensors are decoded."""
+def open_source(source: Source) -> Model:
+    """Open the model in a source; quantized tensors are decoded."""
     return decoded(find_format(source).open(source))
 
 
-def open_handle(handle: CheckpointHandle) -> Checkpoint:
-    """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
-    if handle.view is not None:
-        return handle.view.open(open_handle)
+def open_handle(handle: TensorsHandle) -> Tensors:
+    """Open the tensors that `Tensors.handle` described, in any process that has the same storage."""
+    if handle.make is not None:
+        return handle.make([open_handle(source) for source in handle.sources], *handle.arguments)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
-    return decoded(format_named(handle.format).open(source))
-
-
-def _open_stack(location: str, parts: Sequence[StackPart], open_part: Callable[[str], Checkpoint]) -> Checkpoint:
-    return plugins.needed("actmat.formats", "view.stack", OpenStack)(location, parts, open_part)
+    return decoded(format_named(handle.format).open(source)).tensors
 
 
 def find_source(
-    location: str | Path, *, cache_dir: str | Path | None = None, handle: CheckpointHandle | None = None
+    location: str | Path, *, cache_dir: str | Path | None = None, handle: TensorsHandle | None = None
 ) -> Source:
     """The folder, file, hub repository or URL that `location` names; a `handle` pins its version.
 
@@ -158,14 +123,14 @@ def find_source(
         # a missing a/b whose parent is a folder is a path rather than a hub id
         if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
-    from actmat.checkpoints.remote import GROUP, HubStorage
+    from actmat.checkpoints.remote import GROUP, Storage
 
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
-    hub = plugins.needed(GROUP, "hf", HubStorage)
+    hub = plugins.needed(GROUP, "hf", Storage)
     return hub.open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
 
 
-def _open_url(url: str, handle: CheckpointHandle | None) -> Source:
+def _open_url(url: str, handle: TensorsHandle | None) -> Source:
     if url.startswith("hf://"):
         raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
     from actmat.checkpoints.remote import storage_of

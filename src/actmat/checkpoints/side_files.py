@@ -11,10 +11,10 @@ from __future__ import annotations
 import fnmatch
 import mimetypes
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from actmat.bounds import parse_json, read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
@@ -56,21 +56,6 @@ PIPELINE = "model_index.json"
 """Names the components of a pipeline of diffusers, each in a folder."""
 SCHEDULER_CONFIG = "scheduler_config.json"
 """In the folder of a pipeline's scheduler: tells what the model was trained to predict."""
-
-
-class ModelFiles(Protocol):
-    """Files of one model by name, wherever they are; see `source.Source`."""
-
-    location: str
-    hub_id: str
-    named: str | None
-    names: Sequence[str]
-
-    def fetch(self, name: str) -> Path:
-        """Path of a file, downloaded first if it is not local."""
-
-    def whole(self) -> ModelFiles:
-        """The folder of a named file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +152,9 @@ def _why_not_folder(top: str, paths: list[str], is_part: bool) -> str | None:
         return "hidden"
     if any(fnmatch.fnmatchcase(top, pattern) for pattern in _TRAINING):
         return "training records"
-    found = next((p for p in paths if is_weights(p)), None)
-    if found is not None and not is_part:
-        return f"a folder with weights of its own, such as {PurePosixPath(found).name}"
+    weights = next((p for p in paths if is_weights(p)), None)
+    if weights is not None and not is_part:
+        return f"a folder with weights of its own, such as {PurePosixPath(weights).name}"
     if len(paths) > MOST_IN_FOLDER:
         return f"a folder of {len(paths)} files"
     return None
@@ -201,9 +186,9 @@ def list_tree(folder: Path | None) -> dict[str, int]:
 
     Links to files and non-regular files count with size 0: `folder.member` judges them when they are copied.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     if folder is None or not os.path.isdir(folder):
-        return found
+        return sizes
     for where, folders, names in os.walk(folder):
         below = os.path.relpath(where, folder)
         depth = 0 if below == "." else below.count(os.sep) + 1
@@ -212,8 +197,8 @@ def list_tree(folder: Path | None) -> dict[str, int]:
         for name in names:
             path = Path(where, name)
             size = path.stat().st_size if path.is_file() else 0
-            found[path.relative_to(folder).as_posix()] = size
-    return found
+            sizes[path.relative_to(folder).as_posix()] = size
+    return sizes
 
 
 def side_files_of(folder: Path | None, merged: Collection[str] = ()) -> SideFiles:

@@ -1,26 +1,23 @@
-"""`Source`: the files of one location by name, wherever they are; checkpoints in such files, and their formats.
+"""`Source`: the files of one location by name, wherever they are; tensors in such files.
 
 A location is a local folder, a local file, a commit of a hub repository (`hub.HubRepository`), or a folder or file at a
-URL (`remote.Storage`). A format opens a checkpoint from a source without asking which of them it is. A file
+URL (`remote.Storage`). A format opens a model from a source without asking which of them it is. A file
 that is not local is either downloaded when a tensor of it is first read, or, if the source `streams`, read by ranges.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from actmat.bounds import kind_of_file, list_folder
 from actmat.checkpoints import folder
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, versions_of_files
+from actmat.checkpoints.base import FileIdentity, Tensors, TensorsHandle, TensorSpec, versions_of_files
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.side_files import ModelFiles, SideFiles, side_files_of
+from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.checkpoints.tied_names import may_be_tied
 from actmat.errors import CheckpointError
 
@@ -54,8 +51,8 @@ class Source(abc.ABC):
 
         Files in formats that are not read are left out.
         """
-        found = (name for name in self.names if name == self.named or folder.may_be_weights(name))
-        return [name for name in found if not folder.foreign_format(name)]
+        names = (name for name in self.names if name == self.named or folder.may_be_weights(name))
+        return [name for name in names if not folder.foreign_format(name)]
 
     @property
     @abc.abstractmethod
@@ -203,55 +200,41 @@ class LocalSource(Source):
         return tuple(file_identity(self.fetch(name)) for name in names)
 
 
-class StoredCheckpoint(Checkpoint):
-    """Base of checkpoints in files: config, identity, sidecars and handle come from the source."""
+class TensorFiles(Tensors):
+    """Base of tensors in files: identity and handle come from the source.
+
+    Attributes:
+        source, labels: the files, and the names of those with weights.
+        header: texts in their headers; empty for formats without them.
+        absent: names that an index lists and no file holds.
+    """
 
     format: ClassVar[str]
     """Name of the `Format` that opens it."""
 
-    def __init__(self, source: Source, labels: Sequence[str]) -> None:
-        self.source = source
-        self.labels = tuple(labels)
-        self.location, self.directory, self.notes = source.location, source.directory, source.notes
+    header: Mapping[str, str] = {}
+    absent: tuple[str, ...] = ()
 
-    @cached_property
-    def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json` of the source."""
-        return folder.read_config(self.directory)
+    def __init__(self, source: Source, labels: Sequence[str]) -> None:
+        self.source, self.labels, self.location = source, tuple(labels), source.location
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
         return self.source.identity(self.labels)
 
-    def sources(self) -> tuple[ModelFiles, ...]:
-        """Its source."""
-        return (self.source,)
-
-    def side_files(self) -> SideFiles:
-        """Files of the source other than the weights."""
-        return self._side_files
-
-    @cached_property
-    def _side_files(self) -> SideFiles:
-        return self.source.side_files(self.labels)
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of the side files."""
-        return self.source.fetch_sidecars()
-
-    def handle(self) -> CheckpointHandle:
+    def handle(self) -> TensorsHandle:
         """Address of the source, the format, and the versions of remote files."""
-        source = self.source
-        etags = versions_of_files(self.identity())
-        return CheckpointHandle(
-            source.address, self.format, self.location, str(source.cache_dir or ""), source.streams, etags
-        )
+        return handle_of(self.source, self.format, self.identity())
 
     def close(self) -> None:
-        """Close the source; the config can still be read."""
-        with contextlib.suppress(CheckpointError):
-            _ = self.config
+        """Close the source."""
         self.source.close()
+
+
+def handle_of(source: Source, format: str, files: Iterable[FileIdentity]) -> TensorsHandle:
+    """Handle of tensors in some files of a source, which a format opens."""
+    cache = str(source.cache_dir or "")
+    return TensorsHandle(source.address, format, source.location, cache, source.streams, versions_of_files(files))
 
 
 def join_shards(
@@ -269,13 +252,13 @@ def join_shards(
             else:
                 specs[name] = spec
     for name, label in (weight_map or {}).items():
-        found = specs.get(name)
-        if found is None and may_be_tied(name):
-            continue  # see `Checkpoint.absent`
-        if found is None:
+        stored = specs.get(name)
+        if stored is None and may_be_tied(name):
+            continue  # see `TensorFiles.absent`
+        if stored is None:
             problems.append(f"tensor {folder.shown(name)}: the index says {label}, which does not hold it")
-        elif found.file != label:
-            problems.append(f"tensor {folder.shown(name)}: the index says {label}, it is in {found.file}")
+        elif stored.file != label:
+            problems.append(f"tensor {folder.shown(name)}: the index says {label}, it is in {stored.file}")
     if problems:
         raise CheckpointError(
             f"{location}: the shards do not agree with each other or with the index. Likely cause: files of two saves "
@@ -283,13 +266,3 @@ def join_shards(
             problems,
         )
     return specs
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Declaration of a format: one of the core, or a plug-in of the group `actmat.formats`."""
-
-    name: str  # in handles
-    patterns: tuple[str, ...]  # its weight files as error messages list them, such as `*.safetensors`
-    claims: Callable[[Source], bool]  # true if `Source.weights` has files of this format, maybe among others
-    open: Callable[[Source], Checkpoint]  # the checkpoint in a source that is claimed; reads headers, no tensor

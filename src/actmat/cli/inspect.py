@@ -17,8 +17,8 @@ from actmat.errors import format_size
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.base import Checkpoint
-    from actmat.experts.locate import LocatedAdapter
+    from actmat.checkpoints.model import Model
+    from actmat.experts.lora.adapter import Adapter
     from actmat.layout.types import LayoutMap
 
 
@@ -68,22 +68,23 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
-    from actmat.experts.locate import LocatedAdapter, locate
+    from actmat.experts.locate import locate
+    from actmat.experts.lora.adapter import Adapter
     from actmat.layout.resolve import resolve_layout
 
-    with locate(checkpoint) as found:
-        if isinstance(found, LocatedAdapter):
-            data, show = _describe_adapter(found), _print_adapter
+    with locate(checkpoint) as located:
+        if isinstance(located, Adapter):
+            data, show = _describe_adapter(located), _print_adapter
         else:
-            data, show = _describe(found.stored, resolve_layout(found.stored.specs, found.stored.config)), _print
+            data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
     if json:
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
         show(data, every=every)
 
 
-def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
-    ties = {a: c for a, c in {**layouts.ties, **opened.aliases}.items() if a in opened.specs}
+def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:
+    ties = {a: c for a, c in {**layouts.ties, **opened.tensors.aliases}.items() if a in opened.specs}
     tensors = []
     for name, spec in opened.specs.items():
         layout = layouts.tensors[name]
@@ -96,8 +97,8 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
             "role": str(layout.role),
             "reason": layout.reason,
         }
-        if scheme := opened.scheme(name):
-            row["stored"] = {"scheme": scheme, "bytes": opened.stored_bytes(name)}
+        if (parts := opened.tensors.parts(name)).scheme:
+            row["stored"] = {"scheme": parts.scheme, "bytes": parts.nbytes}
         if layout.orientation != "OI":
             row["orientation"] = layout.orientation
         if layout.blocks:
@@ -112,13 +113,13 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
         "tensors": tensors,
         "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in ties),
         "bytes": sum(s.nbytes for s in specs),
-        "stored_bytes": sum(opened.stored_bytes(s.name) for s in specs),
+        "stored_bytes": sum(opened.tensors.parts(s.name).nbytes for s in specs),
         "dtypes": dict(Counter(s.dtype for s in specs)),
         "schemes": dict(Counter(r["stored"]["scheme"] for r in tensors if "stored" in r)),
         "roles": dict(Counter(r["role"] for r in tensors)),
         "files": dict(Counter(s.file for s in specs)),
         "ties": ties,
-        "notes": list(opened.notes),
+        "notes": [note.text for note in opened.folder.notes],
     }
 
 
@@ -152,10 +153,12 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(table)
 
 
-def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
-    adapter, specs = found.adapter, found.stored.specs
+def _describe_adapter(adapter: Adapter) -> dict[str, Any]:
+    from actmat.experts.locate import family_of
+
+    specs = adapter.weights.specs
     return {
-        "location": found.place,
+        "location": adapter.location,
         "adapter": "lora" if adapter.layout == "peft" else adapter.layout,
         "base_model": adapter.config.base_model,
         "use_rslora": adapter.config.use_rslora,
@@ -172,7 +175,7 @@ def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
         "bytes": sum(s.nbytes for s in specs.values()),
         "dtypes": dict(Counter(s.dtype for s in specs.values())),
         "problems": list(adapter.problems),
-        **found.family.describe(adapter),
+        **family_of(adapter).describe(adapter),
     }
 
 

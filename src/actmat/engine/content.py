@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.engine.inputs import Inputs
 from actmat.errors import StatisticsError
-from actmat.experts.base import Expert
 from actmat.planning.model import Item
 from actmat.statistics.header import adapter_content
 from actmat.statistics.store import Statistics
@@ -49,9 +48,9 @@ def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Seque
     Args:
         base_hash, expert_hashes: content hashes of the tensor that was read.
     """
-    groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = []
+    groups: list[tuple[str, TensorBytes, str, str, tuple[str, ...]]] = []
     if inputs.base is not None:
-        groups.append(("the base", inputs.base, item.name, base_hash, item.target.tied))
+        groups.append(("the base", inputs.base.tensors, item.name, base_hash, item.target.tied))
     rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.target.twins, strict=False)
     for label, expert, source, digest, twins in rows:
         if source is not None:
@@ -82,7 +81,7 @@ def check_probes(inputs: Inputs) -> None:
     """
     problems = []
     for label, file, expert in zip(inputs.labels, inputs.statistics.files, inputs.experts, strict=True):
-        source = inputs.base if expert.needs_base else expert
+        source = inputs.base_tensors if expert.needs_base else expert
         if file is None or source is None:
             continue
         who = "the base" if expert.needs_base else f"expert '{label}'"

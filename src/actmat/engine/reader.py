@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.size import InputSample
-from actmat.experts.base import DeltaSource, Expert
+from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.item import Item, Reading
@@ -69,10 +69,10 @@ class ItemReader:
         self.planned_bytes = 0
         self.inspect_only = False
         self._sources = [s for s in item.sources if s is not None]  # none for a copy
-        self._stored: list[tuple[Checkpoint | Expert | None, str]] = []  # none without a base
+        self._stored: list[tuple[Tensors | Deltas | None, str]] = []  # none without a base
         if item.has_base:
             names = (s.name for s in self._sources)
-            self._stored = [(inputs.base, item.name), *zip(inputs.experts, names, strict=False)]
+            self._stored = [(inputs.base_tensors, item.name), *zip(inputs.experts, names, strict=False)]
         self._hashes = [ContentHash() for _ in self._stored]
         self.base_dtype = torch_dtype(item.target.spec.dtype)
         self._wide_key: tuple[int, int] | None = None
@@ -131,7 +131,7 @@ class ItemReader:
         """
         source = self._sources[t]
         if source.kind != "stored":
-            formed = self.inputs.experts[t].delta(source.name, region.start, region.stop, self.compute_dtype)
+            formed = self.inputs.experts[t].dense(source.name, region.start, region.stop, self.compute_dtype)
             return formed.view(region.shape).to(self.device), source.kind == "formed"
         if into is not None:
             delta = into
@@ -311,7 +311,7 @@ BaseEntries = Tensor | StreamedBase
 """Entries of the base on a region as stored, flat, held or read chunk by chunk."""
 
 
-def _logical(expert: Expert, source: DeltaSource, region: Region) -> list[LowRank]:
+def _logical(expert: Deltas, source: DeltaSource, region: Region) -> list[LowRank]:
     columns = math.prod(region.shape[1:])
     rows = region.numel // columns
     if source.kind == "formed":

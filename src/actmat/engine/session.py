@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import CheckpointHandle, torch_dtype
-from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
+from actmat.checkpoints.base import TensorsHandle, torch_dtype
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import open_handle as open_tensors_handle
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import RegionDeltas
@@ -34,7 +35,7 @@ from actmat.engine.record import Record
 from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.task import Task
 from actmat.engine.units import Member, Unit
-from actmat.experts.base import ExpertHandle
+from actmat.experts.deltas import DeltasHandle
 from actmat.experts.locate import open_handle
 from actmat.methods import get_method
 from actmat.planning.item import Item, MethodCall
@@ -61,8 +62,8 @@ class SessionSpec:
     """
 
     plans: tuple[MergePlan, ...]
-    base: CheckpointHandle | None
-    experts: tuple[ExpertHandle, ...]
+    base: TensorsHandle | None
+    experts: tuple[DeltasHandle, ...]
     outputs: tuple[Path | None, ...]
     observers: ObserverFactory | None = None
     surveys: Mapping[SurveyKey, Any] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Session:
         """
         recipe = spec.plans[0].recipe
         with contextlib.ExitStack() as stack:
-            base = None if spec.base is None else stack.enter_context(open_checkpoint_handle(spec.base))
+            base = None if spec.base is None else stack.enter_context(Model(open_tensors_handle(spec.base)))
             experts = [stack.enter_context(open_handle(handle)) for handle in spec.experts]
             statistics = stack.enter_context(opened_statistics(recipe))
             writers: list[SinkSource] = []
@@ -146,7 +147,7 @@ class Session:
                 stack.callback(writer.close)
                 writers.append(writer)
             device = next(iter(open_devices(spec.device)), None)
-            yield cls(spec, Inputs(recipe.labels, base, experts, statistics), writers, device)
+            yield cls(spec, Inputs((recipe,), base, experts, statistics), writers, device)
 
     def merge(self, unit: Unit) -> UnitResult:
         """Merge and write one unit.

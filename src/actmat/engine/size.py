@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.experts.base import DeltaSource, Expert
+from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.linalg.lowrank import LowRank, inner
 from actmat.planning.item import Item
 
@@ -132,7 +132,7 @@ class InputSample:
         probes: first entries of every expert's delta.
     """
 
-    def __init__(self, item: Item, sources: Sequence[DeltaSource], experts: Sequence[Expert]) -> None:
+    def __init__(self, item: Item, sources: Sequence[DeltaSource], experts: Sequence[Deltas]) -> None:
         self._sources, self._experts = sources, experts
         self._dtypes = [torch_dtype(item.base_dtype), *(torch_dtype(s.dtype) for s in sources)]
         self._base = Sample(item.numel)
@@ -189,7 +189,7 @@ class InputSample:
         while (t := self._added[run]) < len(self._sources):
             source = self._sources[t]
             if source.kind != "stored":
-                delta = self._experts[t].delta(source.name, low, high, torch.float64).reshape(-1)
+                delta = self._experts[t].dense(source.name, low, high, torch.float64).reshape(-1)
             elif base is not None and (run, t) in self._waiting:
                 delta = self._waiting.pop((run, t)) - base
             else:

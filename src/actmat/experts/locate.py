@@ -1,43 +1,49 @@
-"""`locate`: one look at a place that a user named; `Located`: the opened input, with its header and config.
+"""`locate`: one look at a place that a user named gives an open `Model` or `Adapter`, its header and config read.
 
-All later questions (is it an adapter, does it have factors, its config) are answered by the `Located`.
+All later questions (does it have factors, what is its config) are answered by that input; `fit_expert` gives its
+deltas.
 Families of adapters beyond PEFT's are plug-ins of the group `actmat.experts`. Those of `SIGNED` are imported for a
 single file whose tensors have the names of factors; any other is asked about every place that is not a PEFT adapter.
 """
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
-from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
-from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
+from actmat.checkpoints.base import TensorsHandle, versions_of_files
+from actmat.checkpoints.codecs import decoded
+from actmat.checkpoints.folder import ADAPTER_CONFIG, LORA_FILES
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
+from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.model import CONFIG, Model, ModelFolder
+from actmat.checkpoints.resolve import find_source, is_composed, open_model, open_source
+from actmat.checkpoints.resolve import open_handle as open_tensors_handle
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.base import AdapterFamily, AdapterHandle, Expert, ExpertHandle
-from actmat.experts.candidate import Candidate
-from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.fitted import UnfittedAdapter
-from actmat.experts.lora.adapter import Adapter
+from actmat.experts.deltas import AdapterFamily, Deltas, DeltasHandle
+from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.experts.peft import PEFT
 from actmat.experts.restacked import in_layout_of
+from actmat.experts.stored import StoredDeltas, UnfittedDeltas
 from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
+OpenInput: TypeAlias = Model | Adapter
+"""One named input: a full model or an adapter. Closing it closes what was made of it."""
 GROUP: Final = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
 """Plug-ins for single files of factors, in the order in which they are asked."""
+_MODEL_FILES = (CONFIG, "model_index.json", ADAPTER_CONFIG)
 
 
 @runtime_checkable
@@ -48,217 +54,189 @@ class ConvertLayout(Protocol):
         """The adapter in the layout, and problems."""
 
 
-class Located(AbstractContextManager["Located"]):
-    """One named input: a full checkpoint or an adapter. Closing it closes what was made of it.
-
-    Attributes:
-        place: what the user called it.
-        kind: `model` or `adapter`.
-        stored: its tensors by their stored names; headers are read, no tensor.
-        has_factors: its deltas are stored as factors, from which an adapter is merged without a base.
-    """
-
-    place: str
-    kind: ClassVar[Literal["model", "adapter"]]
-    stored: Checkpoint
-    has_factors: bool
-
-    @property
-    def needs_base(self) -> bool:
-        """True for changes to a base, which are not a model by themselves."""
-        return self.kind == "adapter"
-
-    @property
-    @abc.abstractmethod
-    def config(self) -> Mapping[str, Any]:
-        """Fields of `config.json`, or of `adapter_config.json`; empty without such a file."""
-
-    def paths(self) -> dict[str, Path | str]:
-        """Folders, files and URLs that it is read from, which no output may replace, by the user's names."""
-        if os.path.exists(self.place):
-            return {self.place: Path(self.place)}
-        found = (s for s in self.stored.sources() if isinstance(s, Source))
-        return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in found}
-
-    @abc.abstractmethod
-    def model(self) -> Checkpoint:
-        """The full checkpoint that it is.
-
-        Raises:
-            CheckpointError: it is an adapter, or a file of factors.
-        """
-
-    @property
-    @abc.abstractmethod
-    def token_tables(self) -> Checkpoint | None:
-        """Its tensors, if they have tables whose rows can be matched by token; None for an adapter without any."""
-
-    @abc.abstractmethod
-    def with_rows(self, aligned: Checkpoint) -> Located:
-        """The same input with the rows of another vocabulary; closed with this one."""
-
-    @abc.abstractmethod
-    def expert(self, base: Checkpoint | None) -> Expert:
-        """The source of deltas on a base; without one, an adapter for outputs that are adapters.
-
-        >>> import torch
-        >>> from actmat.checkpoints.memory import MemoryCheckpoint
-        >>> base = MemoryCheckpoint({"w": torch.ones(2)})
-        >>> locate({"w": torch.zeros(2)}).expert(base).source("w")
-        DeltaSource(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
-
-        Raises:
-            CheckpointError: it does not fit the base; carries all problems.
-        """
-
-    def close(self) -> None:
-        """Release files. May be called twice."""
-        self.stored.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class LocatedModel(Located):
-    """A full checkpoint, or a file that holds no adapter as a whole."""
-
-    kind = "model"
-    has_factors = False
-
-    def __init__(self, place: str, stored: Checkpoint) -> None:
-        self.place, self.stored = place, stored
-        check_absent(stored)
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Fields of `config.json`."""
-        return self.stored.config or {}
-
-    def model(self) -> Checkpoint:
-        """The checkpoint."""
-        if (first := first_factor(self.stored.specs, self.config)) is not None:
-            raise CheckpointError(
-                f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', "
-                + (
-                    foreign_writer(first)
-                    or "which are not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file "
-                    "(safetensors.torch.save_file); merge one that is part of a model into it first (merge_and_unload, "
-                    "fuse_lora)"
-                )
-            )
-        return self.stored
-
-    @property
-    def token_tables(self) -> Checkpoint:
-        """The checkpoint."""
-        return self.model()
-
-    def with_rows(self, aligned: Checkpoint) -> Located:
-        """The checkpoint with other rows."""
-        return LocatedModel(self.place, aligned)
-
-    def expert(self, base: Checkpoint | None) -> Expert:
-        """The checkpoint as an expert, in the base's layout."""
-        if base is None:
-            raise CheckpointError(f"{self.place}: expected an adapter, found a full checkpoint, which needs a base")
-        return CheckpointExpert(in_layout_of(base, self.model()))
-
-
-class LocatedAdapter(Located):
-    """An adapter of some family.
-
-    Attributes:
-        adapter: its config and modules; problems of its contents are in `Adapter.problems`.
-        family: its family.
-    """
-
-    kind = "adapter"
-
-    def __init__(self, place: str, adapter: Adapter, family: AdapterFamily) -> None:
-        self.place, self.adapter, self.family = place, adapter, family
-        self.stored = adapter.weights
-        self._why_no_factors = family.why_no_factors(adapter)
-        self.has_factors = not self._why_no_factors
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Fields of `adapter_config.json`."""
-        return self.adapter.config.fields
-
-    def model(self) -> Checkpoint:
-        """Raise an error: an adapter is not a model."""
-        raise CheckpointError(
-            f"{self.place}: expected a full checkpoint, found a {self.family.name} adapter. Fix: give it where an "
-            "adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
-        )
-
-    @property
-    def token_tables(self) -> Checkpoint | None:
-        """The stored tensors, if a token table or an output head is among those trained in full."""
-        trained = (*self.adapter.extras, *self.adapter.copies)
-        return self.stored if any(is_token_table(n) or is_output_head(n) for n in trained) else None
-
-    def with_rows(self, aligned: Checkpoint) -> Located:
-        """The adapter with tables of other rows; its own stay those of its base."""
-        return LocatedAdapter(self.place, self.adapter.with_weights(aligned), self.family)
-
-    def expert(self, base: Checkpoint | None) -> Expert:
-        """The adapter on its base, or its factors; if it has none, the reason is among its problems."""
-        if base is not None:
-            return self.family.fit(self.adapter, base)
-        adapter = self.adapter
-        return UnfittedAdapter(adapter if self.has_factors else adapter.with_problems((self._why_no_factors,)))
-
-
-def locate(place: str | Path | Mapping[str, Tensor] | Checkpoint, stacks: tuple[StackWord, ...] = ()) -> Located:
+def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[StackWord, ...] = ()) -> OpenInput:
     """Look at what a user named: a folder, file, hub id, URL, stack of layers, `model+adapter`, or tensors by name.
 
     Args:
-        place: its text, or tensors, or an open checkpoint.
+        place: its text, or tensors, or an open model.
         stacks: the user's statements on stacked experts in an adapter.
 
     Raises:
         CheckpointError: nothing there, damaged, or in an unsupported format.
     """
-    text = str(place) if isinstance(place, str | Path) else "<memory>"
     if not isinstance(place, str | Path) or is_composed(place):
-        found: Located = LocatedModel(text, open_checkpoint(place))
+        located: OpenInput = open_model(place)
     else:
-        found = _look(text, Candidate(find_source(place), stacks))
-    if stacks and not (isinstance(found, LocatedAdapter) and found.family is PEFT):
-        found.close()
-        raise CheckpointError(f"{text}: 'stacks' applies to PEFT adapters only: leave it out")
-    return found
+        located = _look(find_source(str(place)), stacks)
+    if isinstance(located, Model):
+        check_absent(located)
+    if stacks and (isinstance(located, Model) or located.family):
+        located.close()
+        raise CheckpointError(f"{located.location}: 'stacks' applies to PEFT adapters only: leave it out")
+    return located
 
 
-def _look(place: str, candidate: Candidate) -> Located:
+def locate_in(stack: contextlib.ExitStack, place: str | Path | Model) -> OpenInput:
+    """The input at a place, which the stack closes."""
+    located = locate(place)
+    stack.callback(located.close)
+    return located
+
+
+def _look(source: Source, stacks: tuple[StackWord, ...]) -> OpenInput:
+    if (adapter := PEFT.look(source, None, stacks)) is not None:
+        return adapter
+    file = open_file_of_factors(source)
     try:
-        for family in _families(candidate):
-            if (adapter := family.look(candidate)) is not None:
-                return LocatedAdapter(place, adapter, family)
-        return LocatedModel(place, candidate.checkpoint())
+        for name, family in _families(source, file):
+            if (adapter := family.look(source, file, stacks)) is not None:
+                adapter.family = name
+                return adapter
+        if file is not None and source.named is not None and isinstance(source, LocalSource):
+            return decoded(file)
     except MergeError:
-        candidate.close()
+        if file is not None:
+            file.close()
         raise
+    if file is not None:
+        file.close()
+    return open_source(source)
 
 
-def _families(candidate: Candidate) -> Iterator[AdapterFamily]:
-    """The families to ask, in order; a plug-in is imported when its turn comes."""
-    yield PEFT
+def _families(source: Source, file: Model | None) -> Iterator[tuple[str, AdapterFamily]]:
+    """The plug-ins to ask, in order; each is imported when its turn comes."""
     for name in plugins.names(GROUP):
         if name not in SIGNED:
-            yield plugins.needed(GROUP, name, AdapterFamily)
-    if candidate.file is not None and first_factor(candidate.file.specs) is not None:
-        signed = [family for name in SIGNED if (family := plugins.load(GROUP, name, AdapterFamily)) is not None]
+            yield name, plugins.needed(GROUP, name, AdapterFamily)
+    if file is not None and first_factor(file.specs) is not None:
+        signed = {n: family for n in SIGNED if (family := plugins.load(GROUP, n, AdapterFamily)) is not None}
         if not signed:
             raise CheckpointError(
-                f"{candidate.source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed "
+                f"{source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed "
                 f"part of actmat reads.{plugins.hint(GROUP)}"
             )
-        yield from signed
+        yield from signed.items()
 
 
-def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
+def open_file_of_factors(source: Source) -> Model | None:
+    """The single file that may hold factors, open, its header read; None without such a file.
+
+    It is a `.safetensors` file, one in a folder that has no other and no `config.json`, a file of diffusers' name
+    `pytorch_lora_weights`, and, elsewhere than on this machine, the only file where its name says `lora`.
+    """
+    names = [source.named] if source.named is not None else source.names
+    name = (_local_file if isinstance(source, LocalSource) else _remote_file)(names, source.named)
+    if name is None:
+        return None
+    try:
+        return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source.only(name))
+    except CheckpointError:
+        return None  # opening it as a model gives the error
+
+
+def _local_file(names: Sequence[str], named: str | None) -> str | None:
+    if named is not None:
+        return named if named.endswith(".safetensors") or named in LORA_FILES else None
+    if usual := [n for n in LORA_FILES if n in names]:
+        return usual[0]
+    files = [n for n in names if n.endswith(".safetensors")]
+    return files[0] if len(files) == 1 and not any(n in names for n in _MODEL_FILES) else None
+
+
+def _remote_file(names: Sequence[str], named: str | None) -> str | None:
+    if any(n in names for n in _MODEL_FILES):
+        return None
+    if LORA_FILES[0] in names:
+        return LORA_FILES[0]
+    files = [n for n in names if n.endswith(".safetensors")]
+    return files[0] if len(files) == 1 and "lora" in files[0].lower() else None
+
+
+def stored_of(located: OpenInput) -> Model:
+    """The tensors of an input by their stored names."""
+    return located.model if isinstance(located, Adapter) else located
+
+
+def fields_of(located: OpenInput) -> Mapping[str, Any]:
+    """Fields of `config.json`, or of `adapter_config.json`; empty without such a file."""
+    return located.config.fields if isinstance(located, Adapter) else located.config or {}
+
+
+def read_paths(located: OpenInput) -> dict[str, Path | str]:
+    """Folders, files and URLs that an input is read from, which no output may replace, by the user's names."""
+    if os.path.exists(located.location):
+        return {located.location: Path(located.location)}
+    files = stored_of(located).folder.files
+    return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in files}
+
+
+def require_model(located: OpenInput) -> Model:
+    """The full model that an input is.
+
+    Raises:
+        CheckpointError: it is an adapter, or a file of factors.
+    """
+    if isinstance(located, Adapter):
+        raise CheckpointError(
+            f"{located.location}: expected a full checkpoint, found a {family_of(located).name} adapter. Fix: give it "
+            "where an adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, "
+            "save_pretrained)."
+        )
+    if (first := first_factor(located.specs, located.config or {})) is not None:
+        raise CheckpointError(
+            f"{located.location}: expected a full checkpoint, found factors of an adapter, such as '{first}', "
+            + (
+                foreign_writer(first)
+                or "which are not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file "
+                "(safetensors.torch.save_file); merge one that is part of a model into it first (merge_and_unload, "
+                "fuse_lora)"
+            )
+        )
+    return located
+
+
+def token_tables(located: OpenInput) -> Model | None:
+    """Its tensors, if they have tables whose rows can be matched by token; None for an adapter without any."""
+    if not isinstance(located, Adapter):
+        return require_model(located)
+    trained = (*located.extras, *located.copies)
+    return located.model if any(is_token_table(n) or is_output_head(n) for n in trained) else None
+
+
+def family_of(adapter: Adapter) -> AdapterFamily:
+    """The family that an adapter is of."""
+    return plugins.needed(GROUP, adapter.family, AdapterFamily) if adapter.family else PEFT
+
+
+def has_factors(located: OpenInput) -> bool:
+    """True if its deltas are stored as factors, from which an adapter is merged without a base."""
+    return isinstance(located, Adapter) and not family_of(located).why_no_factors(located)
+
+
+def fit_expert(located: OpenInput, base: Model | None) -> Deltas:
+    """The deltas of an input on a base; without one, an adapter for outputs that are adapters.
+
+    >>> import torch
+    >>> from actmat.checkpoints.memory import hold_model
+    >>> base = hold_model({"w": torch.ones(2)})
+    >>> fit_expert(locate({"w": torch.zeros(2)}), base).source("w")
+    DeltaSource(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
+
+    Raises:
+        CheckpointError: it does not fit the base; carries all problems.
+    """
+    if isinstance(located, Adapter):
+        family = family_of(located)
+        if base is not None:
+            return family.fit(located, base)
+        reason = family.why_no_factors(located)
+        return UnfittedDeltas(located.with_problems((reason,)) if reason else located)
+    if base is None:
+        raise CheckpointError(f"{located.location}: expected an adapter, found a full checkpoint, which needs a base")
+    return StoredDeltas(in_layout_of(base, require_model(located)))
+
+
+def in_layout(expert: Deltas, layout: AdapterLayout) -> Deltas:
     """An adapter that was opened without a base, with modules, names and factors as a layout has them.
 
     It stays open as long as the other. Parts that have no form there are among the problems of its `adapter`.
@@ -267,45 +245,46 @@ def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
     assert adapter is not None, "only adapters have layouts"
     convert = plugins.load(GROUP, "layout.image", ConvertLayout)
     if convert is None:
-        found, problems = adapter, [f"no installed part of actmat converts it.{plugins.hint(GROUP, prefix='layout')}"]
+        hint = plugins.hint(GROUP, prefix="layout")
+        converted, problems = adapter, [f"no installed part of actmat converts it.{hint}"]
     else:
-        found, problems = convert(adapter, layout)
+        converted, problems = convert(adapter, layout)
     if adapter.extras:
         problems.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
     problems = [f"cannot be written as '{layout}': {p}" for p in problems]
     if problems or adapter.problems:
-        found = adapter.with_problems((*adapter.problems, *problems))
-    found.converted_to = layout
-    return UnfittedAdapter(found)
+        converted = adapter.with_problems((*adapter.problems, *problems))
+    converted.converted_to = layout
+    return UnfittedDeltas(converted)
 
 
-def open_handle(handle: ExpertHandle) -> Expert:
-    """Open the expert that `Expert.handle` described, in any process that has the same storage.
+def open_handle(handle: DeltasHandle) -> Deltas:
+    """Open the expert that `Deltas.handle` described, in any process that has the same storage.
 
     Raises:
         CheckpointError: its files are gone or damaged, or remote ones have other versions than the handle says.
     """
-    if isinstance(handle, CheckpointHandle):
-        return CheckpointExpert(open_checkpoint_handle(handle))
+    if isinstance(handle, TensorsHandle):
+        return StoredDeltas(Model(open_tensors_handle(handle)))
     located = locate(handle.location, handle.stacks)
     if handle.base is None:
-        found = located.expert(None)
-        return _as_it_was(found if handle.layout is None else in_layout(found, handle.layout), handle)
-    base = open_checkpoint_handle(handle.base)
+        expert = fit_expert(located, None)
+        return _as_it_was(expert if handle.layout is None else in_layout(expert, handle.layout), handle)
+    base = Model(open_tensors_handle(handle.base), ModelFolder(handle.config))
     try:
-        if handle.weights is not None:
-            located = located.with_rows(open_checkpoint_handle(handle.weights))
-        expert = located.expert(base)
+        if handle.weights is not None and isinstance(located, Adapter):
+            located = located.with_rows(replace(located.model, tensors=open_tensors_handle(handle.weights)))
+        expert = fit_expert(located, base)
     except CheckpointError:
         base.close()
         raise
-    expert.adopt(base)
+    expert.owned = (base,)
     return _as_it_was(expert, handle)
 
 
-def _as_it_was(expert: Expert, handle: AdapterHandle) -> Expert:
+def _as_it_was(expert: Deltas, handle: AdapterHandle) -> Deltas:
     """The expert, closed and refused if its remote files are not those of the handle."""
-    now = {name: (size, etag) for name, size, etag in versions_of_files(expert.identity())}
+    now = {name: (size, etag) for name, size, etag in versions_of_files(expert.model.tensors.identity())}
     problems = [
         f"{handle.location}: {name} had {size} bytes, version {etag}; found "
         + ("{} bytes, version {}".format(*now[name]) if name in now else "no such file")

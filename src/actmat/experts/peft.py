@@ -1,22 +1,36 @@
-"""Adapters in PEFT's folders, of any family: fitted as their config says."""
+"""Adapters in PEFT's folders, of any family: opened wherever they are, and fitted as their config says.
+
+A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
+read; neither PEFT nor transformers is needed. LoRA files without a config are read by a plug-in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.folder import ADAPTER_CONFIG
+from actmat.bounds import read_object
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, may_be_weights
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
+from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES
 from actmat.checkpoints.keys import unknown_note
-from actmat.experts.base import AdapterFamily, Expert
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.source import LocalSource, Source
+from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Content, Reader
-from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.changes.deltas import fit_changes
+from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import field_refusals, parse_adapter_config
-from actmat.experts.lora.expert import AdapterExpert
-from actmat.experts.lora.open import look_for_peft
+from actmat.experts.lora.deltas import fit_factors
+from actmat.experts.lora.fields import StackWord
+from actmat.experts.lora.names import canonical
+
+_OF_MODELS = ("model", "pytorch_model", "diffusion_pytorch_model", "consolidated")
+"""Start of the names of files with all weights of a model."""
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
@@ -31,18 +45,17 @@ def reader_of(fields: Mapping[str, Any]) -> Reader | None:
     return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 
-def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
+def _fit(adapter: Adapter, base: Model) -> Deltas:
     fields = adapter.config.fields
     reader = reader_of(fields)
-    expert: Expert
     if reader is None:
-        expert = AdapterExpert(adapter, base)
+        deltas = fit_factors(adapter, base)
     else:
-        expert = FormedExpert(adapter, base, _content(reader, adapter))
-        unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
-        expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
-    expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))
-    return expert
+        deltas = fit_changes(adapter, base, _content(reader, adapter))
+        unknown = () if reader.keys is None else reader.keys.unknown(fields)
+        deltas.note(*unknown_note(ADAPTER_CONFIG, unknown))
+    deltas.note(*_lost_biases(adapter, deltas, base))
+    return deltas
 
 
 def _content(reader: Reader, adapter: Adapter) -> Content:
@@ -55,11 +68,11 @@ def _content(reader: Reader, adapter: Adapter) -> Content:
     return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused, *ignored))))
 
 
-def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence[str]:
+def _lost_biases(adapter: Adapter, deltas: Deltas, base: Model) -> Sequence[str]:
     """A note if the adapter trained biases that its file lacks."""
     if adapter.config.bias != "lora_only" or any(name.endswith(".bias") for name in adapter.extras):
         return ()
-    biases = [n.removesuffix("weight") + "bias" for n in expert.specs if expert.source(n).kind == "formed"]
+    biases = [n.removesuffix("weight") + "bias" for n in deltas.specs if deltas.source(n).kind == "formed"]
     if not (lost := [n for n in biases if n in base.specs]):
         return ()
     return (
@@ -100,6 +113,54 @@ def _described(adapter: Adapter) -> dict[str, Any]:
 def _role(name: str) -> str:
     """Last part of a stored name that is not `weight`."""
     return next(part for part in reversed(name.split(".")) if part != "weight")
+
+
+def look_for_peft(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
+    """The PEFT adapter in a source, or None; its config and the headers of its weights are read. See `AdapterFamily`.
+
+    Raises:
+        CheckpointError: its files cannot be read, or a folder of several adapters. Problems of its contents are in
+            `Adapter.problems`.
+    """
+    if source.named is None and not _holds_adapter(source.names):
+        if isinstance(source, LocalSource):
+            _refuse_several(source)
+        return None
+    if source.named is not None and source.named not in ADAPTER_WEIGHTS:
+        return None
+    folder = source.whole()
+    name = source.named or next((n for n in ADAPTER_WEIGHTS if n in folder.names), None)
+    if name is None:
+        raise CheckpointError(f"{source.location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
+    parsed, problems = parse_adapter_config(read_object(folder.fetch(ADAPTER_CONFIG)), stacks)
+    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(folder.only(name))
+    weights = replace(weights, folder=replace(weights.folder, files=(folder,), merged=ADAPTER_WEIGHTS))
+    return Adapter(canonical(weights), parsed, problems)
+
+
+def _holds_adapter(names: Sequence[str]) -> bool:
+    full = (".safetensors", ".safetensors.index.json", *TORCH_SUFFIXES)
+    others = [n for n in names if n.endswith(full) and may_be_weights(n)]
+    if any(n in ADAPTER_WEIGHTS for n in names):  # a value head or a projector may lie beside it
+        others = [n for n in others if n.startswith(_OF_MODELS) and "_fsdp" not in n]
+    return ADAPTER_CONFIG in names and not others
+
+
+def _refuse_several(folder: LocalSource) -> None:
+    """Refuse a folder of adapters, as PEFT saves several of one model.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    if any(n.endswith((".safetensors", *TORCH_SUFFIXES)) or n == "config.json" for n in folder.names):
+        return
+    path = Path(folder.address)
+    children = sorted(n for n in folder.names if (path / n / ADAPTER_CONFIG).is_file())
+    if children:
+        raise CheckpointError(
+            f"{folder.location}: expected one adapter, found a folder of {len(children)}: {', '.join(children)}. Fix: "
+            f"give those that you want, such as {folder.location.rstrip('/')}/{children[0]}"
+        )
 
 
 PEFT = AdapterFamily("PEFT", look_for_peft, _fit, _no_factors, _described)

@@ -1,4 +1,4 @@
-"""Full checkpoints of mixtures whose experts are stored one by one, for a base that stacks them; or the reverse.
+"""Models of mixtures whose experts are stored one by one, for a base that stacks them; or the reverse.
 
 | one by one, each `O x I` | stacked, `E x O x I` |
 |---|---|
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.composed import Composed, Piece, whole
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.layout.components import single_file_of
 from actmat.layout.resolve import resolve_layout
@@ -33,49 +34,44 @@ SHOWN = 2
 """Stacks that an error describes: those of all layers are alike."""
 
 
-@dataclass(slots=True)
-class _Stack:
-    """Parts of a stack, in order: names of the tensors of one expert after the other."""
+Singles: TypeAlias = dict[tuple[int, str], str]
+"""Number of an expert, and part of its stack -> name of the tensor."""
 
-    name: str
-    part: str
-    singles: dict[tuple[int, str], str] = field(default_factory=dict)
 
-    def in_order(self) -> list[str]:
-        """All tensors; empty if one is missing."""
-        parts = _OF_STACK[self.part]
-        count = 1 + max(e for e, _ in self.singles)
-        keys = [(e, p) for e in range(count) for p in parts]
-        return [self.singles[k] for k in keys] if self.singles.keys() == set(keys) else []
+def _in_order(stack: str, singles: Singles) -> list[str]:
+    """All tensors of a stack; empty if one is missing."""
+    parts = next(parts for part, parts in _OF_STACK.items() if part in stack)
+    keys = [(e, p) for e in range(1 + max(e for e, _ in singles)) for p in parts]
+    return [singles[k] for k in keys] if singles.keys() == set(keys) else []
 
 
 def _renamed(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
-def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[str, _Stack]:
+def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[str, Singles]:
     """Stack in one checkpoint -> its parts in the other, for stacks that the other stores one by one."""
-    stacks = {}
+    of_part: dict[tuple[str, str], str] = {}
     for name, spec in stacked.items():
         if len(spec.shape) == 3 and (m := _STACK.fullmatch(name)) is not None:
-            for part in _OF_STACK[m["part"]]:
-                stacks[_renamed(m["at"]), part] = _Stack(name, m["part"])
-    found: dict[str, _Stack] = {}
+            of_part |= {(_renamed(m["at"]), part): name for part in _OF_STACK[m["part"]]}
+    stacks: dict[str, Singles] = {}
     for name in singles:
         if (m := _SINGLE.fullmatch(name)) is not None:
             part = _PARTS.get(m["part"], m["part"])
-            if (stack := stacks.get((_renamed(m["at"]), part))) is not None:
-                found.setdefault(stack.name, stack).singles[int(m["expert"]), part] = name
-    return found
+            if (stack := of_part.get((_renamed(m["at"]), part))) is not None:
+                stacks.setdefault(stack, {})[int(m["expert"]), part] = name
+    return stacks
 
 
-def _misfit(stack: _Stack, names: list[str], singles: Mapping[str, TensorSpec], layouts: LayoutMap,
-            shape: tuple[int, ...]) -> str:  # fmt: skip
+def _misfit(
+    stack: TensorSpec, of_stack: Singles, names: list[str], singles: Mapping[str, TensorSpec], layouts: LayoutMap
+) -> str:
     """One sentence on a stack that does not hold the experts one above the other; empty for one that does."""
     if not names:
-        return f"'{stack.name}' is stacked in one of them, and the other has only {len(stack.singles)} parts of it"
+        return f"'{stack.name}' is stacked in one of them, and the other has only {len(of_stack)} parts of it"
     specs = [singles[n] for n in names]
-    count, parts = 1 + max(e for e, _ in stack.singles), len({p for _, p in stack.singles})
+    count, parts = 1 + max(e for e, _ in of_stack), len({p for _, p in of_stack})
     rows, columns = specs[0].shape if len(specs[0].shape) == 2 else (0, 0)
     if {(s.shape, s.dtype) for s in specs} != {((rows, columns), specs[0].dtype)}:
         return f"'{stack.name}' is stacked in one of them, and its parts in the other have several shapes or dtypes"
@@ -83,85 +79,85 @@ def _misfit(stack: _Stack, names: list[str], singles: Mapping[str, TensorSpec], 
     blocks = [(b.start, b.groups) for b in layout.blocks]
     if layout.orientation != "OI" or (parts == 2 and blocks not in ([(0, 1), (rows, 1)], [])):
         return f"'{stack.name}' is stacked in another way than one expert's rows above the other's ({layout.reason})"
-    if shape != (count, parts * rows, columns):
-        found, wanted = ("x".join(map(str, s)) for s in (shape, (count, parts * rows, columns)))
-        return f"'{stack.name}' is {found}, and the tensors of its experts in the other checkpoint make {wanted}"
+    if stack.shape != (count, parts * rows, columns):
+        stored, wanted = ("x".join(map(str, s)) for s in (stack.shape, (count, parts * rows, columns)))
+        return f"'{stack.name}' is {stored}, and the tensors of its experts in the other checkpoint make {wanted}"
     return ""
 
 
-def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRows], list[str]]:
-    """Rows of the checkpoint in the tensors of the base that it stores otherwise; and problems."""
-    rows: dict[str, TensorRows] = {}
+def _pieces(model: Model, base: Model) -> tuple[dict[str, tuple[Piece, ...]], list[str]]:
+    """Pieces of the model's tensors that make up those of the base that it stores otherwise; and problems."""
+    pieces: dict[str, tuple[Piece, ...]] = {}
     problems = []
-    for single, stacked in ((checkpoint, base), (base, checkpoint)):
-        found = _stacks(single.specs, stacked.specs)
-        if not found:
+    for single, stacked in ((model, base), (base, model)):
+        stacks = _stacks(single.specs, stacked.specs)
+        if not stacks:
             continue
         layouts = resolve_layout(stacked.specs, stacked.config or single.config)
-        for stack in found.values():
-            names = stack.in_order()
-            if problem := _misfit(stack, names, single.specs, layouts, stacked.specs[stack.name].shape):
+        for stack, of_stack in stacks.items():
+            names = _in_order(stack, of_stack)
+            if problem := _misfit(stacked.specs[stack], of_stack, names, single.specs, layouts):
                 problems.append(problem)
-                continue
-            height, width = single.specs[names[0]].shape
-            if stacked is base:
-                rows[stack.name] = TensorRows(tuple(RowRange(n, 0, height) for n in names))
-                continue
-            for k, name in enumerate(names):
-                part = RowRange(stack.name, k * height, (k + 1) * height)
-                rows[name] = TensorRows((part,), columns=width)
-    if rows:  # the router beside them
-        here = {_renamed(n): n for n in checkpoint.specs}
+            elif stacked is base:
+                pieces[stack] = tuple(piece for name in names for piece in whole(single.specs[name]))
+            else:
+                size = stacked.specs[stack].nbytes // len(names)
+                pieces |= {name: (Piece(0, stack, k * size, (k + 1) * size),) for k, name in enumerate(names)}
+    if pieces:  # the router beside them
+        stored = {_renamed(n): n for n in model.specs}
         for name, spec in base.specs.items():
-            other = here.get(_renamed(name))
-            if other is not None and other != name and name not in rows and spec.shape:
-                rows[name] = TensorRows((RowRange(other, 0, checkpoint.specs[other].shape[0]),))
-    return rows, problems
+            other = stored.get(_renamed(name))
+            if other is not None and other != name and name not in pieces and spec.shape:
+                pieces[name] = whole(model.specs[other])
+    return pieces, problems
 
 
-def _restacked(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """The checkpoint with its experts stored as in the base.
+def _restacked(model: Model, base: Model) -> Model:
+    """The model with its experts stored as in the base.
 
     Raises:
         CheckpointError: they cannot be brought into that layout; one problem per stack.
     """
-    rows, problems = _read(checkpoint, base)
+    pieces, problems = _pieces(model, base)
     if problems:
         more = f"; and {len(problems) - SHOWN} more stacks" if len(problems) > SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint.location}: stores the experts of its layers in another layout than the base "
+            f"{model.location}: stores the experts of its layers in another layout than the base "
             f"({base.location}), in which they cannot be read: {'; '.join(problems[:SHOWN])}{more}. Fix: load the one "
             "that transformers did not write in transformers and save it again (save_pretrained)"
         )
-    shapes = {n: base.specs[n].shape for n in rows}
-    found = RowsCheckpoint(checkpoint, shapes, rows)
-    count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in rows)
-    way = "one by one" if any(map(_SINGLE.fullmatch, rows)) else "stacked"
-    found.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
-    return found
+    used = {piece.name for of_tensor in pieces.values() for piece in of_tensor}
+    same = {n: s for n, s in model.specs.items() if n not in used and n not in pieces}
+    firsts = {name: model.specs[of_tensor[0].name] for name, of_tensor in pieces.items()}
+    specs = {n: TensorSpec(n, base.specs[n].shape, first.dtype, first.file) for n, first in firsts.items()}
+    tensors = Composed([model.tensors], {**{n: whole(s) for n, s in same.items()}, **pieces}, {**same, **specs})
+    count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in pieces)
+    way = "one by one" if any(map(_SINGLE.fullmatch, pieces)) else "stacked"
+    note = f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly"
+    return Model(tensors, model.folder.noted(note))
 
 
-def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint in the layout of the base; itself if it needs no conversion.
+def in_layout_of(base: Model, model: Model) -> Model:
+    """The model in the layout of the base; itself if it needs no conversion.
 
     Raises:
         CheckpointError: not all of it can be converted, or only one of them is a single file of an image tool.
     """
     # one of the two stacks experts that the other stores one by one
-    if _stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs):
-        return _restacked(checkpoint, base)
-    shares_names = 2 * sum(name in checkpoint.specs for name in base.specs) >= len(base.specs)
-    if not shares_names and _is_diffusers(checkpoint) != _is_diffusers(base):
-        single = base if _is_diffusers(checkpoint) else checkpoint
+    if _stacks(model.specs, base.specs) or _stacks(base.specs, model.specs):
+        return _restacked(model, base)
+    shares_names = 2 * sum(name in model.specs for name in base.specs) >= len(base.specs)
+    if not shares_names and _is_diffusers(model) != _is_diffusers(base):
+        single = base if _is_diffusers(model) else model
         kind = single_file_of(single.specs)
         if kind is not None:
             raise CheckpointError(
-                f"{checkpoint.location}: its layout differs from the base's ({base.location}): {single.location} is "
+                f"{model.location}: its layout differs from the base's ({base.location}): {single.location} is "
                 f"{kind.words}, the other is a folder of diffusers. Fix: convert the file with diffusers "
                 "(from_single_file, then save_pretrained), and give folders only."
             )
-    return checkpoint
+    return model
 
 
-def _is_diffusers(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config is not None and "_class_name" in checkpoint.config
+def _is_diffusers(model: Model) -> bool:
+    return model.config is not None and "_class_name" in model.config

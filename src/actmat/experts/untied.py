@@ -9,14 +9,16 @@ Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.untied import untie
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
+from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import find_on_disk
 from actmat.layout.ties import (
     can_untie,
@@ -63,7 +65,7 @@ class TiedParts:
         notes: for the plan.
     """
 
-    base: Checkpoint
+    base: Model
     heads: Mapping[str, str]
     copies: frozenset[str] = frozenset()
     refused: Sequence[str] = ()
@@ -72,24 +74,19 @@ class TiedParts:
 
 
 def tied_parts(
-    base: Checkpoint,
-    saved: Mapping[str, TensorSpec],
-    deltas: Mapping[str, tuple[int, ...]],
-    *,
-    keeps_ties: bool,
-    equal: Callable[[str, str], bool],
+    adapter: Adapter, base: Model, extras: Mapping[str, str], deltas: Mapping[str, tuple[int, ...]]
 ) -> TiedParts:
     """Treatment of a table and a head that the base of an adapter ties.
 
     Args:
+        adapter: on the base.
         base: as it is stored.
-        saved: tensors trained in full, by their names in the model.
+        extras: tensors trained in full, name in the model -> stored name.
         deltas: names in the model of the weights that it has deltas for, and their shapes, empty if not known.
-        keeps_ties: of the adapter.
-        equal: `equal(a, b)` is true for two of the saved tensors with the same content.
     """
     if not (ties_embeddings(base.config) and may_have_head(base.config)):
         return TiedParts(base, {})
+    saved = {name: adapter.weights.specs[stored] for name, stored in extras.items()}
     tables = _tables(base, [n for n in (*saved, *deltas) if is_token_table(n)])
     of_names = tied_heads(
         {n: TensorSpec(n, s, "", "") for n, s in deltas.items()} | dict(saved), base.specs, base.config
@@ -97,10 +94,11 @@ def tied_parts(
     at = {n: of_names[n] for n in saved if n in of_names}
     saved_tables = {n: table for n, table in tables.items() if n in saved}
     twins = {table: n for n, table in reversed(list(saved_tables.items()))}
-    copies = frozenset(n for n, table in at.items() if table in twins and equal(n, twins[table]))
+    pairs = {n: (extras[n], extras[twins[table]]) for n, table in at.items() if table in twins}
+    copies = frozenset(n for n, (a, b) in pairs.items() if adapter.hashes[a] == adapter.hashes[b])
     apart = {n: table for n, table in at.items() if n not in copies}
     heads, problems = {}, []
-    if keeps_ties:
+    if keeps_ties(adapter.config.fields):
         problems = [
             f"ensure_weight_tying is set, but the saved '{n}' differs from the table it is tied to" for n in apart
         ]
@@ -111,11 +109,11 @@ def tied_parts(
     refused = [n for n in deltas if n in of_names and not heads]
     problems += [_delta_of_head(base, n, of_names[n]) for n in refused]
     notes = [_delta_of_table(t) for n, t in tables.items() if n in deltas and not heads]
-    untied = UntiedCheckpoint(base, heads) if heads and not problems else base
+    untied = untie(base, heads) if heads and not problems else base
     return TiedParts(untied, heads, copies, refused, problems, notes)
 
 
-def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, str]:
+def separate_heads(expert: Deltas, base: Model, *, ties: bool) -> Mapping[str, str]:
     """Separate output heads of a full checkpoint -> table of the base that ties them.
 
     A checkpoint whose config ties them too stores one tensor twice, which is compared when it is read.
@@ -126,7 +124,7 @@ def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, s
     return {head_of(table) or head: table for head, table in heads.items()}
 
 
-def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], *, ties: bool) -> Checkpoint:
+def untied_base(base: Model, experts: Sequence[Deltas], labels: Sequence[str], *, ties: bool) -> Model:
     """The base, with output heads of its own where an expert has one that it ties.
 
     Args:
@@ -135,28 +133,28 @@ def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[st
     Raises:
         CheckpointError: it cannot be untied; one problem per expert.
     """
-    found: dict[str, str] = {}
+    heads: dict[str, str] = {}
     whose: list[str] = []
     problems = []
     for label, expert in zip(labels, experts, strict=True):
-        heads = expert.heads if expert.needs_base else own_heads(expert, base, ties=ties)
-        problems += [f"expert '{label}': {_no_head(base, t)}" for h, t in heads.items() if not can_untie(h, t)]
-        found |= heads
-        whose += [f"'{label}'"] if heads else []
+        of_expert = expert.model.folder.untied if expert.needs_base else separate_heads(expert, base, ties=ties)
+        problems += [f"expert '{label}': {_no_head(base, t)}" for h, t in of_expert.items() if not can_untie(h, t)]
+        heads |= of_expert
+        whose += [f"'{label}'"] if of_expert else []
     if not ties:
         stored = find_ties(base.specs, base.config)
-        found |= {h: t for h, t in stored.items() if can_untie(h, t)}
+        heads |= {h: t for h, t in stored.items() if can_untie(h, t)}
     if problems:
         raise CheckpointError(f"{base.location}: its output head cannot be untied.", problems)
-    if not found:
+    if not heads:
         return base
     why = f"expert {', '.join(whose)} trains them apart" if whose else "the recipe merges tied tensors apart"
-    heads_of = ", ".join(f"'{h}' from '{t}'" for h, t in found.items())
-    note = f"its output head is untied ({heads_of}), as {why}: the output has both, and tie_word_embeddings is false"
-    return UntiedCheckpoint(base, found, note)
+    listed = ", ".join(f"'{h}' from '{t}'" for h, t in heads.items())
+    note = f"its output head is untied ({listed}), as {why}: the output has both, and tie_word_embeddings is false"
+    return untie(base, heads, note)
 
 
-def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
+def _tables(base: Model, names: Sequence[str]) -> dict[str, str]:
     """Name of a token table in the model -> its name in the base."""
     try:
         located = find_on_disk(base, [[n] for n in names])[0] if names else {}
@@ -166,14 +164,14 @@ def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
     return {n: whole[n].slices[0].name for n in names if n in whole}
 
 
-def _no_head(base: Checkpoint, table: str) -> str:
+def _no_head(base: Model, table: str) -> str:
     return (
         f"it trains the output head or the table '{table}', which the base ({base.location}) ties, apart from the "
         f"other, and how this architecture loads them untied is not known. {FIX}"
     )
 
 
-def _delta_of_head(base: Checkpoint, name: str, table: str) -> str:
+def _delta_of_head(base: Model, name: str, table: str) -> str:
     return (
         f"it has a delta for '{name}', which the base ({base.location}) ties to '{table}': PEFT applies it to the head "
         f"in training, and to the table as well when it merges. {FIX}, which gives what was trained"

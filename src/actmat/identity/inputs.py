@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
-from actmat.checkpoints.side_files import MODULES, ModelFiles
+from actmat.checkpoints.model import Model, ModelFolder
+from actmat.checkpoints.side_files import MODULES
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.identity.compare import FIX, InputAgreement, agree, words_of
 from actmat.identity.meaning import differing
 from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, compare_tokens, tokenizer_file
@@ -37,8 +38,8 @@ ReadJson = Callable[[Path], Mapping[str, Any]]
 
 
 def compare_inputs(
-    base: Checkpoint,
-    experts: Sequence[tuple[str, Expert]],
+    base: Model,
+    experts: Sequence[tuple[str, Deltas]],
     kept: Collection[str],
     *,
     config_from: str | None = None,
@@ -57,16 +58,16 @@ def compare_inputs(
         has_vocabulary: rows of token tables are taken by token.
         is_model: a model is written; an adapter has no config and no chat template, so that differences are notes.
     """
-    written = base.written_config or base.config
+    written = base.folder.written.get("config.json", base.config)
     configs = [(label, expert.config) for label, expert in experts]
     found = _with_labels(agree(written, configs, config_from), base, written, configs, config_from, kept)
     reader = TokenReader()
-    every: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
+    every: list[tuple[str, Model | Deltas]] = [("base", base), *experts]
     problems, notes = ([], []) if has_vocabulary else _tokens(every, files_from, kept, reader)
     if not is_model:
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
     files = {label: of_one for label, one in every if (of_one := files_of(one)) is not None}
-    full = [(label, one) for label, one in experts if not one.needs_base and one.sources() and base.sources()]
+    full = [(n, e) for n, e in experts if not e.needs_base and e.model.folder.files and base.folder.files]
     if bare := [f"'{label}'" for label, one in full if (one.config is None) != (base.config is None)]:
         which = "the base" if base.config is None else first_of(bare)
         notes.append(f"no config.json of {which} is there to be compared. Fix: give the folder of the model")
@@ -77,7 +78,7 @@ def compare_inputs(
 
 def _with_labels(
     found: InputAgreement,
-    base: Checkpoint,
+    base: Model,
     written: Mapping[str, Any] | None,
     configs: Sequence[tuple[str, Mapping[str, Any] | None]],
     take: str | None,
@@ -126,7 +127,7 @@ def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
 
 
 def _tokens(
-    every: Sequence[tuple[str, Checkpoint | Expert]], files_from: str, kept: Collection[str], reader: TokenReader
+    every: Sequence[tuple[str, Model | Deltas]], files_from: str, kept: Collection[str], reader: TokenReader
 ) -> tuple[list[str], list[str]]:
     """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared.
 
@@ -144,7 +145,7 @@ def _tokens(
     inputs: list[TokenInput] = []
     for label, one in every:
         changes = True
-        if isinstance(one, Expert) and one.needs_base:
+        if isinstance(one, Deltas) and one.needs_base:
             names = (n for n in one.specs if is_token_table(n) or is_output_head(n))
             changes = any(one.source(n).kind != "zero" for n in names)
         elif rows not in {one.specs[n].shape[0] for n in _tables(one)}:
@@ -155,7 +156,7 @@ def _tokens(
     return problems, [*told, *notes]
 
 
-def compare_adapters(labels: Sequence[str], experts: Sequence[Expert]) -> tuple[list[str], list[str]]:
+def compare_adapters(labels: Sequence[str], experts: Sequence[Deltas]) -> tuple[list[str], list[str]]:
     """Problems and notes on token tables that adapters change in rows of different tokens, without their base."""
     reader, notes, inputs = TokenReader(), list[str](), list[TokenInput]()
     for label, one in zip(labels, experts, strict=True):
@@ -167,11 +168,11 @@ def compare_adapters(labels: Sequence[str], experts: Sequence[Expert]) -> tuple[
 
 
 def _token_input(
-    label: str, one: Checkpoint | Expert, changes: bool, reader: TokenReader, notes: list[str]
+    label: str, one: Model | Deltas, changes: bool, reader: TokenReader, notes: list[str]
 ) -> Iterator[TokenInput]:
     """The input with its tokens, if it has any; a note says that they cannot be read."""
     files = files_of(one)
-    if listed := (one.checkpoint if isinstance(one, Expert) else one).stored_tokens():
+    if listed := _folder(one).tokens():
         yield TokenInput(label, {t: row for row, t in enumerate(listed) if t}, changes)
     elif files is not None and (name := tokenizer_file(files)) is not None:
         try:
@@ -180,22 +181,26 @@ def _token_input(
             notes.append(f"{label}: its tokens are not compared with those of others: {error.problems[0]}")
 
 
-def _tables(one: Checkpoint | Expert) -> list[str]:
+def _tables(one: Model | Deltas) -> list[str]:
     """Token embeddings; heads over the vocabulary of a model without, as those of speech recognition."""
     matrices = [n for n, s in one.specs.items() if len(s.shape) == 2]
     return [n for n in matrices if is_token_table(n)] or [n for n in matrices if is_output_head(n)]
 
 
-def files_of(one: Checkpoint | Expert) -> ModelFiles | None:
+def _folder(one: Model | Deltas) -> ModelFolder:
+    return one.folder if isinstance(one, Model) else one.model.folder
+
+
+def files_of(one: Model | Deltas) -> Source | None:
     """Files of an input's folder; None for a single file, whose folder may hold the files of other models."""
-    for files in one.sources()[:1]:
+    for files in _folder(one).files[:1]:
         folder = files.whole()
         if files.named is None or files.named.endswith(INDEX_SUFFIX) or ADAPTER_CONFIG in folder.names:
             return folder
     return None
 
 
-def _template_note(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) -> Iterator[str]:
+def _template_note(files: Mapping[str, Source], taken: str, read: ReadJson) -> Iterator[str]:
     """Note on chat templates that differ; `taken`: whose tokenizer files are written."""
     found = {label: chat_template(of_one, read) for label, of_one in files.items()}
     templates = {label: text for label, text in found.items() if text is not None}
@@ -206,7 +211,7 @@ def _template_note(files: Mapping[str, ModelFiles], taken: str, read: ReadJson) 
         yield f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"
 
 
-def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, reader: TokenReader) -> Iterator[str]:
+def _setting_notes(files: Mapping[str, Source], taken: str, coded: str, reader: TokenReader) -> Iterator[str]:
     """Notes on files of settings, and of code (`coded`: whose is written), that differ from those that are written."""
     code = {n for of_one in files.values() for n in of_one.names if n.endswith(".py")}
     for name in (*SETTINGS, MODULES, POOLING, *sorted(code)):
@@ -228,7 +233,7 @@ def _setting_notes(files: Mapping[str, ModelFiles], taken: str, coded: str, read
             yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{'' if of_base else fix}"
 
 
-def chat_template(files: ModelFiles | None, read: ReadJson = read_object, name: str | None = None) -> str | None:
+def chat_template(files: Source | None, read: ReadJson = read_object, name: str | None = None) -> str | None:
     """Chat template of a tokenizer, from any of the files that transformers reads; of several, all, or that of a name.
 
     Args:

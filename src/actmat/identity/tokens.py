@@ -19,7 +19,8 @@ from typing import Any
 from actmat.bounds import parse_json, parse_object, read_bytes, read_object
 from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.sentencepiece import pieces
-from actmat.checkpoints.side_files import MODULES, ModelFiles
+from actmat.checkpoints.side_files import MODULES
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 from actmat.identity.compare import words_of
 from actmat.identity.usable import TOKENIZERS
@@ -79,7 +80,7 @@ def _merges(data: Mapping[str, Any]) -> str:
     return hashlib.sha256("\n".join(words).encode("utf-8", "replace")).hexdigest()
 
 
-def tokenizer_file(files: ModelFiles) -> str | None:
+def tokenizer_file(files: Source) -> str | None:
     """The file with the tokens of a tokenizer: JSON, a list of words, or another form such as SentencePiece's."""
     patterns = [p for p in TOKENIZERS if not p.endswith(".json") and not p.startswith("vocab.")]
     others = (n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p))
@@ -95,7 +96,7 @@ class TokenReader:
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
-    def content(self, files: ModelFiles, name: str) -> Mapping[str, Any]:
+    def content(self, files: Source, name: str) -> Mapping[str, Any]:
         """Entries of a file of settings or of code that count: of a tokenizer's, the rules and the switches."""
         if name == TOKENIZER:
             return self.found(files, name)[1]
@@ -107,7 +108,7 @@ class TokenReader:
             return {"its code": hash_file(path)}
         return {k: v for k, v in self.config(path).items() if name != CONFIG or isinstance(v, bool)}
 
-    def found(self, files: ModelFiles, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+    def found(self, files: Source, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
         """Token -> row, from the tokenizer among files, empty without one that is read; and how it splits a text.
 
         Raises:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from actmat.checkpoints.model import Config
 from actmat.layout.packing import first_int
-from actmat.layout.types import Config, Orientation
+from actmat.layout.types import Orientation
 
 
 @dataclass(frozen=True, slots=True)

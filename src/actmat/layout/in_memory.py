@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.layout.types import Block
 
@@ -76,7 +77,7 @@ Fits = Callable[[str, TensorSpec], bool]
 
 
 def find_on_disk(
-    base: Checkpoint,
+    base: Model,
     groups: Sequence[Sequence[str]],
     optional: Iterable[str] = (),
     fits: Fits | None = None,
@@ -114,7 +115,7 @@ def find_on_disk(
     return found, why
 
 
-def find_by_name(base: Checkpoint, names: Sequence[str], part: str = "") -> dict[str, TensorOnDisk]:
+def find_by_name(base: Model, names: Sequence[str], part: str = "") -> dict[str, TensorOnDisk]:
     """The names that a base has, with the same prefix for all or without one.
 
     Raises:
@@ -126,7 +127,7 @@ def find_by_name(base: Checkpoint, names: Sequence[str], part: str = "") -> dict
     return found | {n: _whole(base.specs[n]) for n in names if n in base.specs}
 
 
-def _ambiguous(base: Checkpoint, names: Sequence[str], several: Sequence[str]) -> CheckpointError:
+def _ambiguous(base: Model, names: Sequence[str], several: Sequence[str]) -> CheckpointError:
     shown = " and ".join(f"'{prefix}'" for prefix in several)
     return CheckpointError(
         f"its names, such as '{names[0]}', are completed by several parts of the base ({base.location}), {shown}: "
@@ -136,7 +137,7 @@ def _ambiguous(base: Checkpoint, names: Sequence[str], several: Sequence[str]) -
     )
 
 
-def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
+def names_in_memory(base: Model) -> tuple[dict[str, str], str]:
     """Name in memory of every stored tensor that is one there too, and the reason if names on disk are used instead.
 
     Tensors that are put together in memory, such as experts of a mixture, are left out.
@@ -203,7 +204,7 @@ def part_called(part: str, prefixes: Sequence[str]) -> str | None:
     return chosen[0] if len(chosen) == 1 else None
 
 
-def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, TensorOnDisk], str]:
+def _converted(base: Model, *, packed: bool = False) -> tuple[dict[str, TensorOnDisk], str]:
     """Every tensor of the base by its name in memory, as transformers loads the architecture of its config."""
     config = base.config or {}
     text = config.get("text_config") or {}  # where transformers 4 writes it for Qwen2-VL
@@ -228,7 +229,7 @@ def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, Ten
 
 
 def names_on_disk(
-    base: Checkpoint, model: Any, state: Mapping[str, Any], *, packed: bool = False
+    base: Model, model: Any, state: Mapping[str, Any], *, packed: bool = False
 ) -> tuple[dict[str, TensorOnDisk], str]:
     """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this `PreTrainedModel`.
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from actmat.layout.types import Block, Config
+from actmat.checkpoints.model import Config
+from actmat.layout.types import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.tied_names import HEAD_BIASES, OUTPUT_HEADS, SHARED_BY, TOKEN_TABLES, end_of
 from actmat.errors import CheckpointError
 from actmat.layout.families import TIED_BY_DEFAULT, recognize, text_config_of
 from actmat.layout.packing import first_int
-from actmat.layout.types import Config
 
 # Their encoder and decoder share one embedding in any case; `tie_word_embeddings` is about the head.
 _T5_LIKE = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"})
@@ -64,17 +64,16 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
     return source or next((other for other in names if _source(other, names, tables, config) == name), None)
 
 
-def check_absent(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose index lists a tensor that no file holds, unless its config ties it to one that is held.
+def check_absent(model: Model) -> None:
+    """Refuse a model whose index lists a tensor that no file holds, unless its config ties it to one that is held.
 
     Raises:
         CheckpointError: names all of them.
     """
-    config = checkpoint.config if checkpoint.absent else None
-    lost = [n for n in checkpoint.absent if tied_partner(n, checkpoint.specs, config) is None]
+    lost = [n for n in model.folder.absent if tied_partner(n, model.specs, model.config) is None]
     if lost:
         raise CheckpointError(
-            f"{checkpoint.location}: the index lists tensors that no shard holds, and config.json does not tie them to "
+            f"{model.location}: the index lists tensors that no shard holds, and config.json does not tie them to "
             "others. Likely cause: files of two saves mixed in one folder. Fix: fetch or save the whole folder again",
             [f"tensor '{n}': in the index, but in no file" for n in lost],
         )

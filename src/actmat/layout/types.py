@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-Config = Mapping[str, Any]
-"""Fields of a `config.json`."""
 
 
 class Role(StrEnum):

@@ -27,7 +27,7 @@ from actmat.planning.post import has_spectrum
 from actmat.planning.regions import CHUNK, Region
 
 BASELINE_BYTES = 300_000_000
-"""Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
+"""Anonymous memory of the process itself with torch loaded; see `evidence/benchmarks/memory.py`."""
 
 ITEM_BYTES, SOURCE_BYTES = 6_000, 1_000
 """Memory that stays with each item of a run, and with each of its experts: plan, headers, place of the journal's line.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.names import PREFIX
 from actmat.layout.types import Role, TensorLayout

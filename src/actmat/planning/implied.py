@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.fields import AXES

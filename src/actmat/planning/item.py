@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.base import DeltaSource
+from actmat.experts.deltas import DeltaSource
 from actmat.experts.lora.modules import ModuleKind
 from actmat.layout.types import Block, TensorLayout
 from actmat.methods.post import PostStep, Step, get_step

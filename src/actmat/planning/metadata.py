@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import shown
+from actmat.checkpoints.model import Model
 from actmat.errors import first_of
-from actmat.experts.base import Expert
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.deltas import Deltas
 
 _OUTDATED = ("format", "actmat", "total_", "sshs_", "modelspec.hash", "lora_adapter_metadata", "_quant", "quant")
 """Beginnings of keys that tell the bytes, the format or the codes of one file."""
@@ -18,16 +17,14 @@ _OF_ONE_FILE = ("ss_", "modelspec.", "sd_merge_")
 """Beginnings of keys that describe one file: title, author, training."""
 
 
-def merged_metadata(
-    base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]
-) -> tuple[dict[str, str], list[str]]:
+def merged_metadata(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The texts for a model merged into a base, and notes on those that its inputs contradict.
 
     A text that all full checkpoints have alike is kept. Of one that decides how the model is loaded, that of the
     experts is written where they agree, else the base's.
     """
     pairs = zip(labels, experts, strict=True)
-    given = {label: _valid(e.checkpoint) for label, e in pairs if isinstance(e, CheckpointExpert)}
+    given = {label: _valid(e.model) for label, e in pairs if not e.needs_base}
     of_base = _valid(base)
     kept: dict[str, str] = {}
     notes, dropped = [], []
@@ -54,5 +51,5 @@ def merged_metadata(
     return kept, notes
 
 
-def _valid(checkpoint: Checkpoint) -> Mapping[str, str]:
-    return {key: text for key, text in checkpoint.metadata().items() if not key.startswith(_OUTDATED)}
+def _valid(model: Model) -> Mapping[str, str]:
+    return {key: text for key, text in model.folder.header.items() if not key.startswith(_OUTDATED)}

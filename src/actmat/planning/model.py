@@ -45,7 +45,7 @@ class InputSummary(Plain):
     Args:
         commit: of a repository on the hub, whatever branch was requested.
         pinned: of a stack with parts on the hub: its text with their commits.
-        models: locations of the models it is made of, if there are several; those on the hub with their commits.
+        models: locations of the models it is made of; those on the hub with their commits.
     """
 
     label: str

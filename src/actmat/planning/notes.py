@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.errors import Note
-from actmat.experts.base import Expert
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
+from actmat.errors import Note, NoteSeverity
+from actmat.experts.deltas import Deltas
 from actmat.methods import get_method
 from actmat.methods.spaces import KEEP_ROWS
 from actmat.planning.choose import WHOLE
@@ -17,23 +18,24 @@ from actmat.recipe import Recipe
 
 
 def all_notes(
-    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decisions: Sequence[str], likely: Sequence[str]
+    recipe: Recipe, base: Model | None, experts: Sequence[Deltas], decisions: Sequence[str], likely: Sequence[str]
 ) -> tuple[Note, ...]:
     """Warnings of the recipe, of likely mistakes and of the inputs; then their notes, and decisions of the plan."""
-    named = [(f"expert '{label}'", e) for label, e in zip(recipe.labels, experts, strict=True)]
-    warnings = (*recipe.warnings, *likely, *_remarks((name, e.warnings) for name, e in named))
-    of_base = [("base", base.notes)] if base is not None else []
-    notes = (*recipe.notes, *_remarks([*of_base, *((name, e.notes) for name, e in named)]), *decisions)
+    of_inputs = [("base", note) for note in (base.folder.notes if base is not None else ())]
+    pairs = zip(recipe.labels, experts, strict=True)
+    of_inputs += [(f"expert '{label}'", note) for label, e in pairs for note in e.model.folder.notes]
+    warnings = (*recipe.warnings, *likely, *_remarks(of_inputs, "warning"))
+    notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions)
     return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
 
 
-def _remarks(inputs: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+def _remarks(inputs: Iterable[tuple[str, Note]], severity: NoteSeverity) -> list[str]:
     """Remarks of named inputs; a remark that several inputs share is listed once."""
-    found: dict[str, list[str]] = {}
-    for name, remarks in inputs:
-        for text in remarks:
-            found.setdefault(text, []).append(name)
-    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {text}" for text, of in found.items()]
+    names: dict[str, list[str]] = {}
+    for name, note in inputs:
+        if note.severity == severity:
+            names.setdefault(note.text, []).append(name)
+    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {text}" for text, of in names.items()]
 
 
 def method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
@@ -97,7 +99,7 @@ def _has_independent_rows(item: Item) -> bool:
     return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
 
 
-def storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def storage_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Notes about inputs that are stored in other forms than the base, or as codes."""
 
     def dtypes(specs: Mapping[str, TensorSpec]) -> str:
@@ -112,7 +114,7 @@ def storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -
     ] + quantization_notes(recipe, base, experts)
 
 
-def adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequence[Item]) -> list[str]:
+def adapter_notes(labels: Sequence[str], experts: Sequence[Deltas], items: Sequence[Item]) -> list[str]:
     """Notes about the adapters among the experts."""
     alike: dict[int, list[str]] = {}
     for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
-from actmat.checkpoints.resolve import commit_of, pinned_stack
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import commit_of
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, CheckpointError
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.identity.inputs import compare_adapters, compare_inputs
@@ -121,8 +123,8 @@ class _Written:
 
 def build_plan(
     recipe: Recipe,
-    base: Checkpoint | None,
-    experts: Sequence[Expert],
+    base: Model | None,
+    experts: Sequence[Deltas],
     *,
     room: DeviceRoom = HOST,
     statistics: ExpertStatistics | None = None,
@@ -165,7 +167,7 @@ def build_plan(
 
 
 def _scope_of_base(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics, chooser: Chooser
+    recipe: Recipe, base: Model, experts: Sequence[Deltas], statistics: ExpertStatistics, chooser: Chooser
 ) -> _Scope:
     """Tensors of a base, and their counterparts."""
     layouts, of_roles = resolve_roles(recipe, base.specs, base.config)
@@ -206,7 +208,7 @@ def _scope_of_base(
 
 def _scope_of_adapters(
     recipe: Recipe,
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
     base_config: Mapping[str, Any] | None,
     statistics: ExpertStatistics,
     chooser: Chooser,
@@ -258,7 +260,7 @@ def _decide(
     chooser: Chooser,
     statistics: ExpertStatistics,
     problems: list[str],
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
 ) -> tuple[Target, Decision]:
     """The action and method of a target; `problems` receives those of its statistics."""
     spec, layout = target.spec, target.layout
@@ -283,7 +285,7 @@ def _decide(
     return target, _of_touched(target, decision, chooser, experts)
 
 
-def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: Sequence[Expert]) -> Decision:
+def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: Sequence[Deltas]) -> Decision:
     """A copy if no expert changes the target; among adapters, an average over those that train it.
 
     A copy computes nothing and rounds nothing. An adapter without a delta for a tensor has no vote on it; a full
@@ -303,7 +305,7 @@ def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: S
 
 
 def _items(
-    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decided: Sequence[tuple[Target, Decision]]
+    recipe: Recipe, base: Model | None, experts: Sequence[Deltas], decided: Sequence[tuple[Target, Decision]]
 ) -> list[Item]:
     """One item per target, each followed by those tied to it; not written yet."""
     depth: dict[str, float] = {}
@@ -322,9 +324,7 @@ def _items(
     return out
 
 
-def _item(
-    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], target: Target, decision: Decision
-) -> Item:
+def _item(recipe: Recipe, base: Model | None, experts: Sequence[Deltas], target: Target, decision: Decision) -> Item:
     """The item of a target without its outputs and cost."""
     call, reason, reading = decision.call, decision.reason, None
     target = dataclasses.replace(target, layout=decision.layout)
@@ -345,7 +345,7 @@ def _item(
     return Item(target, decision.action, reason, Write("sum"), call, reading)
 
 
-def _write(recipe: Recipe, base: Checkpoint | None, items: Sequence[Item], scope: _Scope, chooser: Chooser) -> _Written:
+def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Scope, chooser: Chooser) -> _Written:
     """The items as they are written, and their files."""
     if base is None:
         modules = write_modules(recipe, items, scope.adapters, scope.form, scope.dtype, chooser)
@@ -377,7 +377,7 @@ def _written_whole(item: Item, specs: Mapping[str, TensorSpec]) -> Item:
 
 
 def _problems_of_items(
-    recipe: Recipe, experts: Sequence[Expert], items: Sequence[Item], *, has_base: bool
+    recipe: Recipe, experts: Sequence[Deltas], items: Sequence[Item], *, has_base: bool
 ) -> list[str]:
     """Problems of adapters among the experts of a model, and of the biases of modules."""
     pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
@@ -389,8 +389,8 @@ def _problems_of_items(
 
 def _plan(
     recipe: Recipe,
-    base: Checkpoint | None,
-    experts: Sequence[Expert],
+    base: Model | None,
+    experts: Sequence[Deltas],
     scope: _Scope,
     written: _Written,
     statistics: ExpertStatistics,
@@ -418,7 +418,10 @@ def _plan(
         recipe=recipe,
         output="model" if is_model else "adapter",
         base=None if base is None else _summary("base", base, "model"),
-        experts=tuple(_summary(n, e, e.kind, i) for n, e, i in zip(recipe.labels, experts, ignored, strict=True)),
+        experts=tuple(
+            _summary(n, e.model, "adapter" if e.needs_base else "model", i)
+            for n, e, i in zip(recipe.labels, experts, ignored, strict=True)
+        ),
         items=items,
         specs=tuple(written.specs),
         max_shard_bytes=written.max_shard_bytes,
@@ -446,19 +449,20 @@ def versions_of(items: Sequence[Item]) -> dict[str, str]:
     return versions | {name: found for name in sorted(others) if (found := method_version(name)) is not None}
 
 
-def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:
-    if isinstance(source, Checkpoint):
-        n_tensors, nbytes = len(source.specs), sum(s.nbytes for s in source.specs.values())
-    else:
-        n_tensors, nbytes = source.n_tensors, source.nbytes
-    location, identity = source.location, source.identity()
-    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, *_commits(source), source.models)
+def _summary(label: str, model: Model, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:
+    files = model.tensors.identity()
+    nbytes = sum(s.nbytes for s in model.specs.values())
+    addresses = ((source.address, source.location) for source in model.folder.files)
+    models = tuple(dict.fromkeys(address if commit_of(address) else location for address, location in addresses))
+    return InputSummary(
+        label, model.location, files, len(model.specs), nbytes, kind, ignored, *_commits(model), models=models
+    )
 
 
-def _commits(source: Checkpoint | Expert) -> tuple[str, str]:
+def _commits(model: Model) -> tuple[str, str]:
     """Commit of a repository on the hub, and the text of a stack of such; empty for any other location."""
     try:
-        handle = source.handle()
+        address = model.tensors.handle().address
     except CheckpointError:  # tensors in memory have no address
         return "", ""
-    return commit_of(handle.address), pinned_stack(handle) if isinstance(handle, CheckpointHandle) else ""
+    return commit_of(address), address if any(commit_of(part.location) for part in stack_parts(address)) else ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_problems
 from actmat.errors import AlignmentError
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.ties import tied_partner
 from actmat.methods import get_method
@@ -24,9 +24,9 @@ def check(problems: Sequence[str]) -> None:
         raise AlignmentError(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
 
 
-def input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def input_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Problems of inputs: signs of codes instead of weights, or no tensors."""
-    inputs: list[tuple[str, Checkpoint | Expert]] = [
+    inputs: list[tuple[str, Model | Deltas]] = [
         ("base", base),
         *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
     ]
@@ -39,7 +39,7 @@ def input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) 
 
 
 def base_problems(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], ignored: Sequence[Sequence[str]], chooser: Chooser
+    recipe: Recipe, base: Model, experts: Sequence[Deltas], ignored: Sequence[Sequence[str]], chooser: Chooser
 ) -> Iterator[str]:
     """Problems of a recipe that merges into a base; `ignored`: per expert, its tensors that the base lacks."""
     yield from _lost_heads(recipe, base, experts, ignored, chooser)
@@ -51,7 +51,7 @@ def base_problems(
 
 
 def _lost_heads(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], ignored: Sequence[Sequence[str]], chooser: Chooser
+    recipe: Recipe, base: Model, experts: Sequence[Deltas], ignored: Sequence[Sequence[str]], chooser: Chooser
 ) -> Iterator[str]:
     """Problems of adapters that trained tensors in full that the base does not have, unless the recipe keeps it so."""
     for label, expert, extra in zip(recipe.labels, experts, ignored, strict=True):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, first_of
-from actmat.experts.base import DeltaSource, Expert
-from actmat.experts.fitted import StoredAdapter
+from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
@@ -24,7 +24,7 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Start of the names of diffusers' weight files."""
 
 
-def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> dict[str, str]:
+def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> dict[str, str]:
     """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
 
     An expert that is one component of a pipeline has its names without the component's prefix.
@@ -45,7 +45,7 @@ def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
     return out
 
 
-def stems_of(base: Checkpoint) -> tuple[str, Mapping[str, str]]:
+def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:
     """Name of the output's weight files; and for a pipeline, prefix of a component -> folder and name of its files."""
     components = component_configs(base.config)
     if components is None:
@@ -53,7 +53,7 @@ def stems_of(base: Checkpoint) -> tuple[str, Mapping[str, str]]:
     return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
 
 
-def part_notes(base: Checkpoint) -> list[str]:
+def part_notes(base: Model) -> list[str]:
     """Notes on a base that is a single file of an image or video tool, or a pipeline."""
     components = component_configs(base.config)
     if components is not None:
@@ -72,30 +72,32 @@ UNSAID = ("hidden", "written anew")
 """Reasons that need no note: nobody looks for such files in an output."""
 
 
-def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert]) -> dict[str, str]:
+def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> dict[str, str]:
     """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
     if base is None:
         return {}
-    found = dict(base.side_files().left_out)
+    found = dict(base.folder.side_files().left_out)
     if recipe.model.files_of in recipe.labels:
-        expert = experts[recipe.labels.index(recipe.model.files_of)]
-        found |= {f"{path} ({recipe.model.files_of})": why for path, why in expert.side_files().left_out.items()}
+        files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files()
+        found |= {f"{path} ({recipe.model.files_of})": why for path, why in files.left_out.items()}
     return found
 
 
-def unread_warnings(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:
+def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> list[str]:
     """Warnings on trained weights of the inputs that the merge does not read."""
     found = []
     named = list(zip(recipe.labels, experts, strict=True))
-    full = {label: (e.side_files(), e) for label, e in named if not e.needs_base}
-    if base is not None and (base.side_files().modules or any(files.modules for files, _ in full.values())):
-        of_experts = {label: (files, e.fetch_sidecars()) for label, (files, e) in full.items()}
-        found += module_warnings((base.side_files(), base.fetch_sidecars()), of_experts)
-    found += [] if base is None else file_warnings(base.side_files(), {n: files for n, (files, _) in full.items()})
+    full = {label: e.model.folder for label, e in named if not e.needs_base}
+    if base is not None:
+        of_base, files = base.folder.side_files(), {label: folder.side_files() for label, folder in full.items()}
+        if of_base.modules or any(of_expert.modules for of_expert in files.values()):
+            of_experts = {label: (files[label], folder.fetch()) for label, folder in full.items()}
+            found += module_warnings((of_base, base.folder.fetch()), of_experts)
+        found += file_warnings(of_base, files)
     for label, expert in named:
-        if isinstance(expert, StoredAdapter):
-            names = {n for f in expert.sources() for n in f.whole().names}
-            stored, known = expert.stored, () if base is None else base.specs
+        if (stored := expert.stored) is not None:
+            names = {n for f in expert.model.folder.files for n in f.whole().names}
+            known = () if base is None else base.specs
             found += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return found
 
@@ -112,7 +114,7 @@ def left_out_note(left_out: Mapping[str, str]) -> list[str]:
 
 
 def scheme_words(
-    name: str, base: Checkpoint, sources: Sequence[DeltaSource | None], experts: Sequence[Expert], labels: Sequence[str]
+    name: str, base: Model, sources: Sequence[DeltaSource | None], experts: Sequence[Deltas], labels: Sequence[str]
 ) -> str:
     """Clause about the inputs that store a tensor as codes; empty without any.
 
@@ -121,19 +123,22 @@ def scheme_words(
         sources: per expert, where its delta comes from; empty if no expert is read.
     """
     found: dict[str, list[str]] = {}
-    if scheme := base.scheme(name):
+    if scheme := base.tensors.parts(name).scheme:
         found.setdefault(scheme, []).append("the base")
     for label, expert, source in zip(labels, experts, sources, strict=False):
-        if source is not None and (scheme := expert.scheme(source.name)):
+        if source is None or expert.needs_base:
+            continue
+        if scheme := expert.model.tensors.parts(source.name).scheme:
             found.setdefault(scheme, []).append(f"expert '{label}'")
     return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
 
 
-def quantization_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Notes about quantized inputs: their layouts, the form of the output, and differences."""
     labels = recipe.labels
-    of_base = _schemes(base)
-    of_experts = [(label, _schemes(expert)) for label, expert in zip(labels, experts, strict=True)]
+    of_base = _schemes(base.tensors)
+    full = {label for label, expert in zip(labels, experts, strict=True) if not expert.needs_base}
+    of_experts = [(n, _schemes(e.model.tensors) if n in full else {}) for n, e in zip(labels, experts, strict=True)]
     notes = [
         f"{who} stores {sum(schemes.values())} tensors as codes ({'; '.join(schemes)}): they are decoded as they are "
         "read"
@@ -145,8 +150,7 @@ def quantization_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
             "the output is not quantized: decoded tensors are written as floats, and config.json without its entry "
             "about quantization; the program that quantized the base can quantize the output"
         )
-    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.needs_base]
-    other = [n for n, schemes in full if schemes != set(of_base)]
+    other = [n for n, schemes in of_experts if n in full and set(schemes) != set(of_base)]
     if other:
         notes.append(
             f"{_listed([f'expert {n!r}' for n in other])} and the base are quantized in different ways, or one of them "
@@ -161,9 +165,9 @@ FOUR_BITS = re.compile(r"bnb[-_]?4bit|4bit[-_]?bnb|nf4|qlora", re.IGNORECASE)
 """Names of bases of 4 bits, as trainers of adapters call them."""
 
 
-def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def trained_on_codes_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Notes on adapters that were trained on a base in 4 bits, and are added to one of floats."""
-    if _schemes(base):
+    if _schemes(base.tensors):
         return []
     names = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
     return [
@@ -175,9 +179,9 @@ def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[E
     ]
 
 
-def named_base_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+def named_base_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Note on adapters that name another base than this one, by the last part of its name on the hub."""
-    own = next((files.hub_id for files in base.sources()), "")
+    own = next((files.hub_id for files in base.folder.files), "")
     named = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
     others = [f"{label}: {n}" for label, n in named if n and os.path.basename(n.rstrip("/")) != os.path.basename(own)]
     fix = f"unless it is a copy of {own}, the merge is wrong"
@@ -192,9 +196,9 @@ def _has_four_bits(location: str) -> bool:
     return bool(settings.get("load_in_4bit")) or "4bit" in str(settings.get("quant_method"))
 
 
-def _schemes(source: Checkpoint | Expert) -> Counter[str]:
+def _schemes(tensors: Tensors) -> Mapping[str, int]:
     """Number of tensors of each scheme."""
-    return Counter(s for name in source.specs if (s := source.scheme(name)))
+    return Counter(scheme for name in tensors.specs if (scheme := tensors.parts(name).scheme))
 
 
 def _listed(words: Sequence[str]) -> str:

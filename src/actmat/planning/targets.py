@@ -7,11 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
-from actmat.experts.base import Expert
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.deltas import Deltas
 from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
 from actmat.layout.renamed import in_new_form
 from actmat.layout.resolve import resolve_layout
@@ -67,7 +66,7 @@ class BaseTargets:
 
 
 def targets_of(
-    base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], layouts: LayoutMap, kept: Collection[str]
+    base: Model, experts: Sequence[Deltas], labels: Sequence[str], layouts: LayoutMap, kept: Collection[str]
 ) -> BaseTargets:
     """Match every tensor of the base with one tensor of each expert.
 
@@ -75,7 +74,7 @@ def targets_of(
     one extra prefix ("model.", "bert."), or lacks one the base has, is matched through it. Tensors in `kept` are
     copied from the base and need no counterpart.
     """
-    ties = dict(base.aliases) | {a: c for a, c in layouts.ties.items() if a in base.specs}
+    ties = dict(base.tensors.aliases) | {a: c for a, c in layouts.ties.items() if a in base.specs}
     groups = _groups(base.specs, ties)
     spellings = {n: [n, *aliases, *(a for a, c in layouts.ties.items() if c == n)] for n, aliases in groups.items()}
     merged = {n: layouts.tensors[n].role for n in groups if n not in kept}
@@ -109,7 +108,7 @@ class _Match:
     """
 
     label: str
-    expert: Expert
+    expert: Deltas
     sources: Mapping[str, str | None]
     stored: Mapping[str, list[str]]
     extra: tuple[str, ...]
@@ -123,7 +122,7 @@ class _Match:
         layouts = resolve_layout(found, self.expert.config).tensors if found else {}
         return [n for n in found if layouts[n].role is not Role.BUFFER]
 
-    def problems(self, base: Checkpoint, roles: Mapping[str, Role]) -> list[str]:
+    def problems(self, base: Model, roles: Mapping[str, Role]) -> list[str]:
         """Why tensors of these roles cannot be merged."""
         if self.ambiguous:
             shown = " and ".join(f"'{prefix}'" for prefix in self.ambiguous)
@@ -143,7 +142,7 @@ class _Match:
         return [*(p for of_tensor in misfits for p in of_tensor), *lost]
 
 
-def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
+def _match(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
     there, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
     known = {n: expert.specs[s] for n, s in there.items()}
@@ -159,7 +158,7 @@ def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str,
     notes = []
     if renaming is not None:
         notes.append(f"expert '{label}' {renaming.describe()}; its names were matched with the base's")
-    untied = base.heads if isinstance(base, UntiedCheckpoint) else {}
+    untied = base.folder.untied
     for name in (n for n, source in sources.items() if source is None and is_output_head(n)):
         own = tied_partner(next(iter(names[name])), expert.specs, expert.config)
         is_as_base = own is None and expert.config is None and untied.get(name) in expert.specs
@@ -187,12 +186,12 @@ def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str,
     return match
 
 
-def _as_loaded(base: Checkpoint, expert: Expert, lost: Sequence[str]) -> dict[str, str]:
+def _as_loaded(base: Model, expert: Deltas, lost: Sequence[str]) -> dict[str, str]:
     """Tensor of the base -> that of the expert which transformers loads into the same parameter, by its own table."""
-    if not isinstance(expert, CheckpointExpert):
+    if expert.needs_base:
         return {}
     try:
-        mine, theirs = names_in_memory(base)[0], names_in_memory(expert.checkpoint)[0]
+        mine, theirs = names_in_memory(base)[0], names_in_memory(expert.model)[0]
     except (ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError, OSError):
         return {}  # a config that transformers cannot read
     stored = {name: n for n, name in theirs.items()}
@@ -281,7 +280,7 @@ def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], rena
     return sum(a.shape == b.shape for a, b in found), len(found)
 
 
-def _nothing_in_common(base: Checkpoint, label: str, expert: Expert) -> str:
+def _nothing_in_common(base: Model, label: str, expert: Deltas) -> str:
     first, other = next(iter(base.specs)), next(iter(expert.specs), None)
     has = "holds no tensors" if other is None else f"has other names, such as '{other}'"
     return (

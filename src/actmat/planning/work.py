@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.errors import format_size
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
@@ -187,7 +188,7 @@ def place(item: Item, recipe: Recipe, room: DeviceRoom) -> Placed:
 class Costs:
     """Costs of items; those of equal shapes and calls are found once."""
 
-    def __init__(self, recipe: Recipe, base: Checkpoint | None, room: DeviceRoom) -> None:
+    def __init__(self, recipe: Recipe, base: Model | None, room: DeviceRoom) -> None:
         self.room = room
         self._recipe, self._base = recipe, base
         self._width = torch_dtype(recipe.compute_dtype).itemsize
@@ -198,7 +199,7 @@ class Costs:
         if item.action == "tie":
             return item
         read = sum(s.nbytes for s in item.sources if s is not None)
-        read += self._base.stored_bytes(item.name) if self._base is not None else 0
+        read += self._base.tensors.parts(item.name).nbytes if self._base is not None else 0
         written = sum(s.nbytes for s in item.outputs)
         if item.call is None:
             cost = ItemCost(read, written, host_bytes=item.numel * torch_dtype(item.base_dtype).itemsize)

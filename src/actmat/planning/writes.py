@@ -20,7 +20,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import AlignmentError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import AXES, ORDERS
@@ -250,7 +251,7 @@ def _version(adapters: Sequence[Adapter]) -> dict[str, str]:
 
 
 def write_extracted(
-    recipe: Recipe, base: Checkpoint, items: Sequence[Item], layouts: LayoutMap
+    recipe: Recipe, base: Model, items: Sequence[Item], layouts: LayoutMap
 ) -> tuple[list[Item], list[str]]:
     """Tensors of a merge into the base in the form that an adapter holds, and notes.
 
@@ -394,7 +395,7 @@ def _factor_specs(item: Item, write: Write, dtype: str) -> tuple[TensorSpec, ...
     return TensorSpec(a, (write.rank, columns), dtype, ""), TensorSpec(b, (rows, write.rank), dtype, "")
 
 
-def _aliases(base: Checkpoint, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:
+def _aliases(base: Model, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:
     """Names under which a table is stored besides its own, as PEFT does with `ensure_weight_tying`."""
     out: dict[str, list[str]] = {i.name: [] for i in items if i.action != "tie"}
     for item in items:

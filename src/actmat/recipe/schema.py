@@ -32,7 +32,6 @@ from actmat.recipe.output import (
     AnyOutput,
     ExtractedOutput,
     ModelOutput,
-    Vocabulary,
     from_text,
 )
 from actmat.recipe.values import (
@@ -46,6 +45,7 @@ from actmat.recipe.values import (
     leaves,
     listed,
 )
+from actmat.recipe.vocabulary import Vocabulary
 
 TO_HELP = (
     "Kind of output: model, adapter, peft, kohya, diffusers or comfy; default: adapter, of adapters without a base."

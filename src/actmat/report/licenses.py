@@ -10,12 +10,9 @@ from dataclasses import dataclass
 import yaml
 
 from actmat.bounds import read_bytes
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.folder import ADAPTER_WEIGHTS
-from actmat.checkpoints.side_files import ModelFiles
+from actmat.checkpoints.source import Source
 from actmat.engine.inputs import Inputs
 from actmat.errors import MergeError
-from actmat.experts.base import Expert
 from actmat.foreign import in_one_line, markdown, terminal
 
 MAX_TEXT = 1 << 20
@@ -91,24 +88,23 @@ def read_card(text: str) -> Card:
 
 def origins_of(inputs: Inputs) -> list[LicensedInput]:
     """Origins of the inputs, and their licenses; cards on the hub are fetched at the commit that was merged."""
-    named: list[tuple[str, Checkpoint | Expert]] = [("base", inputs.base)] if inputs.base is not None else []
-    named += zip(inputs.labels, inputs.experts, strict=True)
-    found = []
-    for label, given in named:
-        sources = {source.hub_id or source.location: source for source in given.sources()}
-        found += [
-            LicensedInput(f"{label} ({name})" if given.models else label, source.hub_id, _licenses(source))
+    folders = {"base": inputs.base.folder} if inputs.base is not None else {}
+    folders |= {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
+    origins = []
+    for label, folder in folders.items():
+        sources = {source.hub_id or source.location: source for source in folder.files}
+        origins += [
+            LicensedInput(f"{label} ({name})" if len(sources) > 1 else label, source.hub_id, _licenses(source))
             for name, source in sources.items()
         ] or [LicensedInput(label)]
-    return found
+    return origins
 
 
-def _licenses(source: ModelFiles) -> tuple[str, ...]:
+def _licenses(source: Source) -> tuple[str, ...]:
     """Licenses that the card of an input states; empty without a card."""
     with contextlib.suppress(MergeError, OSError):  # an input that was read, whose card cannot be: unknown
-        folder = source.whole() if source.named in ADAPTER_WEIGHTS else source
-        if "README.md" in folder.names:
-            return read_card(read_bytes(folder.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licenses
+        if "README.md" in source.names:
+            return read_card(read_bytes(source.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licenses
     return ()
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
@@ -52,8 +52,8 @@ def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
     for t in range(len(plan.experts)):
         read = [n for n in everything if _name_in(items[n], t) is not None]
         orders.setdefault(tuple(sorted(read, key=lambda n: _name_in(items[n], t) or "")), []).append(t)
-    output, base = NamesHash(), NamesHash()
-    experts = [NamesHash() for _ in plan.experts]
+    output, base = ContentHash(), ContentHash()
+    experts = [ContentHash() for _ in plan.experts]
     same = orders.pop(everything, [])
     for n in everything:
         item = items[n]
@@ -83,7 +83,7 @@ FORMAT = 1
 def build_manifest(
     plan: MergePlan,
     records: Mapping[str, Record],
-    experts: Sequence[Expert],
+    experts: Sequence[Deltas],
     *,
     out: Path | None,
     seconds: float,
@@ -228,13 +228,14 @@ def _base(
 
 
 def _hashes(
-    plan: MergePlan, records: Mapping[str, Record], experts: Sequence[Expert], t: int
+    plan: MergePlan, records: Mapping[str, Record], experts: Sequence[Deltas], t: int
 ) -> Mapping[str, str] | None:
     """Stored name -> hash of all that an adapter holds, or that an extraction read; None for other full experts."""
     if not plan.is_extracted or plan.experts[t].kind != "model":
-        return experts[t].hashes()
-    found = [(i.sources[t], records[i.name]) for i in plan.items]
-    return {s.name: r.expert_hashes[t] for s, r in found if s is not None}
+        stored = experts[t].stored
+        return None if stored is None else stored.hashes
+    rows = [(i.sources[t], records[i.name]) for i in plan.items]
+    return {s.name: r.expert_hashes[t] for s, r in rows if s is not None}
 
 
 def _expert(

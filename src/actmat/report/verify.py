@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actmat.bounds import is_url
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import HASH_NAME, hash_names
+from actmat.checkpoints.marks import with_marks
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.remote import storage_of
-from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
+from actmat.checkpoints.untied import untie
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.engine.content import TensorBytes, content_hash
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.locate import Located, locate
-from actmat.experts.policy import vocabulary_aligner
+from actmat.experts.locate import OpenInput, locate_in, stored_of, token_tables
+from actmat.experts.lora.adapter import Adapter
 from actmat.experts.restacked import in_layout_of
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
-from actmat.recipe.output import Vocabulary
+from actmat.recipe.vocabulary import Vocabulary, vocabulary_aligner
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
@@ -95,7 +97,7 @@ def verify(
     *,
     inputs: bool = True,
     against: Sequence[str | Path] = (),
-    compare: Callable[[Located, ManifestInputs, Sequence[Located]], Comparison] | None = None,
+    compare: Callable[[OpenInput, ManifestInputs, Sequence[OpenInput]], Comparison] | None = None,
     progress: HashProgress = lambda name, nbytes: None,
 ) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
@@ -118,10 +120,10 @@ def verify(
         found = repr(manifest["hash"])[:80]
         raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
     with contextlib.ExitStack() as stack:
-        merged = stack.enter_context(locate(location))
-        problems = _form_problems(merged.stored.specs, manifest)
+        merged = locate_in(stack, location)
+        problems = _form_problems(stored_of(merged).specs, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
-        problems += _compare(merged.stored, expected, "the output", progress)
+        problems += _compare(stored_of(merged).tensors, expected, "the output", progress)
         problems += _edits(manifest)
         files = {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
         of_files = _file_problems(output, manifest, files)
@@ -136,7 +138,7 @@ def verify(
             unchecked.append(f"inputs {', '.join(read_from.places)}: not requested")
         added = None
         if against and compare is not None:
-            added = compare(merged, read_from, [stack.enter_context(locate(e)) for e in against])
+            added = compare(merged, read_from, [locate_in(stack, e) for e in against])
     problems += added.problems if added is not None else ()
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), of_files, added)
 
@@ -147,7 +149,7 @@ def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], 
     for label, place in inputs.places.items():
         try:
             stored, expected = inputs.as_read(label), inputs.expected(label)
-            problems += _compare(stored, expected, f"input '{label}' ({place})", progress, partial=True)
+            problems += _compare(stored.tensors, expected, f"input '{label}' ({place})", progress, partial=True)
             checked.append(label)
         except MergeError as error:
             problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
@@ -249,54 +251,54 @@ class ManifestInputs:
         entries = [("base", manifest["base"])] if manifest["base"] is not None else []
         entries += [(e["name"], e) for e in manifest["experts"]]
         self.places = {label: input_location(entry, out) for label, entry in entries}
-        self._found: dict[str, Located] = {}
+        self._found: dict[str, OpenInput] = {}
 
     def expected(self, label: str) -> dict[str, str]:
         """Stored name -> hash of all that was read."""
         return _read_from_base(self.manifest) if label == "base" else expert_hashes(self.manifest, label)
 
-    def as_read(self, label: str) -> Checkpoint:
+    def as_read(self, label: str) -> Model:
         """The tensors of an input.
 
         Raises:
             MergeError: it cannot be opened, or not be read in this form.
         """
-        found = self.located(label)
-        if found.needs_base and label not in self._aligned:
-            return found.stored
+        located = self.located(label)
+        if isinstance(located, Adapter) and label not in self._aligned:
+            return located.model
+        stored = stored_of(located)
         if self.output.get("vocabulary") is not None:
             return self._with_heads(self._aligned["base"]) if label == "base" else self._aligned[label]
         if label == "base":
-            return self._with_heads(found.stored)
-        if "base" not in self.places or all(name in found.stored.specs for name in self.expected(label)):
-            return found.stored
-        return in_layout_of(self.located("base").stored, found.stored)
+            return self._with_heads(stored)
+        if "base" not in self.places or all(name in stored.specs for name in self.expected(label)):
+            return stored
+        return in_layout_of(stored_of(self.located("base")), stored)
 
-    def located(self, label: str) -> Located:
+    def located(self, label: str) -> OpenInput:
         """An input at its present location."""
         if label not in self._found:
-            self._found[label] = self._stack.enter_context(locate(self.places[label]))
+            self._found[label] = locate_in(self._stack, self.places[label])
         return self._found[label]
 
     @functools.cached_property
-    def _aligned(self) -> Mapping[str, Checkpoint]:
+    def _aligned(self) -> Mapping[str, Model]:
         if self.output.get("vocabulary") is None:
             return {}
-        policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
-        found = {label: self.located(label) for label in self.places}
-        tables = {label: t for label, f in found.items() if label != "base" and (t := f.token_tables) is not None}
-        base, experts = vocabulary_aligner()(found["base"].stored, tables, policy)
+        vocabulary = Vocabulary.model_validate(self.output["vocabulary"])
+        inputs = {label: self.located(label) for label in self.places}
+        tables = {label: t for label, i in inputs.items() if label != "base" and (t := token_tables(i)) is not None}
+        base, experts, _ = vocabulary_aligner()(stored_of(inputs["base"]), tables, vocabulary)
         return {"base": base, **experts}
 
-    def _with_heads(self, base: Checkpoint) -> Checkpoint:
+    def _with_heads(self, base: Model) -> Model:
         """The base, with copies of its token table for output heads that the merge untied."""
         read = {n: TensorSpec(n, (), "", "") for n in self.expected("base") if n not in base.specs}
         heads = tied_heads(read, base.specs, base.config)
         if heads or not read:
-            return UntiedCheckpoint(base, heads) if heads else base
-        return with_marks(
-            base, {n: f.stored for n in self.places if not (f := self.located(n)).needs_base and n != "base"}
-        )
+            return untie(base, heads) if heads else base
+        experts = {n: self.located(n) for n in self.places if n != "base"}
+        return with_marks(base, {n: expert for n, expert in experts.items() if isinstance(expert, Model)})
 
 
 def _form_problems(specs: Mapping[str, TensorSpec], manifest: Mapping[str, Any]) -> list[str]:
@@ -328,15 +330,15 @@ def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashPr
 
 
 def _compare(
-    checkpoint: TensorBytes, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
+    tensors: TensorBytes, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
 ) -> list[str]:
-    problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
+    problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in tensors.specs]
     if not partial:
-        problems += [f"{what} has an extra tensor '{n}'" for n in checkpoint.specs if n not in expected]
-    for name, spec in checkpoint.specs.items():
+        problems += [f"{what} has an extra tensor '{n}'" for n in tensors.specs if n not in expected]
+    for name, spec in tensors.specs.items():
         if name not in expected:
             continue
-        if content_hash(checkpoint, name) != expected[name]:
+        if content_hash(tensors, name) != expected[name]:
             problems.append(f"tensor '{name}' of {what} ({spec.file}) has changed since the merge")
         progress(name, spec.nbytes)
     return problems

@@ -1,7 +1,7 @@
 """`method: auto`: the named method that the evidence prefers for experts of this kind.
 
 The table is that of `python -m benchmarks.evidence.choice`, which computes it from the committed scores by a criterion
-that it states; `tests/house/test_benchmark_choice.py` holds both together.
+that it states; `evidence/tests/benchmarks/test_choice.py` holds both together.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.errors import RecipeError
+from actmat.experts.locate import stored_of
+from actmat.experts.lora.adapter import Adapter
 from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
 from actmat.run.adapters import size_and_overlap
-from actmat.run.locate import Given
+from actmat.run.locate import Located
 
 AUTO = "auto"
 ModelForm = Literal["full", "few", "gentle", "adapters", "unknown", "other", "changes", "mixed"]
@@ -108,36 +110,38 @@ def choice_for(form: ModelForm, kind: ModelKind) -> AutoChoice:
     return TABLE.get((form, kind)) or TABLE.get((form, "any")) or TABLE["mixed", "any"]
 
 
-def with_method(recipe: Recipe, given: Given) -> Recipe:
+def with_method(located: Located) -> Recipe:
     """The recipe with a named method in place of `auto`, and the reason in its notes, with the measurements.
 
     Args:
-        recipe: of the merge; options without a method are refused, see `check_options`.
-        given: its inputs.
+        located: recipe and inputs; options without a method are refused, see `check_options`.
     """
+    recipe = located.recipe
     if recipe.method != AUTO:
-        is_told = recipe.method in (*SOLVING, *ORTHOGONAL) and given.only_adapters
-        return _told(recipe, given) if is_told else recipe
-    method, space, options, reason = _chosen(recipe, given)
+        is_told = recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters
+        return _told(located) if is_told else recipe
+    method, space, options, reason = _chosen(located)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
-def _told(recipe: Recipe, given: Given) -> Recipe:
+def _told(located: Located) -> Recipe:
     """The recipe of a method that solves or orthogonalizes, on adapters, with measurements among the notes."""
-    form, size, start = _by_size(given)
+    recipe = located.recipe
+    form, size, start = _by_size(located)
     note = f"{recipe.method} on adapters{size}{start}"
     if recipe.method == "actmat":
-        better, beyond = choice_for(form, "any"), _beyond(given, _kind(given.config))
+        better, beyond = choice_for(form, "any"), _beyond(located, _kind(located.config))
         note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
-    is_known = note in recipe.notes or len(given.experts) == 1 or (recipe.method != "actmat" and not start)
+    is_known = note in recipe.notes or len(located.experts) == 1 or (recipe.method != "actmat" and not start)
     return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
-def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], str]:
+def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     """Method, space, options and reason."""
-    form, space = _form(recipe, given), recipe.space
-    if len(given.experts) == 1:
+    recipe = located.recipe
+    form, space = _form(located), recipe.space
+    if len(located.experts) == 1:
         why = "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight"
         return "task_arithmetic", space, dict(WHOLE), why
     if form == "full" and not recipe.base:
@@ -149,25 +153,25 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     if form != "full" and any("weight" in e.model_fields_set for e in recipe.experts):
         why = "adapters with weights: task_arithmetic with scaling=1, the sum of w_t D_t, as stacks of LoRA add"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-m average: the mean)"
-    kind, size, start = _kind(given.config) if form != "mixed" else "any", "", ""
+    kind, size, start = _kind(located.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
-        form, size, start = _by_size(given)
-    elif form == "full" and kind != "decoder" and len(given.experts) < FEW:
+        form, size, start = _by_size(located)
+    elif form == "full" and kind != "decoder" and len(located.experts) < FEW:
         form = "few"
     choice = choice_for(form, kind)
     words = {"full": "checkpoints", "few": f"fewer than {FEW} checkpoints", "mixed": "checkpoints and adapters"}
     what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --set space={choice.space}"
-    beyond = _beyond(given, kind) if form != "mixed" else ""
+    beyond = _beyond(located, kind) if form != "mixed" else ""
     tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
     reason = f"{choice.method}{where}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 
-def _by_size(given: Given) -> tuple[ModelForm, str, str]:
+def _by_size(located: Located) -> tuple[ModelForm, str, str]:
     """The form of adapters with factors; their size in words, and those on the starts of `A`, empty if apart."""
-    size, overlap = size_and_overlap(given) or (None, 0.0)
+    size, overlap = size_and_overlap(located) or (None, 0.0)
     shared, found = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
     start = f"; they share {shared} of A (overlap {overlap:.2f}; {found})" if overlap >= APART else ""
     if size is None:
@@ -177,24 +181,24 @@ def _by_size(given: Given) -> tuple[ModelForm, str, str]:
     return form, words, start
 
 
-def _beyond(given: Given, kind: ModelKind) -> str:
+def _beyond(located: Located, kind: ModelKind) -> str:
     """The part of the inputs' description that no measured set has, for notes."""
     if kind == "any":
         return "; not measured for diffusion models or other kinds"
-    if any("experts" in field for field in given.config):
+    if any("experts" in field for field in located.config):
         return "; not measured for mixtures of experts"
-    if given.base is None:
+    if located.base is None:
         return "; measured on models of up to 135 million parameters"
-    if sum(math.prod(spec.shape) for spec in given.base.stored.specs.values()) > LARGEST[kind]:
+    if sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values()) > LARGEST[kind]:
         return "; no model of this size is among them"
-    return f"; none of them merges {len(given.experts)} experts" if len(given.experts) > MOST else ""
+    return f"; none of them merges {len(located.experts)} experts" if len(located.experts) > MOST else ""
 
 
-def _form(recipe: Recipe, given: Given) -> ModelForm:
+def _form(located: Located) -> ModelForm:
     """The form of the experts; adapters for which the recipe names a space are not merged as they are."""
-    if not given.only_adapters:
-        return "mixed" if any(e.needs_base for e in given.experts) else "full"
-    return "adapters" if given.have_factors and recipe.space == "full" else "changes"
+    if not located.only_adapters:
+        return "mixed" if any(isinstance(e, Adapter) for e in located.experts) else "full"
+    return "adapters" if located.have_factors and located.recipe.space == "full" else "changes"
 
 
 def _kind(config: Mapping[str, Any]) -> ModelKind:

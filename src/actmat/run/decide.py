@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError
 from actmat.methods import METHODS, get_method
 from actmat.planning.model import FROM_FIRST
@@ -12,23 +13,23 @@ from actmat.recipe.output import AdapterOutput, ExtractedOutput, ModelOutput
 from actmat.recipe.schema import Postprocess
 from actmat.recipe.values import leaves
 from actmat.run.automatic import AUTO, with_method
-from actmat.run.locate import Given
+from actmat.run.locate import Located
 
 BASELESS = tuple(m.name for m in METHODS if m.access.baseless)
 PEFT = ("same", "peft")
 """Layouts of adapters that can be extracted."""
 
 
-def decide(recipe: Recipe, given: Given) -> Recipe:
+def decide(located: Located) -> Recipe:
     """The recipe with a named method and its kind of output, and with a base if its result depends on none.
 
     Raises:
         RecipeError: an adapter from full checkpoints, or a model without a base.
     """
-    recipe = with_method(recipe, given)
-    full = [label for label, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base]
+    recipe = with_method(located)
+    full = [label for label, e in zip(recipe.labels, located.experts, strict=True) if isinstance(e, Model)]
     if isinstance(recipe.output, AdapterOutput):
-        return _adapter(recipe, recipe.output, given, full)
+        return _adapter(recipe, recipe.output, located, full)
     if recipe.base:
         return recipe
     if isinstance(recipe.output, ExtractedOutput):
@@ -44,10 +45,10 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
     )
 
 
-def _adapter(recipe: Recipe, output: AdapterOutput, given: Given, full: Sequence[str]) -> Recipe:
+def _adapter(recipe: Recipe, output: AdapterOutput, located: Located, full: Sequence[str]) -> Recipe:
     """The recipe of an adapter: merged from factors, or extracted from a merge into the base."""
     extracts = recipe.base and output.layout in PEFT and (output.rank is not None or not full)
-    if extracts and not given.have_factors:
+    if extracts and not located.have_factors:
         return recipe.model_copy(update={"output": ExtractedOutput(rank=output.rank, ranks=output.ranks)})
     if full:
         to = "adapter" if output.layout == "same" else output.layout

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from actmat.engine.content import FOREIGN
 from actmat.engine.executors import THREADS, find_executor
@@ -14,36 +15,36 @@ from actmat.engine.session import SessionSpec
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.progress import Progress
-from actmat.run.open import check_values
-from actmat.run.prepare import Prepared
+from actmat.run.inputs import check_values
+from actmat.run.output import DrawPage, Output
 from actmat.run.resume import MergeReport
-from actmat.run.stage import DrawPage, StagedOutput
+from actmat.run.run import Run
 
 
-def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress) -> None:
+def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
     """Merge everything that is not done yet; keep the journal, judge the findings.
 
     Raises:
         CheckpointError: NaN or Inf in the inputs (all of them listed), or a file that changed or ended early.
         StatisticsError: statistics of another model than the one that was read.
     """
-    inputs, observers, resources = prepared.inputs, prepared.observers, prepared.resources
+    inputs, observers, resources = run.inputs, run.observers, run.resources
     progress.started([o.plan for o in outputs], sum(o.resumed for o in outputs), resources.workers)
     check_values(inputs)
     plans = tuple(o.plan for o in outputs)
     units = plan_units(plans, [o.done for o in outputs], observers)
     if not units:
         return
-    shared = prepared.place.executor == THREADS  # they use the open inputs; tensors in memory have no address
+    shared = run.places.executor == THREADS  # they use the open inputs; tensors in memory have no address
     spec = SessionSpec(
         plans=plans,
-        base=None if inputs.base is None or shared else inputs.base.handle(),
+        base=None if inputs.base is None or shared else inputs.base.tensors.handle(),
         experts=() if shared else tuple(e.handle() for e in inputs.experts),
         outputs=tuple(o.folder for o in outputs),
         observers=observers,
         device=resources.device,
     )
-    make = find_executor(prepared.place.executor, resources.device)
+    make = find_executor(run.places.executor, resources.device)
     executor = make(inputs, [o.writer for o in outputs], resources)
     spec = replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
@@ -83,14 +84,15 @@ def _judge(findings: Findings) -> None:
 
 
 def finish(
-    outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress, draw: DrawPage | None
-) -> list[MergeReport]:
+    outputs: Sequence[Output], run: Run, progress: Progress, draw: DrawPage | None
+) -> dict[Path | str, MergeReport]:
     """Write the reports and other files of merged outputs; `stage` renames the outputs afterwards."""
-    settings, began = prepared.place.settings, prepared.began
+    settings, began = run.places.settings, run.inputs.began
     progress.finishing()
-    made = []
-    for o in outputs:
-        diagnosis = o.write_report(time.perf_counter() - began, draw) if settings.diagnose else None
-        totals = o.finish(prepared.inputs, time.perf_counter() - began, sha256=settings.sha256)
-        made.append(MergeReport(o.out, o.plan, time.perf_counter() - began, o.resumed, diagnosis, totals=totals))
+    made: dict[Path | str, MergeReport] = {}
+    for output in outputs:
+        diagnosis = output.write_report(time.perf_counter() - began, draw) if settings.diagnose else None
+        totals = output.finish(run.inputs, time.perf_counter() - began, sha256=settings.sha256)
+        seconds = time.perf_counter() - began
+        made[output.out] = MergeReport(output.out, output.plan, seconds, output.resumed, diagnosis, totals=totals)
     return made

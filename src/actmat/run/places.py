@@ -29,7 +29,7 @@ Writes = Literal["nothing", "outputs"]
 
 
 @dataclass(frozen=True)
-class OutputPlace:
+class Places:
     """Places of a run.
 
     Args:
@@ -47,7 +47,7 @@ class OutputPlace:
     finished: frozenset[Path | str] = frozenset()
 
 
-def find_place(
+def find_places(
     recipes: Sequence[Recipe],
     settings: RunSettings,
     writes: Writes,
@@ -55,7 +55,7 @@ def find_place(
     *,
     inputs: Mapping[str, Path | str] = MappingProxyType({}),
     here: bool = True,
-) -> OutputPlace:
+) -> Places:
     """The places of a run; problems with devices, executor and outputs are noted.
 
     Args:
@@ -78,13 +78,13 @@ def find_place(
             check_device(settings.device)
         room = device_room(settings.device, settings.device_memory)
     if writes == "nothing":
-        return OutputPlace(settings, executor, room)
+        return Places(settings, executor, room)
     outs = tuple(_out_path(r) for r in recipes)
     pairs = () if settings.overwrite or settings.held else zip(recipes, outs, strict=True)
     finished = frozenset(out for recipe, out in pairs if has_manifest_of(recipe, out))
     with problems.noted():
         _check_outputs(outs, settings.overwrite, finished, inputs)
-    return OutputPlace(settings, executor, room, outs, finished)
+    return Places(settings, executor, room, outs, finished)
 
 
 def _out_path(recipe: Recipe) -> Path | str:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
-from actmat.diagnostics.observer import check_mutes
 from actmat.errors import memory_errors
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.run.driver import execute, finish
+from actmat.run.inputs import open_inputs
 from actmat.run.locate import Held
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of, prepare
+from actmat.run.output import DrawPage, Output, stage
 from actmat.run.resume import MergeReport, resume
-from actmat.run.stage import DrawPage, StagedOutput, stage
+from actmat.run.run import plan_all, prepare
 from actmat.settings import RunSettings
 
 
@@ -45,17 +44,14 @@ def run_recipes(
             same call, and a note of the error says so, unless the error would recur.
     """
     settings, progress = settings or RunSettings(), progress or NoProgress()
-    if settings.diagnose:
-        check_mutes(recipes)
-    with open_inputs(recipes, settings, "outputs") as opened:
-        resumed = resume(prepare(opened))
-        reports = {r.out: r for r in resumed.finished}
-        if resumed.run.unfinished:
-            with stage(resumed) as outputs:
-                execute(outputs, resumed.run, progress)
-                made = finish(outputs, resumed.run, progress, draw)
-            reports |= {r.out: r for r in made}
-        return [reports[out] for out in opened.place.outs]
+    with open_inputs(recipes, settings, "outputs") as (inputs, places):
+        run = prepare(inputs, places)
+        reports = resume(run)
+        if run.unfinished:
+            with stage(run) as outputs:
+                execute(outputs, run, progress)
+                reports |= finish(outputs, run, progress, draw)
+        return [reports[out] for out in places.outs]
 
 
 def plan_recipe(
@@ -71,8 +67,8 @@ def plan_recipe(
         MergeError: the inputs do not fit; carries all problems.
     """
     settings = RunSettings(device=device, device_memory=device_memory, held=held or {})
-    with open_inputs([recipe], settings, here=False) as opened:
-        return plans_of(opened)[0]
+    with open_inputs([recipe], settings, here=False) as (inputs, places):
+        return plan_all(inputs, places.room)[0]
 
 
 @memory_errors()
@@ -83,9 +79,8 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
         MergeError: as merging it would.
     """
     began = time.perf_counter()
-    check_mutes([recipe])
-    with open_inputs([recipe], settings) as opened:
-        prepared = prepare(opened, measured=True)
-        output = StagedOutput.measured(prepared.plans[0])
-        execute([output], prepared, progress or NoProgress())
+    with open_inputs([recipe], settings) as (inputs, places):
+        run = prepare(inputs, places, measured=True)
+        output = Output.measured(run.plans[0])
+        execute([output], run, progress or NoProgress())
         return build_diagnosis(output.plan, output.records, out=None, seconds=time.perf_counter() - began)

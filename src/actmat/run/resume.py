@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.remote import staging_folder, staging_for, storage_of
-from actmat.checkpoints.writing.staging import CheckedJournal, Staging, left_journal
+from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.staging import Staging, left_journal
 from actmat.diagnostics.model import REPORT_NAME, AgreementRow, Diagnosis, read_diagnosis
 from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
@@ -26,7 +27,7 @@ from actmat.report.totals import Totals, recorded_totals
 from actmat.report.verify import verify
 from actmat.report.words import size_words, warnings_of
 from actmat.run.places import plain, present_output
-from actmat.run.prepare import Prepared
+from actmat.run.run import Run
 from actmat.settings import RunSettings
 
 
@@ -73,32 +74,15 @@ class MergeReport:
             return read_manifest(folder)
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A run, with the results of earlier runs.
-
-    Args:
-        run: the run.
-        finished: reports of outputs that are finished.
-        checked: unfinished outputs -> their journals, if timestamps of inputs changed but content hashes match.
-    """
-
-    run: Prepared
-    finished: tuple[MergeReport, ...]
-    checked: Mapping[Path | str, CheckedJournal]
-
-
-def resume(prepared: Prepared) -> Resumed:
-    """Verify outputs that are finished; find unfinished ones whose inputs have new timestamps and the same content.
+def resume(run: Run) -> dict[Path | str, MergeReport]:
+    """Reports of outputs that are finished, each verified.
 
     Raises:
         OutputError: a finished output is not what its plan gives now.
     """
-    place = prepared.place
-    pairs = list(zip(place.outs, prepared.plans, strict=True))
-    finished = tuple(_finished(plan, out, place.settings) for out, plan in pairs if out in place.finished)
-    found = {out: _checked(plan, out, prepared.inputs) for out, plan in prepared.unfinished if isinstance(out, Path)}
-    return Resumed(prepared, finished, {out: journal for out, journal in found.items() if journal is not None})
+    places = run.places
+    pairs = zip(places.outs, run.plans, strict=True)
+    return {out: _finished(plan, out, places.settings) for out, plan in pairs if out in places.finished}
 
 
 def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeReport:
@@ -173,8 +157,7 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
     if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
         yield "the inputs differ, or are in another place"
-    planned = [[i.name, list(i.shape), i.action, i.reason] for i in plan.items]
-    if [[row.get(k) for k in ("name", "shape", "action", "reason")] for row in rows] != planned:
+    if len(rows) != len(plan.items) or not all(map(_is_item, plan.items, rows)):
         yield "other tensors would be merged"
     if not plan.is_extracted and output.get("files") != {s.file: s.size for s in plan.shards}:
         yield "its weight files differ"
@@ -182,6 +165,14 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
         yield "it was made without --set sha256=true"
     if settings.diagnose and not (out / REPORT_NAME).is_file():
         yield "it was made without --diagnose"
+
+
+def _is_item(item: Item, row: Mapping[str, Any]) -> bool:
+    """True if a row of the manifest is of this item, made by the same call."""
+    planned = {"name": item.name, "shape": list(item.shape), "action": item.action}
+    if item.call is not None and "method" in row:  # none of a tensor that adapters trained in full
+        planned |= plain(item.call.to_json())
+    return all(row.get(key) == value for key, value in planned.items())
 
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
@@ -192,15 +183,13 @@ def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
     return is_same and (pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location))
 
 
-def _checked(plan: MergePlan, out: Path, inputs: Inputs) -> CheckedJournal | None:
+def find_unchanged(plan: MergePlan, out: Path | str, inputs: Inputs) -> Journal | None:
     """The journal of an interrupted run, if only the times of its inputs changed since; their content is compared."""
-    journal = left_journal(out)
+    journal = left_journal(out) if isinstance(out, Path) else None
     if journal is None or journal.head.get("lasting") != plan.fingerprint(times=False):
         return None
-    fingerprint = str(journal.head.get("fingerprint"))
-    if fingerprint == plan.fingerprint() or not has_same_inputs(plan, journal, inputs):
-        return None
-    return CheckedJournal(fingerprint, len(journal))
+    is_same = journal.head.get("fingerprint") == plan.fingerprint()
+    return None if is_same or not has_same_inputs(plan, journal, inputs) else journal
 
 
 def has_same_inputs(plan: MergePlan, journal: Mapping[str, Mapping[str, Any]], inputs: Inputs) -> bool:
@@ -223,7 +212,7 @@ def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> boo
     record = Record.from_json(entry)
     if item is None or record is None or inputs.base is None:
         return False
-    if any(content_hash(inputs.base, name) != record.base_hash for name in (item.name, *item.target.tied)):
+    if any(content_hash(inputs.base.tensors, name) != record.base_hash for name in (item.name, *item.target.tied)):
         return False
     if item.call is None:
         return True

@@ -39,9 +39,9 @@ class Statistics(AbstractContextManager["Statistics"]):
         self._reader = FileReader({path.name: path})
         try:
             size = self._reader.size(path.name)
-            found = read_header(lambda at, n: self._reader.read(path.name, at, n), size, file=path.name)
-            self.specs: Mapping[str, TensorSpec] = MappingProxyType(dict(found.specs))
-            self.header = parse_header(found.metadata, location)
+            specs, metadata = read_header(lambda at, n: self._reader.read(path.name, at, n), size, file=path.name)
+            self.specs: Mapping[str, TensorSpec] = MappingProxyType(specs)
+            self.header = parse_header(metadata, location)
             problems = [f"{location}: {p}" for p in _disagreements(self.header, self.specs)]
             if problems:
                 raise StatisticsError(f"{location}: the statistics are inconsistent.", problems)

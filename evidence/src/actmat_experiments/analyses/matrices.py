@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat import open_checkpoint
+from actmat import open_model
 from actmat.errors import AlignmentError, RecipeError
-from actmat_experiments.core import Checkpoint, Statistics, resolve_layout
+from actmat_experiments.core import Model, Statistics, resolve_layout
 
-Source = str | Path | Checkpoint
+Source = str | Path | Model
 """A checkpoint, or where it is."""
 
 Grams = Mapping[str, Mapping[str, Tensor] | Statistics]
@@ -65,8 +65,8 @@ def layers_of(base: Source, others: Mapping[str, Source]) -> Iterator[Layer]:
         for tensor in wanted:
             layout = layouts.tensors[tensor]
             places = [(f"{tensor}[{b.name}]", (b.start, b.stop) if b.groups == 1 else None) for b in layout.blocks]
-            read = {n: layout.to_matrices(c.read(tensor)) for n, c in opened.items()}
-            own = layout.to_matrices(origin.read(tensor))
+            read = {n: layout.to_matrices(c.tensors.read(tensor)) for n, c in opened.items()}
+            own = layout.to_matrices(origin.tensors.read(tensor))
             for index, ((label, rows), matrix) in enumerate(zip(places or [(tensor, None)], own, strict=True)):
                 yield Layer(label, tensor, rows, matrix, {n: m[index] for n, m in read.items()})
 
@@ -100,10 +100,10 @@ def need_experts(experts: Mapping[str, Source], grams: Grams) -> None:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[Checkpoint]:
+def _opened(source: Source) -> Iterator[Model]:
     """A checkpoint that was given open stays open."""
-    if isinstance(source, Checkpoint):
+    if isinstance(source, Model):
         yield source
     else:
-        with open_checkpoint(source) as checkpoint:
+        with open_model(source) as checkpoint:
             yield checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from actmat_experiments.core import located, make_recipe, size_and_overlap
+from actmat_experiments.core import locate_inputs, make_recipe, size_and_overlap
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
 
@@ -18,7 +18,7 @@ def size_file(cache: Path, suite: str) -> Path:
 def adapter_size(experiment: Experiment) -> dict[str, float]:
     """See `size_and_overlap`; empty for full models."""
     experts = [{"path": str(made.path), "name": task} for task, made in experiment.experts().items()]
-    with located(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
+    with locate_inputs(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
         size, overlap = size_and_overlap(given) or (None, 0.0)
     return {} if size is None else {"size": round(size, 6), "overlap": round(overlap, 3)}
 

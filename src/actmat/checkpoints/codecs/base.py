@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.base import Tensors, TensorSpec, torch_dtype
 from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.raw import raw_bytes
 
 
-class StoredParts:
-    """Stored tensors behind the logical ones, read by runs of entries or cached per thread."""
+class CodeReader:
+    """Read stored tensors behind the logical ones by runs of entries, or cached per thread."""
 
-    def __init__(self, inner: Checkpoint) -> None:
+    def __init__(self, inner: Tensors) -> None:
         self.inner = inner
         self._held = threading.local()
 
@@ -40,20 +40,20 @@ class StoredParts:
 
         For layouts whose rows lie scattered over the run; a thread keeps the parts of one tensor only.
         """
-        kept: dict[str, tuple[int, Tensor]] = getattr(self._held, "parts", {})
-        found = kept.get(name)
-        if found is None or found[0] != matrix:
-            kept.pop(name, None)
-            found = matrix, self.entries(name, matrix * count, count)
-            kept[name] = found
-            self._held.parts = kept
-        return found[1]
+        parts: dict[str, tuple[int, Tensor]] = getattr(self._held, "parts", {})
+        run = parts.get(name)
+        if run is None or run[0] != matrix:
+            parts.pop(name, None)
+            run = matrix, self.entries(name, matrix * count, count)
+            parts[name] = run
+            self._held.parts = parts
+        return run[1]
 
     def keep_only(self, names: tuple[str, ...]) -> None:
         """Release the runs of other tensors that this thread keeps."""
-        kept: dict[str, tuple[int, Tensor]] = getattr(self._held, "parts", {})
-        if any(name not in names for name in kept):
-            self._held.parts = {n: part for n, part in kept.items() if n in names}
+        parts: dict[str, tuple[int, Tensor]] = getattr(self._held, "parts", {})
+        if any(name not in names for name in parts):
+            self._held.parts = {n: part for n, part in parts.items() if n in names}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CodedTensor(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Rows `start:stop` of a matrix (counted over all leading axes): `[stop - start, I]`, float32 or float64."""
 
 
@@ -121,21 +121,6 @@ class Headers:
     read: Callable[[str], Tensor]
 
 
-@dataclass
-class Claims:
-    """The part of a checkpoint that a codec reads.
-
-    Args:
-        tensors: logical tensors.
-        unused: stored tensors that belong to them and have no counterpart, such as scales of activations.
-        problems: tensors that look like the codec's and cannot be read, each a sentence.
-    """
-
-    tensors: list[CodedTensor] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 FIX = "Fix: save a dequantized (bfloat16) copy with the library that wrote it"
 
 
@@ -157,23 +142,26 @@ class Codec:
     unused: Collection[str] = ()
     keys: Mapping[str, Keys] = field(default_factory=dict)
 
-    def claims(self, headers: Headers) -> Claims:
-        """The part of a checkpoint that it reads; tensors with the same problem share one message."""
-        claims = Claims()
-        problems: dict[str, list[TensorSpec]] = {}
+    def claim(self, headers: Headers) -> tuple[list[CodedTensor], list[str], list[str]]:
+        """The part of a checkpoint that it reads.
+
+        Returns:
+            Its logical tensors; names of stored tensors that belong to them and have no counterpart; and problems of
+            tensors that look like its own and cannot be read, one sentence for all with the same.
+        """
+        tensors, refused = list[CodedTensor](), dict[str, list[TensorSpec]]()
         for spec in headers.specs.values() if headers.method in self.methods else ():
-            found = self.find(spec, headers)
-            if isinstance(found, str):
-                problems.setdefault(found, []).append(spec)
-            elif found is not None:
-                claims.tensors.append(found)
-        for why, specs in problems.items():
+            coded = self.find(spec, headers)
+            if isinstance(coded, str):
+                refused.setdefault(coded, []).append(spec)
+            elif coded is not None:
+                tensors.append(coded)
+        problems = []
+        for why, specs in refused.items():
             more = f" and {len(specs) - 1} more" if len(specs) > 1 else ""
-            first = f"tensor '{specs[0].name}' {specs[0].dtype} {list(specs[0].shape)}"
-            claims.problems.append(f"{first}{more}: {why}. {FIX}")
-        if claims.tensors:
-            claims.unused += [n for n in headers.specs if n.rpartition(".")[2] in self.unused]
-        return claims
+            problems.append(f"tensor '{specs[0].name}' {specs[0].dtype} {list(specs[0].shape)}{more}: {why}. {FIX}")
+        unused = [n for n in headers.specs if tensors and n.rpartition(".")[2] in self.unused]
+        return tensors, unused, problems
 
 
 def count(shape: tuple[int, ...]) -> int:

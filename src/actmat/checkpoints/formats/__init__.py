@@ -16,8 +16,9 @@ from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.model import Format
 from actmat.checkpoints.side_files import MODULES
-from actmat.checkpoints.source import Format, Source
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 
 __all__ = ["all_formats", "find_format", "format_named"]
@@ -43,9 +44,9 @@ def _candidates(source: Source) -> Iterator[Format]:
     """Formats to ask, in order; a plug-in is imported when its turn comes."""
     for name, patterns in SIGNS.items():
         if any(fnmatch(n, pattern) for pattern in patterns for n in source.names):
-            found = CORE.get(name) or plugins.load(GROUP, name, Format)
-            if found is not None:
-                yield found
+            candidate = CORE.get(name) or plugins.load(GROUP, name, Format)
+            if candidate is not None:
+                yield candidate
     for name in plugins.names(GROUP):
         if name not in SIGNS:
             yield plugins.needed(GROUP, name, Format)
@@ -85,8 +86,8 @@ def format_named(name: str) -> Format:
 def _absent(names: Sequence[str]) -> str:
     """One sentence, with the fix, on a file of a format that is not installed; may be empty."""
     lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
-    found = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
-    return f"no installed part of actmat reads '{found[1]}'.{plugins.hint(GROUP, found[0])}" if found else ""
+    lost = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
+    return f"no installed part of actmat reads '{lost[1]}'.{plugins.hint(GROUP, lost[0])}" if lost else ""
 
 
 def _unclaimed_file(name: str, location: str) -> CheckpointError:
@@ -100,10 +101,10 @@ def _unclaimed_file(name: str, location: str) -> CheckpointError:
             "folder, which has a .metadata as well."
         )
     foreign = foreign_format(name)
-    found = f"{foreign}, which is not read" if foreign else f"'{name}'"
+    named = f"{foreign}, which is not read" if foreign else f"'{name}'"
     suffixes = ", ".join(PurePath(pattern).suffix for f in all_formats() for pattern in f.patterns if "*" in pattern)
     return CheckpointError(
-        f"{location}: expected a file ending in {suffixes} or {INDEX_SUFFIX}, found {found}. "
+        f"{location}: expected a file ending in {suffixes} or {INDEX_SUFFIX}, found {named}. "
         "Fix: load it with its own library and save it as safetensors."
     )
 
@@ -136,5 +137,5 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
             f"a sentence-transformers model with its encoder in '{inner}'. Fix: merge these folders ({location}"
             f"/{inner}), and put the result there in a copy of the base, whose other modules (pooling, dense) stay."
         )
-    found = first_of(names, 6) or "an empty folder"
-    return CheckpointError(f"{location}: expected weights ({patterns}), found {found}. Likely cause: {likely}")
+    files = first_of(names, 6) or "an empty folder"
+    return CheckpointError(f"{location}: expected weights ({patterns}), found {files}. Likely cause: {likely}")

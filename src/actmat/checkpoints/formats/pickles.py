@@ -13,6 +13,7 @@ import io
 import pickletools
 import struct
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 MAX_OPCODES = 20_000_000
@@ -38,11 +39,7 @@ DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, Overflow
 
 
 class PickleError(Exception):
-    """The pickle exceeds a bound or has a forbidden name; the message says which."""
-
-
-class DamagedPickleError(PickleError):
-    """The pickle is cut off, or has an opcode that no state dict or metadata has; the message says which."""
+    """The pickle is damaged, exceeds a bound or has a forbidden name; the message says which."""
 
 
 class Inert:
@@ -84,7 +81,10 @@ def parse_pickle(content: bytes, allowed: Collection[str]) -> Any:
     Raises:
         PickleError: damaged, beyond the bounds, or with a name that is not allowed.
     """
-    return _follow(io.BytesIO(content), allowed, MAX_OPCODES)
+    try:
+        return _follow(io.BytesIO(content), allowed, MAX_OPCODES)
+    except DAMAGED as error:
+        raise PickleError(f"damaged: {str(error)[:120] or type(error).__name__}") from None
 
 
 def check_pickle(file: IO[bytes]) -> None:
@@ -93,35 +93,31 @@ def check_pickle(file: IO[bytes]) -> None:
     Raises:
         PickleError: beyond the bounds.
     """
-    with contextlib.suppress(DamagedPickleError):
+    with contextlib.suppress(*DAMAGED):
         _follow(file, None, MAX_TORCH_OPCODES)
 
 
 def _follow(file: IO[bytes], allowed: Collection[str] | None, most: int) -> Any:
+    """The value of a pickle; one of the errors `DAMAGED` if it is cut off or has an opcode that no state dict has."""
     machine = _Machine(allowed)
-    try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], _Arguments(file)))):
-            if count > most:
-                raise PickleError(f"more than {most} opcodes; a state dict has about 32 per tensor")
-            if opcode.name == "STOP":
-                return machine.stack.pop()
-            machine.apply(opcode.name, argument)
-    except DAMAGED as error:
-        raise DamagedPickleError(f"damaged: {str(error)[:120] or type(error).__name__}") from None
-    raise DamagedPickleError("damaged: it has no end")
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(_bounded(file))):
+        if count > most:
+            raise PickleError(f"more than {most} opcodes; a state dict has about 32 per tensor")
+        if opcode.name == "STOP":
+            return machine.stack.pop()
+        machine.apply(opcode.name, argument)
+    raise ValueError("it has no end")
 
 
-class _Arguments:
-    """Wrapper of a file that bounds the size of an argument, whose memory is allocated before it is read."""
+def _bounded(file: IO[bytes]) -> IO[bytes]:
+    """The file with a bound on the size of an argument, whose memory is allocated before it is read."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.tell, self.readline = file.tell, file.readline
-        self._file = file
-
-    def read(self, length: int) -> bytes:
+    def read(length: int) -> bytes:
         if length > MAX_ARGUMENT_BYTES:
             raise PickleError(f"a text of {length} bytes; names of a state dict have less than 1000")
-        return self._file.read(length)
+        return file.read(length)
+
+    return cast(IO[bytes], SimpleNamespace(read=read, readline=file.readline, tell=file.tell))
 
 
 class _Machine:
@@ -176,17 +172,17 @@ class _Machine:
         elif name in ("REDUCE", "NEWOBJ"):
             args, function = stack.pop(), stack.pop()
             if not isinstance(function, Inert) or function.called or not isinstance(args, tuple):
-                raise DamagedPickleError("a call of something that is not a class or function")
+                raise ValueError("a call of something that is not a class or function")
             stack.append(Inert(function.name, args, called=True))
         elif name == "BUILD":
             state = stack.pop()
             if not isinstance(stack[-1], Inert):
-                raise DamagedPickleError("a state of something that is not an object")
+                raise ValueError("a state of something that is not an object")
             stack[-1].state = state
         elif name == "BINPERSID":
             stack.append(Inert("persistent", (stack.pop(),), called=True))
         else:
-            raise DamagedPickleError(f"the opcode {name}")
+            raise ValueError(f"the opcode {name}")
 
     def _fill(self, name: str, items: list[Any]) -> None:
         if name == "TUPLE":
@@ -214,10 +210,10 @@ class _Machine:
 
 
 def _tuple_of(items: list[Any]) -> _Tuple:
-    found = _Tuple(items)
+    value = _Tuple(items)
     inner = [v for v in items if isinstance(v, _Tuple)]
-    found.size = 1 + len(items) - len(inner) + sum(v.size for v in inner)
-    found.depth = 1 + max((v.depth for v in inner), default=0)
-    if found.size > MAX_TUPLE_SIZE or found.depth > MAX_TUPLE_DEPTH:
-        raise PickleError(f"a tuple of {found.size} values, nested {found.depth} deep; those of a state dict have 10")
-    return found
+    value.size = 1 + len(items) - len(inner) + sum(v.size for v in inner)
+    value.depth = 1 + max((v.depth for v in inner), default=0)
+    if value.size > MAX_TUPLE_SIZE or value.depth > MAX_TUPLE_DEPTH:
+        raise PickleError(f"a tuple of {value.size} values, nested {value.depth} deep; those of a state dict have 10")
+    return value

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: one file, or a folder of shards.
+"""Safetensors files: one file, or a folder of shards.
 
 The weights of a folder or repository, in this order:
 
@@ -27,8 +27,9 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.header import read_header
+from actmat.checkpoints.model import Format, Model, stored_model
 from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
+from actmat.checkpoints.source import Source, TensorFiles, join_shards
 from actmat.errors import CheckpointError
 
 STEMS = ("model", "diffusion_pytorch_model")
@@ -38,14 +39,13 @@ NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safe
 PARALLEL_REQUESTS = 8
 
 
-class SafetensorsCheckpoint(StoredCheckpoint):
+class SafetensorsFiles(TensorFiles):
     """Tensors of safetensors files; opening reads only the headers, which must agree with `weight_map`."""
 
     format = "safetensors"
 
     def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
         super().__init__(source, labels)
-        self.aliases = MappingProxyType({})
         paths = {label: source.local(label) for label in labels}
         self._reader = FileReader({label: path for label, path in paths.items() if path is not None})
         self._remote = {label for label, path in paths.items() if path is None}
@@ -56,16 +56,13 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             headers = self._request_specs() if self._remote else self._all_specs()
             self.specs = MappingProxyType(join_shards(headers, weight_map, location=self.location))
             self.absent = tuple(n for n in weight_map or () if n not in self.specs)
+            self.header = {key: text for label in self.labels for key, text in self._metadata[label].items()}
             if self._ranges is not None:
                 for label in self._remote:
                     self._ranges.add(label, headers[label].values())
         except CheckpointError:
             self._reader.close()
             raise
-
-    def metadata(self) -> dict[str, str]:
-        """The `__metadata__` strings of all files."""
-        return {key: text for label in self.labels for key, text in self._metadata[label].items()}
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the system to read these tensors ahead; of a remote one, the first block is fetched."""
@@ -114,22 +111,21 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         return self._noted(label, self._reader.size(label), partial(self._reader.read, label))
 
     def _noted(self, label: str, size: int, read_at: Callable[[int, int], bytes]) -> Mapping[str, TensorSpec]:
-        header = read_header(read_at, size, file=label)
-        self._metadata[label] = header.metadata
-        return header.specs
+        specs, self._metadata[label] = read_header(read_at, size, file=label)
+        return specs
 
     def _all_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label; the problems of all files are raised together."""
-        found: dict[str, Mapping[str, TensorSpec]] = {}
+        headers: dict[str, Mapping[str, TensorSpec]] = {}
         problems: list[str] = []
         for label in self.labels:
             try:
-                found[label] = self._local_specs(label)
+                headers[label] = self._local_specs(label)
             except CheckpointError as error:
                 problems.extend(error.problems)
         if problems:
             raise CheckpointError(f"{self.location}: weight files that cannot be used", problems)
-        return found
+        return headers
 
     def _request_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label, through parallel requests; the first error is raised."""
@@ -148,7 +144,7 @@ def _claims(source: Source) -> bool:
     return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in source.weights)
 
 
-def _open(source: Source) -> SafetensorsCheckpoint:
+def _open(source: Source) -> Model:
     """Open the weights in a source, chosen by the rules in the module's docstring."""
     names, named = source.weights, source.named
     singles = [f"{stem}.safetensors" for stem in STEMS]
@@ -168,14 +164,14 @@ def _open(source: Source) -> SafetensorsCheckpoint:
                 f"{source.location}: holds both {index} and a {single} that the index does not name. Likely "
                 "cause: two saves into one folder. Fix: remove the older one, or give the path of the one you mean."
             )
-        return SafetensorsCheckpoint(source, labels, weight_map)
+        return stored_model(SafetensorsFiles(source, labels, weight_map))
     if named is not None:
-        return SafetensorsCheckpoint(source, [named])
+        return stored_model(SafetensorsFiles(source, [named]))
     labels = [single] if single is not None else _unindexed_files(names, source.location)
-    return SafetensorsCheckpoint(source, labels)
+    return stored_model(SafetensorsFiles(source, labels))
 
 
-SAFETENSORS = Format(SafetensorsCheckpoint.format, ("*.safetensors",), _claims, _open)
+SAFETENSORS = Format(SafetensorsFiles.format, ("*.safetensors",), _claims, _open)
 
 
 def _unindexed_files(names: Sequence[str], location: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, single or sharded.
+"""Files of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, single or sharded.
 
 These files are pickles, which can run code when loaded. They are opened by torch's restricted unpickler
 (`weights_only=True`), which builds tensors and plain containers and refuses anything else before it runs.
@@ -29,8 +29,9 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.pickles import PickleError, check_pickle
-from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
+from actmat.checkpoints.memory import MemoryTensors, tensor_specs
+from actmat.checkpoints.model import Format, Model, stored_model
+from actmat.checkpoints.source import Source, TensorFiles, join_shards
 from actmat.errors import CheckpointError
 from actmat.system import total_memory
 
@@ -53,8 +54,8 @@ DAMAGED = (
 """Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
 
 
-class TorchCheckpoint(HeldTensors, StoredCheckpoint):
-    """Tensors of files written by `torch.save`, downloaded when the checkpoint is opened.
+class TorchFiles(TensorFiles):
+    """Tensors of files written by `torch.save`, downloaded when they are opened.
 
     A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at
     the next read.
@@ -66,56 +67,59 @@ class TorchCheckpoint(HeldTensors, StoredCheckpoint):
         super().__init__(source, labels)
         self._files = {label: source.fetch(label) for label in labels}
         self._opened = {label: file_identity(path) for label, path in self._files.items()}
-        self._tensors = {}
-        shards: dict[str, Mapping[str, TensorSpec]] = {}
-        aliases: dict[str, str] = {}
-        for label, path in self._files.items():
-            state = _load(path, label, self.location)
-            shards[label] = tensor_specs(state, label, location=self.location)
-            self._tensors.update({name: tensor.detach() for name, tensor in state.items()})
-            aliases.update(shared_storage(state))
+        states = {label: _load(path, label, self.location) for label, path in self._files.items()}
+        shards = {label: tensor_specs(state, label, location=self.location) for label, state in states.items()}
         self.specs = MappingProxyType(join_shards(shards, weight_map, location=self.location))
         self.absent = tuple(n for n in weight_map or () if n not in self.specs)
-        self.aliases = MappingProxyType(aliases)
+        self._held = MemoryTensors({n: t for s in states.values() for n, t in s.items()}, location=self.location)
+        self.aliases = self._held.aliases
 
-    def _tensor(self, name: str) -> Tensor:
-        tensor = super()._tensor(name)
-        label = self.specs[name].file
-        before, now = self._opened[label], file_identity(self._files[label])
-        if (before.size, before.modified_ns) != (now.size, now.modified_ns):
-            raise CheckpointError(f"tensor {name!r} in {label}: the file changed since it was opened. {CHANGED}")
-        return tensor
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Copy bytes of the mapped tensor into `out`."""
+        if (before := self._opened.get(spec.file)) is not None:
+            now = file_identity(self._files[spec.file])
+            if (before.size, before.modified_ns) != (now.size, now.modified_ns):
+                raise CheckpointError(
+                    f"tensor {spec.name!r} in {spec.file}: the file changed since it was opened. {CHANGED}"
+                )
+        self._held.fill(spec, start, out)
+
+    def close(self) -> None:
+        """Release the files."""
+        super().close()
+        self._held.close()
+        self._opened.clear()
 
 
 def _torch_names(source: Source) -> list[str]:
     return [name for name in source.weights if name.endswith((*TORCH_SUFFIXES, BIN_INDEX_SUFFIX))]
 
 
-def _open(source: Source) -> TorchCheckpoint:
+def _open(source: Source) -> Model:
     """Open the named file, else the main file of the source, with the shards that an index names."""
     name = source.named or _main_file(_torch_names(source), source.location)
     if not name.endswith(INDEX_SUFFIX):
-        return TorchCheckpoint(source, [name])
+        return stored_model(TorchFiles(source, [name]))
     weight_map = source.weight_map(name)
-    return TorchCheckpoint(source, sorted(set(weight_map.values())), weight_map)
+    return stored_model(TorchFiles(source, sorted(set(weight_map.values())), weight_map))
 
 
 TORCH_FILES = Format(
-    TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), claims=lambda source: bool(_torch_names(source)), open=_open
+    TorchFiles.format, (BIN_NAME, "*.pt", "*.pth"), claims=lambda source: bool(_torch_names(source)), open=_open
 )
 
 
-def _main_file(found: Sequence[str], location: str) -> str:
+def _main_file(names: Sequence[str], location: str) -> str:
     """The index, else `pytorch_model.bin`, else the only one of the torch files found."""
     for name in (BIN_INDEX_NAME, BIN_NAME):
-        if name in found:
+        if name in names:
             return name
-    if len(found) != 1:
+    if len(names) != 1:
         raise CheckpointError(
             f"{location}: expected {BIN_INDEX_NAME}, {BIN_NAME} or one torch file, found "
-            f"{', '.join(found[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
+            f"{', '.join(names[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
         )
-    return found[0]
+    return names[0]
 
 
 def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
@@ -202,9 +206,9 @@ def _check_bounds(file: IO[bytes], *, is_zip: bool) -> None:
 def _refusal(error: BaseException, label: str, location: str) -> CheckpointError:
     blocked = BLOCKED_GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if blocked or "TorchScript" in str(error):
-        found = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
+        content = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
         return CheckpointError(
-            f"{location}: expected tensors in {label}, found {found}. Nothing of it was run. Likely cause: a whole "
+            f"{location}: expected tensors in {label}, found {content}. Nothing of it was run. Likely cause: a whole "
             "module or trainer state was saved, or the file is hostile. Fix: if you trust it, save its state_dict as "
             "safetensors in a place where running it does no harm, and merge that."
         )

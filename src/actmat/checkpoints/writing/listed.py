@@ -39,15 +39,15 @@ def unlisted_files(out: Path) -> list[str]:
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
 
     def strange(folder: Path) -> list[str]:
-        found = []
+        others = []
         with os.scandir(folder) as entries:
             for entry in entries:
                 name, is_folder = Path(entry.path).relative_to(out).as_posix(), entry.is_dir(follow_symlinks=False)
                 if is_folder and name in folders:
-                    found += strange(Path(entry.path))
+                    others += strange(Path(entry.path))
                 elif is_folder or name not in files:
-                    found.append(f"{name}/" if is_folder else name)
-        return found
+                    others.append(f"{name}/" if is_folder else name)
+        return others
 
     return sorted(strange(out))
 
@@ -64,12 +64,12 @@ class OutputFiles:
 
     def names(self) -> list[str]:
         """Names of all stored files, sorted. Links to folders are not followed."""
-        found = []
+        files = []
         for folder, folders, names in os.walk(self.manifest_folder):
             links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
             below = Path(folder).relative_to(self.manifest_folder)
-            found += [(below / n).as_posix() for n in (*names, *links)]
-        return sorted(found)
+            files += [(below / n).as_posix() for n in (*names, *links)]
+        return sorted(files)
 
     def size(self, name: str) -> int:
         """Bytes of a file.

@@ -94,8 +94,8 @@ def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], 
     starts: dict[str, int] = {}
     for spec in ordered:
         offsets = [position, position + spec.nbytes]
-        own = spec.name.removeprefix(prefix)
-        entries[own] = {"dtype": DTYPES[spec.dtype][1], "shape": list(spec.shape), "data_offsets": offsets}
+        name = spec.name.removeprefix(prefix)
+        entries[name] = {"dtype": DTYPES[spec.dtype][1], "shape": list(spec.shape), "data_offsets": offsets}
         starts[spec.name] = position
         position += spec.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -113,8 +113,8 @@ def index_files(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> dict[st
         if len({s.file for s in places.values()}) < 2:
             continue
         weight_map = {n.removeprefix(s.prefix): s.file.rpartition("/")[2] for n, s in places.items()}
-        own = [s for s in specs if s.name in places]
-        metadata = {"total_size": sum(s.nbytes for s in own), "total_parameters": sum(s.numel for s in own)}
+        of_stem = [s for s in specs if s.name in places]
+        metadata = {"total_size": sum(s.nbytes for s in of_stem), "total_parameters": sum(s.numel for s in of_stem)}
         text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
         out[f"{stem}.safetensors.index.json"] = text
     return out

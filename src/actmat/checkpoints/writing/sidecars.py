@@ -6,66 +6,57 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
 from actmat.bounds import open_regular, read_object
 from actmat.checkpoints.folder import nested_member
-from actmat.checkpoints.side_files import SideFiles, is_of_architecture
+from actmat.checkpoints.model import ModelFolder
+from actmat.checkpoints.side_files import is_of_architecture
 from actmat.errors import CheckpointError
 
 DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 
-@dataclass(frozen=True, slots=True)
-class SideFolder:
-    """A local folder and its files that are copied to an output."""
-
-    folder: Path
-    files: SideFiles
-
-
-def _sources(base: SideFolder | None, files_from: SideFolder | None, code: SideFolder | None) -> dict[str, SideFolder]:
+def _chosen(base: ModelFolder, files_from: ModelFolder, code: ModelFolder) -> dict[str, ModelFolder]:
     """Path of every file that is copied -> folder that it comes from.
 
     Files that describe the tensors (config, code, modules) are the base's, and code in its place that of `code`.
     """
-    modules = () if base is None else base.files.modules
-    out = {} if base is None else {name: base for name in base.files.kept if is_of_architecture(name, modules)}
-    if files_from is not None:
-        out |= {name: files_from for name in files_from.files.kept if not is_of_architecture(name, modules)}
-    if code is not None:
-        out |= {name: code for name in code.files.kept if name.endswith(".py")}
+    modules = base.side_files().modules
+    out = {name: base for name in base.side_files().kept if is_of_architecture(name, modules)}
+    out |= {name: files_from for name in files_from.side_files().kept if not is_of_architecture(name, modules)}
+    out |= {name: code for name in code.side_files().kept if name.endswith(".py")}
     return dict(sorted(out.items()))
 
 
-def check_sidecars(base: SideFolder | None, files_from: SideFolder | None) -> None:
-    """Refuse folders whose files `copy_sidecars` could not copy.
+def check_sidecars(*folders: ModelFolder) -> None:
+    """Refuse folders whose files `copy_sidecars` could not copy; they must be local.
 
     Raises:
         CheckpointError: a file is a link out of its folder, whose target would be published with the output, or is
             not a regular file; names all of them.
     """
     problems: list[str] = []
-    for place in (p for p in (base, files_from) if p is not None):
-        for name in place.files.kept:
-            if not os.path.lexists(place.folder / name):  # not downloaded yet
+    places = {folder: files for f in folders if (folder := f.fetch()) is not None and (files := f.side_files().kept)}
+    for place, names in places.items():
+        for name in names:
+            if not os.path.lexists(place / name):  # not downloaded yet
                 continue
             try:
-                nested_member(place.folder, name)
+                nested_member(place, name)
             except CheckpointError as error:
                 problems.extend(p for p in error.problems if p not in problems)
     if problems:
-        folders = ", ".join(dict.fromkeys(str(p.folder) for p in (base, files_from) if p is not None))
-        raise CheckpointError(f"{folders}: files that an output needs cannot be copied", problems)
+        named = ", ".join(map(str, places))
+        raise CheckpointError(f"{named}: files that an output needs cannot be copied", problems)
 
 
 def copy_sidecars(
-    base: SideFolder | None,
-    files_from: SideFolder | None,
-    code: SideFolder | None = None,
+    base: ModelFolder,
+    files_from: ModelFolder,
+    code: ModelFolder,
     *,
     out: Path,
     dtype: str | None,
@@ -81,8 +72,10 @@ def copy_sidecars(
     """
     check_sidecars(base, files_from)
     copied = []
-    for name, place in _sources(base, files_from, code).items():
-        path, target = place.folder / name, out / name
+    for name, chosen in _chosen(base, files_from, code).items():
+        place, target = chosen.fetch(), out / name
+        assert place is not None, "a folder with files"
+        path = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
         written = None
         if name in configs or (PurePosixPath(name).name == "config.json" and dtype is not None):

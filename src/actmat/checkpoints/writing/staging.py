@@ -19,7 +19,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -226,19 +225,6 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class CheckedJournal:
-    """A journal whose inputs were found to have the same content, although their times changed.
-
-    Args:
-        fingerprint: of the plan that it was written for.
-        entries: number of its entries when they were compared.
-    """
-
-    fingerprint: str
-    entries: int
-
-
 class Staging:
     """The partial directory of one output: lock, journal, final rename.
 
@@ -248,8 +234,8 @@ class Staging:
         out: final directory.
         fingerprint: of the plan.
         overwrite: replace an earlier output.
-        lasting: the fingerprint without the times of the inputs, for `CheckedJournal`s of later runs.
-        checked: a journal of the same inputs at other times.
+        lasting: the fingerprint without the times of the inputs, for `checked` journals of later runs.
+        checked: a journal whose inputs were found to have the same content, although their times changed.
     """
 
     def __init__(
@@ -259,7 +245,7 @@ class Staging:
         *,
         overwrite: bool = False,
         lasting: str | None = None,
-        checked: CheckedJournal | None = None,
+        checked: Journal | None = None,
     ) -> None:
         self.out = out
         self.fingerprint = fingerprint
@@ -383,8 +369,9 @@ class Staging:
         journal = _read_journal(self.path / JOURNAL_NAME)
         if journal is None or journal.head.get("fingerprint") == self.fingerprint:
             return journal
-        found = CheckedJournal(str(journal.head.get("fingerprint")), len(journal))
-        return journal if found == self._checked else None
+        checked = self._checked
+        is_it = checked is not None and (journal.head, len(journal)) == (checked.head, len(checked))
+        return journal if is_it else None
 
 
 def left_journal(out: Path) -> Journal | None:
@@ -407,8 +394,8 @@ def _read_journal(path: Path, folder: Path | None = None) -> Journal | None:
 
 def _foreign(folder: Path) -> bool:
     """True if the folder holds anything except regular files and folders, such as links: no run made it."""
-    with os.scandir(folder) as found:
-        entries = list(found)
+    with os.scandir(folder) as scanned:
+        entries = list(scanned)
     folders = [e for e in entries if e.is_dir(follow_symlinks=False)]
     files = [e for e in entries if e.is_file(follow_symlinks=False)]
     return len(folders) + len(files) < len(entries) or any(_foreign(Path(e.path)) for e in folders)

@@ -6,54 +6,82 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import TensorsHandle, versions_of_files
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.keys import unknown_note
+from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
-from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
 
 
-class Adapter:
+@dataclass(frozen=True, slots=True)
+class AdapterHandle:
+    """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
+
+    A relative `location` is one of the working directory; `base` is what the adapter was fitted to, `config` its
+    `config.json`; `etags` are name, size and version of remote files, which must be the same. `stacks` is the user's
+    statement on stacked experts, `layout` the one that it was converted to, `weights` its tensors if their rows are
+    those of another vocabulary.
+    """
+
+    location: str
+    base: TensorsHandle | None = None
+    config: Config | None = None
+    etags: tuple[tuple[str, int, str], ...] = ()
+    stacks: tuple[StackWord, ...] = ()
+    layout: AdapterLayout | None = None
+    weights: TensorsHandle | None = None
+
+
+class Adapter(AbstractContextManager["Adapter"]):
     """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.
 
     `extras` are tensors trained in full, `copies` unused copies of base weights: name in the model -> stored name.
     `layout` is how it is stored.
 
     Args:
-        weights: the stored tensors, which are closed with it.
+        model: the stored tensors with their files, closed with it; `weights` are its tensors.
         config: settings that determine its deltas.
         problems: of the config.
         listing: its content; default: as PEFT names it.
+
+    Attributes:
+        family: name of the plug-in that it is of; empty for PEFT's.
+        has_other_rows: its tables have the rows of another vocabulary, see `with_rows`.
+        converted_to: the layout that it was brought into, see `locate.in_layout`.
     """
 
+    family = ""
+    has_other_rows = False
+    converted_to: AdapterLayout | None = None
+
     def __init__(
-        self, weights: Checkpoint, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
+        self, model: Model, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
     ) -> None:
-        self.listing = listing or list_modules(weights.specs, config)
-        self.weights = weights
+        self.listing = listing or list_modules(model.specs, config)
+        self.model, self.weights = model, model.tensors
         self.config = config
         self.layout: AdapterLayout = self.listing.layout
-        self.location = weights.location
+        self.location = model.location
         self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
         self.problems = (*problems, *self.listing.problems)
-        self.has_other_rows = False  # its tables have the rows of another vocabulary, see `Located.with_rows`
-        self.converted_to: AdapterLayout | None = None  # the layout that it was brought into, see `locate.in_layout`
 
     @classmethod
-    def of_tensors(cls, weights: Checkpoint) -> Adapter:
+    def of_tensors(cls, model: Model) -> Adapter:
         """An adapter whose tensors are not pairs of factors: its family forms the deltas."""
-        return cls(weights, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
+        return cls(model, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
     @property
     def parts(self) -> dict[str, int]:
@@ -68,30 +96,33 @@ class Adapter:
             extras: tensors trained in full, new name -> stored name; default: its own.
         """
         modules = {new: self.modules[old] for new, old in names.items()}
-        own = self.extras if extras is None else extras
-        listing = replace(self.listing, modules=modules, extras=own, problems=self.problems)
-        return Adapter(self.weights, self.config, (), listing)
+        full = self.extras if extras is None else extras
+        return self._derived(self.model, replace(self.listing, modules=modules, extras=full), self.problems)
 
-    def with_weights(self, weights: Checkpoint) -> Adapter:
-        """The same adapter with the tensors of another checkpoint, by the same names."""
-        found = Adapter(weights, self.config, self.problems, replace(self.listing, problems=()))
-        found.has_other_rows = True
-        return found
+    def with_rows(self, aligned: Model) -> Adapter:
+        """The same adapter with tables that have the rows of another vocabulary, by the same names."""
+        adapter = self._derived(aligned, self.listing, self.problems)
+        adapter.has_other_rows = True
+        return adapter
 
     def with_problems(self, problems: Sequence[str]) -> Adapter:
         """The same adapter, open as long as this one, with other problems."""
-        return Adapter(self.weights, self.config, problems, replace(self.listing, problems=()))
+        return self._derived(self.model, self.listing, problems)
+
+    def _derived(self, model: Model, listing: Listing, problems: Sequence[str]) -> Adapter:
+        adapter = Adapter(model, self.config, problems, replace(listing, problems=()))
+        adapter.family = self.family
+        return adapter
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks for plans: unknown fields of its config, and unused tensors."""
-        copies = [*self.weights.notes]
-        copies += ["it holds copies of base weights; the base's own are used"] if self.copies else []
+        """Remarks for plans on its factors: unknown fields of its config, and unused tensors."""
+        notes = ["it holds copies of base weights; the base's own are used"] if self.copies else []
         if problem := self.config.targets.problem:
-            copies.append(f"{problem}. Not checked that it names the modules in the file: all are merged")
+            notes.append(f"{problem}. Not checked that it names the modules in the file: all are merged")
         if self.modules and not any(m.scaling for m in self.modules.values()):
-            copies.append("its alpha (lora_alpha) is 0 in every module, so that it changes nothing")
-        return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *copies)
+            notes.append("its alpha (lora_alpha) is 0 in every module, so that it changes nothing")
+        return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *notes)
 
     @property
     def dtype(self) -> str:
@@ -118,27 +149,26 @@ class Adapter:
             out[name] = seen.hexdigest()
         return out
 
-    def check_values(self, label: str, names: Iterable[str] | None = None) -> list[str]:
-        """One sentence for each tensor with NaN or Inf of the adapter called `label`.
-
-        Args:
-            names: of stored tensors; default: all that is merged of modules and tensors trained in full.
-        """
-        if names is None:
-            factors = [n for m in self.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
-            names = (*factors, *self.extras.values())
-        problems = []
-        for name in names:
+    def check_values(self, label: str) -> list[str]:
+        """One sentence for each tensor with NaN or Inf of the adapter called `label`; its copies are not merged."""
+        problems, copies = [], set(self.copies.values())
+        for name in (n for n in self.weights.specs if n not in copies):
             bad = int((~torch.isfinite(self.weights.read(name))).sum())
             if bad:
                 problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
         return problems
 
-    def __enter__(self) -> Adapter:
-        return self
+    def handle(self) -> AdapterHandle:
+        """Its location, the versions of remote files, and the user's words that decided how it is read."""
+        etags = versions_of_files(self.weights.identity())
+        return AdapterHandle(self.location, etags=etags, stacks=self.config.stacks, layout=self.converted_to)
+
+    def close(self) -> None:
+        """Close its tensors. May be called twice."""
+        self.model.close()
 
     def __exit__(self, *error: object) -> None:
-        self.weights.close()
+        self.close()
 
 
 def widest(dtypes: Collection[str]) -> str:

@@ -76,16 +76,16 @@ class AdapterConfig:
         A target without an owner (`gate_up_proj`) is a parameter of any module that is not targeted as a layer;
         `only_owned` leaves such out.
         """
-        found, bare = set(), set()
+        owned, bare = set(), set()
         for target in self.target_parameters:
             owner, _, name = target.rpartition(".")
             if not owner:
                 bare.add(name)
             elif module == owner or module.endswith("." + owner):
-                found.add(name)
+                owned.add(name)
         if bare and not only_owned and not self.targets.has(module):
-            found |= bare
-        return tuple(sorted(found))
+            owned |= bare
+        return tuple(sorted(owned))
 
     def said(self, words: Collection[StackWord]) -> StackWord | None:
         """The user's statement among these words, if there is one."""
@@ -169,7 +169,8 @@ def field_refusals(keys: Keys, fields: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
         "models, where PEFT can do that"
-        for name, why in keys.sort(fields).refused.items()
+        for name, why in keys.judge(fields).items()
+        if why
     ]
 
 
@@ -179,15 +180,15 @@ def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> Patte
     if not isinstance(value, Mapping):
         problems.append(f"expected '{name}' to map patterns to numbers, found {shown(value)}")
         return PatternTable()
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for pattern, number in value.items():
         is_valid = _is_number(number) if name == "alpha_pattern" else _is_rank(number)
         if is_valid and isinstance(pattern, str):
-            found[pattern] = number
+            entries[pattern] = number
         else:
             problems.append(f"{name}: expected a pattern with a number, found {shown(pattern)} with {shown(number)}")
     try:
-        return PatternTable(found, name)
+        return PatternTable(entries, name)
     except MatchError as error:
         problems.append(f"{name} of adapter_config.json {error}")
         return PatternTable()

@@ -78,4 +78,4 @@ def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
     >>> unknown_fields({"r": 8, "lora_dropout": 0.1, "sparsity": 0.5, "later": None})
     ['sparsity']
     """
-    return LORA.sort(fields).unknown
+    return LORA.unknown(fields)

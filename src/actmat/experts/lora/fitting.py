@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, rows_of
@@ -21,7 +22,7 @@ OF_ANOTHER = "is it an adapter of this base?"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModulePart:
     """The delta of one stored tensor, as a part of the delta of a module."""
 
     module: AdapterModule
@@ -33,83 +34,71 @@ class Piece:
     rows: tuple[Block, ...] = ()  # of a packed tensor; none: all rows
 
 
-@dataclass(frozen=True, slots=True)
 class Fit:
-    """The stored tensors of a base that an adapter changes: of each its delta, or the name of the full tensor.
+    """The stored tensors of a base that an adapter changes, with their orientation and rows, from headers.
 
-    The delta of a packed tensor has a piece for each of the layers in it that the adapter changes.
-    `hidden` are names of the base that are left out: of tied names, all but the one with the delta. `problems` are
-    modules without a tensor, shapes that do not fit, and the problems of the adapter itself. `left_out` are components
-    of a pipeline that the base is not, and the number of their modules.
-    """
-
-    pieces: Mapping[str, Sequence[Piece]]
-    full: Mapping[str, str]
-    hidden: frozenset[str]
-    problems: tuple[str, ...]
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
-    """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers.
-
-    For a file that changes several components of a pipeline, components without a module in the base are left out; at
+    Of a file that changes several components of a pipeline, components without a module in the base are left out; at
     least one must match.
+
+    Attributes:
+        pieces: stored name -> its delta; that of a packed tensor has a piece for each of its layers that are changed.
+        full: stored name -> name of the tensor that replaces it.
+        hidden: names of the base that are left out: of tied names, all but the one with the delta.
+        problems: modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
+        left_out: components of a pipeline that the base is not, and the number of their modules.
     """
-    fitting = _Fitting(adapter, base)
-    left_out: dict[str, int] = {}
-    for part in adapter.parts or {"": 0}:
-        modules = [m for m in adapter.modules.values() if m.part == part]
-        if not fitting.add(modules, is_optional=len(adapter.parts) > 1):
-            left_out[part] = len(modules)
-    if left_out and len(left_out) == len(adapter.parts):
-        fitting.problems.append(
-            f"none of its components ({', '.join(left_out)}) has a module in the base ({base.location}); is it an "
-            "adapter of this base?"
-        )
-    full = {}
-    for name, source in adapter.extras.items():
-        slices = fitting.found[name].slices if name in fitting.found else ()
-        if (packed := fitting.packed_in(name)) is not None:
-            fitting.problems.append(
-                f"tensor '{name}' is trained in full, and the base packs it with others in '{packed}': rows of a "
-                "tensor are not replaced. Fix: fold the adapter into its base (merge_and_unload), and merge full models"
-            )
-            continue
-        # without one tensor in the base it is a new head: the plan notes that it is not merged
-        full[slices[0].name if len(slices) == 1 else name] = source
-    hidden = hidden_names(fitting.layouts, base, {*fitting.pieces, *full})
-    return Fit(fitting.pieces, full, hidden, tuple(fitting.problems), left_out, tuple(fitting.notes()))
 
-
-class _Fitting:
-    """Pieces and problems found so far."""
-
-    def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
+    def __init__(self, adapter: Adapter, base: Model) -> None:
         self._adapter, self._base = adapter, base
-        self.layouts = resolve_layout(base.specs, base.config)
+        self._layouts = resolve_layout(base.specs, base.config)
         self.problems = list(adapter.problems)
-        self.pieces: dict[str, list[Piece]] = {}
-        self.found: dict[str, TensorOnDisk] = {}
+        self.pieces: dict[str, list[ModulePart]] = {}
+        self.left_out: dict[str, int] = {}
+        self._on_disk: dict[str, TensorOnDisk] = {}
         self._taken: set[str] = set()
         self._apart: dict[str, str] = {}  # module -> the tensor that packs it, or the first of those that it packs
+        for part in adapter.parts or {"": 0}:
+            modules = [m for m in adapter.modules.values() if m.part == part]
+            if not self._add_part(modules, is_optional=len(adapter.parts) > 1):
+                self.left_out[part] = len(modules)
+        if self.left_out and len(self.left_out) == len(adapter.parts):
+            self.problems.append(
+                f"none of its components ({', '.join(self.left_out)}) has a module in the base ({base.location}); is "
+                "it an adapter of this base?"
+            )
+        self.full = self._place_extras()
+        self.hidden = hidden_names(self._layouts, base, {*self.pieces, *self.full})
 
-    def add(self, modules: Sequence[AdapterModule], *, is_optional: bool) -> bool:
+    def _place_extras(self) -> dict[str, str]:
+        """Stored name -> name of the tensor that replaces it."""
+        full = {}
+        for name, source in self._adapter.extras.items():
+            slices = self._on_disk[name].slices if name in self._on_disk else ()
+            if (packed := self._packed_in(name)) is not None:
+                self.problems.append(
+                    f"tensor '{name}' is trained in full, and the base packs it with others in '{packed}': rows of a "
+                    "tensor are not replaced. Fix: fold the adapter into its base (merge_and_unload), and merge full "
+                    "models"
+                )
+            else:  # without one tensor in the base it is a new head: the plan notes that it is not merged
+                full[slices[0].name if len(slices) == 1 else name] = source
+        return full
+
+    def _add_part(self, modules: Sequence[AdapterModule], *, is_optional: bool) -> bool:
         """Fit the modules of one component; False if it is optional and the base has none of them."""
         candidates, problems = _candidates(self._adapter, modules, self._base)
         biases = {m.name: f"{m.inside}.bias" for m in modules if m.bias is not None}
         optional = [*self._adapter.extras, *biases.values()]
         part = (modules[0].part if modules else "") or self._adapter.config.trained_class
         try:
-            found, why = find_on_disk(
+            on_disk, why = find_on_disk(
                 self._base, list(candidates.values()), optional, self._judge(modules, candidates), part
             )
         except CheckpointError as error:
             self.problems.append(error.sentence)
             return True
-        self.found |= found
-        if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
+        self._on_disk |= on_disk
+        if is_optional and not problems and not any(n in on_disk for names in candidates.values() for n in names):
             return False
         self.problems += problems
         self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
@@ -127,39 +116,39 @@ class _Fitting:
             nests.setdefault(module.inside.replace(".base_layer", ""), []).append(module)
         ways = {}
         for owner, members in nests.items():
-            stored = {n: self.found[n].shape for m in members for n in candidates[m.name] if n in self.found}
+            stored = {n: self._on_disk[n].shape for m in members for n in candidates[m.name] if n in self._on_disk}
             ways[owner] = ways_to_fit([m.shape for m in members], [candidates[m.name] for m in members], stored)
             if not ways[owner]:
-                options = [(n, self.found[n]) for n in stored]
+                options = [(n, self._on_disk[n]) for n in stored]
                 self.problems += [_unfitted(m, options, candidates[m.name], self._base, why) for m in members]
         proven = {next(iter(w)) for w in ways.values() if len(w) == 1}
         open_ones = []
-        for owner, found in ways.items():
-            axes = self._axes(found, proven)
-            if found and axes is None:
+        for owner, fitting in ways.items():
+            axes = self._axes(fitting, proven)
+            if fitting and axes is None:
                 open_ones.append(owner)
-            elif axes is not None and len(found[axes]) > 1:
+            elif axes is not None and len(fitting[axes]) > 1:
                 self.problems.append(
-                    f"module '{owner}': the shapes of its factors fit its parameters in {len(found[axes])} ways, and "
+                    f"module '{owner}': the shapes of its factors fit its parameters in {len(fitting[axes])} ways, and "
                     "the adapter's names do not tell them apart. Fix: fold it into its base with the PEFT that wrote "
                     "it, and merge full models"
                 )
             elif axes is not None:
-                for module, name in zip(nests[owner], found[axes][0], strict=True):
+                for module, name in zip(nests[owner], fitting[axes][0], strict=True):
                     self._add(module, name, transposed=axes == "e_i_o")
         if open_ones:
             self.problems.append(self._undecided(open_ones, nests))
 
-    def _axes(self, found: Mapping[StackWord, list[tuple[str, ...]]], proven: set[StackWord]) -> StackWord | None:
+    def _axes(self, ways: Mapping[StackWord, list[tuple[str, ...]]], proven: set[StackWord]) -> StackWord | None:
         """Axes of the stacks of one module, of those that fit: as said, as other shapes prove, or by the version."""
         config = self._adapter.config
         said = config.said(AXES)
-        if said is not None or len(found) < 2:
-            return said if said in found else next(iter(found), None) if said is None else None
+        if said is not None or len(ways) < 2:
+            return said if said in ways else next(iter(ways), None) if said is None else None
         if len(proven) == 1:
             return next(iter(proven))
-        first = self.found[found["e_o_i"][0][0]].slices[0].name
-        orientation = self.layouts.tensors[first].orientation
+        first = self._on_disk[ways["e_o_i"][0][0]].slices[0].name
+        orientation = self._layouts.tensors[first].orientation
         return axes_by_version(config.version, orientation, str((self._base.config or {}).get("model_type")))
 
     def _undecided(self, owners: Sequence[str], nests: Mapping[str, Sequence[AdapterModule]]) -> str:
@@ -182,13 +171,13 @@ class _Fitting:
 
     def _add(self, module: AdapterModule, name: str, *, transposed: bool) -> None:
         self._taken.add(name)
-        for part in self.found[name].slices:
-            piece = Piece(module, transposed, part.index, part.start, part.stop, rows=self.found[name].rows)
+        for part in self._on_disk[name].slices:
+            piece = ModulePart(module, transposed, part.index, part.start, part.stop, rows=self._on_disk[name].rows)
             self._put(part.name, piece)
-        if self.found[name].rows:
-            self._apart[module.name] = self.found[name].slices[0].name
+        if self._on_disk[name].rows:
+            self._apart[module.name] = self._on_disk[name].slices[0].name
 
-    def _put(self, name: str, piece: Piece) -> None:
+    def _put(self, name: str, piece: ModulePart) -> None:
         """Add a piece of a stored tensor; all pieces of one are rows of it, or there is one piece."""
         others = self.pieces.setdefault(name, [])
         others.append(piece)
@@ -197,12 +186,13 @@ class _Fitting:
                 f"'{name}' of the base would be changed by several modules, {', '.join(p.module.name for p in others)}"
             )
 
-    def packed_in(self, name: str) -> str | None:
+    def _packed_in(self, name: str) -> str | None:
         """The tensor of the base that packs one of this name in memory with others, if one does."""
-        if name in self.found:
-            return self.found[name].slices[0].name if self.found[name].rows else None
+        if name in self._on_disk:
+            return self._on_disk[name].slices[0].name if self._on_disk[name].rows else None
         return self._apart.get(name.rpartition(".")[0])
 
+    @property
     def notes(self) -> list[str]:
         """Remarks on modules that the base packs, or has separately."""
         if not self._apart:
@@ -215,20 +205,21 @@ class _Fitting:
 
     def _fit(self, module: AdapterModule, names: list[str], why: str, bias: str | None) -> None:
         """The pieces of one module."""
-        options = [(n, self.found[n]) for n in names if n in self.found and n not in self._taken]
-        fitting = [(n, t, turned) for n, t in options if (turned := is_transposed(module, t, self.layouts)) is not None]
+        options = [(n, self._on_disk[n]) for n in names if n in self._on_disk and n not in self._taken]
+        turned = {n: is_transposed(module, located, self._layouts) for n, located in options}
+        fitting = [(n, is_turned) for n, is_turned in turned.items() if is_turned is not None]
         if not fitting:
             self.problems.append(_unfitted(module, options, names, self._base, why))
             return
-        name, _, transposed = fitting[0]
+        name, transposed = fitting[0]
         self._add(module, name, transposed=transposed)
         if bias is None:
             return
-        if (located := self.found.get(bias)) is None:
+        if (located := self._on_disk.get(bias)) is None:
             self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
             return
         for part in located.slices:
-            self._put(part.name, Piece(module, start=part.start, stop=part.stop, bias=True, rows=located.rows))
+            self._put(part.name, ModulePart(module, start=part.start, stop=part.stop, bias=True, rows=located.rows))
 
     def _judge(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> Fits:
         """Judge whether a tensor of the base has the shape of the module, or of the tensor trained in full."""
@@ -241,26 +232,28 @@ class _Fitting:
                 extra = self._adapter.extras.get(name)
                 return extra is None or stored[extra].shape == spec.shape
             whole = TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
-            return module.is_stack or is_transposed(module, whole, self.layouts) is not None
+            return module.is_stack or is_transposed(module, whole, self._layouts) is not None
 
         return fits
 
     def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]], part: str) -> set[str]:
         """Pieces of layers that the base packs, or that pack its separate layers; returns the fitted names."""
-        lost = [m for m in modules if not any(n in self.found for n in candidates[m.name])]
+        lost = [m for m in modules if not any(n in self._on_disk for n in candidates[m.name])]
         inside = {m.name: m.inside.replace(".base_layer", "") for m in lost}
         packed = {m.name: names_of_packed(inside[m.name]) for m in lost}
         parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
         wanted = [n for names in packed.values() for n in names]
         wanted += [n for groups in parts.values() for names in groups for n in names]
-        found = find_by_name(self._base, wanted, part) if wanted else {}
+        stored = find_by_name(self._base, wanted, part) if wanted else {}
         unknown: dict[str, str] = {}
         done = set()
         for module in lost:
-            tensor = next((found[n].slices[0].name for n in packed[module.name] if n in found), None)
-            chosen = [next((found[n].slices[0].name for n in names if n in found), "") for names in parts[module.name]]
+            tensor = next((stored[n].slices[0].name for n in packed[module.name] if n in stored), None)
+            chosen = [
+                next((stored[n].slices[0].name for n in names if n in stored), "") for names in parts[module.name]
+            ]
             if tensor is not None:
-                if not (rows := rows_of(inside[module.name], self.layouts.tensors[tensor])):
+                if not (rows := rows_of(inside[module.name], self._layouts.tensors[tensor])):
                     unknown[module.name] = tensor
                 else:
                     self._put_packed(module, tensor, rows)
@@ -278,34 +271,34 @@ class _Fitting:
         return (
             f"{len(unknown)} modules such as '{first}' have a delta each, and the base ({self._base.location}) "
             f"packs them, as in '{tensor}', whose row layout is unknown: "
-            f"{self.layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
+            f"{self._layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
             "that the adapter was trained on; or fold the adapter into that one (merge_and_unload), save it in "
             "the layout of this base, and merge full models"
         )
 
     def _put_packed(self, module: AdapterModule, tensor: str, rows: tuple[Block, ...]) -> None:
         """The piece of a layer on the tensor that packs it."""
-        layout, shape = self.layouts.tensors[tensor], self._base.specs[tensor].shape
+        layout, shape = self._layouts.tensors[tensor], self._base.specs[tensor].shape
         turned = layout.orientation == "IO"
         expected = (count_rows(rows), shape[0] if turned else shape[1])
         if module.shape != expected:
             of = f"the {'x'.join(map(str, expected))} of {', '.join(b.name for b in rows)} in '{tensor}'"
             self.problems.append(_misfit(module, of))
             return
-        self._put_with_biases(module, {tensor: Piece(module, turned, rows=rows)})
+        self._put_with_biases(module, {tensor: ModulePart(module, turned, rows=rows)})
 
     def _put_parts(self, module: AdapterModule, tensors: Sequence[str]) -> None:
         """The pieces of a packed layer on the tensors that the base has in its place."""
         specs = [self._base.specs[t] for t in tensors]
-        turned = any(self.layouts.tensors[t].orientation == "IO" for t in tensors)
+        turned = any(self._layouts.tensors[t].orientation == "IO" for t in tensors)
         if turned or (sum(s.shape[0] for s in specs), *specs[0].shape[1:]) != module.shape:
             has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
             self.problems.append(_misfit(module, f"the sum of {has}"))
             return
         rows = zip(tensors, pairwise(accumulate((s.shape[0] for s in specs), initial=0)), strict=True)
-        self._put_with_biases(module, {t: Piece(module, start=a, stop=b) for t, (a, b) in rows})
+        self._put_with_biases(module, {t: ModulePart(module, start=a, stop=b) for t, (a, b) in rows})
 
-    def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, Piece]) -> None:
+    def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, ModulePart]) -> None:
         self._apart[module.name] = next(iter(pieces))
         for tensor, piece in pieces.items():
             self._put(tensor, piece)
@@ -317,7 +310,7 @@ class _Fitting:
 
 
 def _candidates(
-    adapter: Adapter, modules: Sequence[AdapterModule], base: Checkpoint
+    adapter: Adapter, modules: Sequence[AdapterModule], base: Model
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Names in memory of the tensors that each module may change, one of which it changes; and problems."""
     if adapter.listing.find is not None:
@@ -359,13 +352,13 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:2] if all(size == 1 for size in shape[2:]) else shape
 
 
-def _misfit(module: AdapterModule, found: str) -> str:
+def _misfit(module: AdapterModule, place: str) -> str:
     delta = "x".join(map(str, module.shape))
-    return f"module '{module.name}' has a delta of {delta}, which does not fit {found} of the base; {OF_ANOTHER}"
+    return f"module '{module.name}' has a delta of {delta}, which does not fit {place} of the base; {OF_ANOTHER}"
 
 
 def _unfitted(
-    module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Checkpoint, why: str
+    module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Model, why: str
 ) -> str:
     """One sentence on a module that fits none of `options`, the tensors that were found of those called `names`."""
     if options:
@@ -374,10 +367,10 @@ def _unfitted(
     return f"{text}{f': {names[0]!r}' if names else ''}; {why if why and names else OF_ANOTHER}"
 
 
-def hidden_names(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:
+def hidden_names(layouts: LayoutMap, base: Model, touched: set[str]) -> frozenset[str]:
     """Of tied names, all but the one that the adapter changes, or else the canonical one."""
     groups: dict[str, list[str]] = {}
-    for alias, target in {**base.aliases, **layouts.ties}.items():
+    for alias, target in {**base.tensors.aliases, **layouts.ties}.items():
         groups.setdefault(target, [target]).append(alias)
     out: set[str] = set()
     for members in groups.values():

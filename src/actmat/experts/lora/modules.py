@@ -144,14 +144,14 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
             )
             continue
         try:
-            found = _pair(module, embedding, names, specs, config, parameters.get(module, ()))
+            paired = _pair(module, embedding, names, specs, config, parameters.get(module, ()))
         except MatchError as error:
             problems.append(str(error))
             break
-        if isinstance(found, str):
-            problems.append(found)
+        if isinstance(paired, str):
+            problems.append(paired)
         else:
-            modules[module] = found
+            modules[module] = paired
     layers = (n.replace(".base_layer", "") for n, m in modules.items() if not m.parameters)
     problems += config.targets.problems(layers)
     if not modules and not extras and not problems:
@@ -192,10 +192,10 @@ def _parameters(
         a, b = ([specs[halves[w, False][side]].shape for w in wrappers] for side in "AB")
         shapes = [(y[0], x[1]) for x, y in zip(a, b, strict=True)]
         try:
-            found = fitting_names(config, owner, [x[0] for x in a], shapes)
+            fitting = fitting_names(config, owner, [x[0] for x in a], shapes)
         except MatchError:
             return {}  # the first module gives the error
-        out |= {w: tuple(names) for w, names in zip(wrappers, found, strict=True)}
+        out |= {w: tuple(names) for w, names in zip(wrappers, fitting, strict=True)}
     return out
 
 
@@ -215,10 +215,10 @@ def _pair(
     a, b = specs[names["A"]].shape, specs[names["B"]].shape
     stripped = module.replace(".base_layer", "")
     keys = [f"{stripped}.{p}" for p in parameters] or [stripped]
-    found = {(config.rank_of(k), config.scaling_of(k)) for k in keys}
-    if len(found) > 1:
+    settings = {(config.rank_of(k), config.scaling_of(k)) for k in keys}
+    if len(settings) > 1:
         return f"module '{module}': rank_pattern or alpha_pattern tell its parameters apart, the adapter's names do not"
-    rank, scaling = found.pop()
+    rank, scaling = settings.pop()
     rows = a[0] if a else 0
     stack = rows // rank if parameters and rows % rank == 0 else 1
     if problem := _misfit(module, a, b, rank * stack, rank):

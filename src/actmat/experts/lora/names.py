@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
+from actmat.checkpoints.composed import renamed
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 
 PREFIX = "base_model.model."
@@ -77,13 +78,12 @@ def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) 
         if _PLAIN.search(name) is not None or (not of_architecture and looks_like_factor(name)):
             return name
         if (match := _SIDE.fullmatch(name)) is not None:
-            own = sides.setdefault(match["module"], [])
-            own.append(match["side"])
-            if {"a1", "a2", "b1", "b2"} <= set(own):
+            of_module = sides.setdefault(match["module"], [])
+            of_module.append(match["side"])
+            if {"a1", "a2", "b1", "b2"} <= set(of_module):
                 return name  # of GLoRA
-    only_pairs = 2 * len(sides) == len(listed) and all(
-        sorted(map(str.lower, own)) == ["a", "b"] for own in sides.values()
-    )
+    are_pairs = all(sorted(map(str.lower, of_module)) == ["a", "b"] for of_module in sides.values())
+    only_pairs = 2 * len(sides) == len(listed) and are_pairs
     return listed[0] if sides and only_pairs and not config else None
 
 
@@ -116,14 +116,14 @@ def without_adapter_name(names: Collection[str]) -> dict[str, str]:
     >>> without_adapter_name(["q.lora_A.style.weight", "q.lora_B.style.weight"])
     {'q.lora_A.style.weight': 'q.lora_A.weight', 'q.lora_B.style.weight': 'q.lora_B.weight'}
     """
-    found = {n: m for n in names if (m := _NAMED.fullmatch(n)) is not None}
-    if len({m["name"] for m in found.values()}) != 1:
+    named = {n: m for n in names if (m := _NAMED.fullmatch(n)) is not None}
+    if len({m["name"] for m in named.values()}) != 1:
         return {n: n for n in names}
-    return {n: found[n]["factor"] + (found[n]["leaf"] or "") if n in found else n for n in names}
+    return {n: named[n]["factor"] + (named[n]["leaf"] or "") if n in named else n for n in names}
 
 
-def canonical(weights: Checkpoint) -> Checkpoint:
-    """The weights of a PEFT adapter by the names that PEFT saves; closes the file with it.
+def canonical(weights: Model) -> Model:
+    """The weights of a PEFT adapter by the names that PEFT saves; closed with them.
 
     Raises:
         CheckpointError: two tensors have the same name in that form.
@@ -141,6 +141,4 @@ def canonical(weights: Checkpoint) -> Checkpoint:
             )
     if all(new == old for new, old in names.items()):
         return weights
-    shapes = {new: weights.specs[old].shape for new, old in names.items()}
-    rows = {n: TensorRows((RowRange(old, 0, shapes[n][0] if shapes[n] else 1),)) for n, old in names.items()}
-    return RowsCheckpoint(weights, shapes, rows)
+    return replace(weights, tensors=renamed(weights.tensors, names))

@@ -44,8 +44,8 @@ class PatternTable:
         self._values, self._name, self._steps = list(entries.values()), name, 0
         if len(self._values) > MOST_ENTRIES:
             raise MatchError(f"has {len(self._values):,} entries, more than {MOST_ENTRIES:,}")
-        self._names = _Names()
-        others = [(i, p) for i, p in enumerate(entries) if not self._names.add(p, i)]
+        self._tables: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        others = [(i, p) for i, p in enumerate(entries) if not self._add_name(p, i)]
         self._others = [i for i, _ in others]
         self._letters = sum(len(p) for _, p in others)
         self._set = _compiled([p for _, p in others])
@@ -56,7 +56,7 @@ class PatternTable:
         Raises:
             MatchError: the patterns have taken too many steps.
         """
-        found, shapes = self._names.first(module, len(self._values))
+        named, shapes = self._first_name(module, len(self._values))
         self._steps += shapes * SHAPE_STEPS + self._letters * len(module)
         if self._steps > MOST_STEPS:
             raise self._refusal("they take too long on the names of the modules")
@@ -64,24 +64,11 @@ class PatternTable:
             other = self._set.first(module) if self._set is not None else None
         except MatchError as error:
             raise self._refusal(str(error)) from None
-        first = min(found, len(self._values) if other is None else self._others[other])
+        first = min(named, len(self._values) if other is None else self._others[other])
         return self._values[first] if first < len(self._values) else default
 
-    def _refusal(self, why: str) -> MatchError:
-        return MatchError(
-            f"{self._name} of adapter_config.json has {len(self._values):,} patterns, of which {len(self._others):,} "
-            f"are regular expressions: {why}. Write names, with '\\.' for a dot"
-        )
-
-
-class _Names:
-    """Patterns that are names, by their length and by the positions of their dots."""
-
-    def __init__(self) -> None:
-        self._tables: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
-
-    def add(self, pattern: str, index: int) -> bool:
-        """Add a pattern; False if it is not a name."""
+    def _add_name(self, pattern: str, index: int) -> bool:
+        """Note a pattern that is a name, by its length and by the positions of its dots; False for any other."""
         if _NAME.fullmatch(pattern) is None:
             return False
         letters = [_DOT if m[2] else m[1] or m[3] for m in _LETTER.finditer(pattern)]
@@ -89,7 +76,7 @@ class _Names:
         self._tables.setdefault(len(letters), {}).setdefault(dots, {}).setdefault("".join(letters), index)
         return True
 
-    def first(self, module: str, none: int) -> tuple[int, int]:
+    def _first_name(self, module: str, none: int) -> tuple[int, int]:
         """Index of the first name that describes the end of the module's name, or `none`; number of look-ups."""
         ends = [module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")] if self._tables else []
         best, shapes = none, 0
@@ -103,6 +90,12 @@ class _Names:
                     letters[i] = _DOT
                 best = min(best, table.get("".join(letters), best))
         return best, shapes
+
+    def _refusal(self, why: str) -> MatchError:
+        return MatchError(
+            f"{self._name} of adapter_config.json has {len(self._values):,} patterns, of which {len(self._others):,} "
+            f"are regular expressions: {why}. Write names, with '\\.' for a dot"
+        )
 
 
 def _compiled(patterns: list[str]) -> RegexSet | None:

@@ -58,8 +58,8 @@ def fitting_names(
     if len(rows) > len(names) or len(names) > MOST_PARAMETERS:
         return [list(names) for _ in rows]
     ranks = {n: config.rank_of(f"{owner}.{n}") for n in names}
-    found = [p for p in permutations(names, len(rows)) if _agree(p, rows, shapes, ranks)]
-    return [sorted({p[k] for p in found} or names) for k in range(len(rows))]
+    orders = [p for p in permutations(names, len(rows)) if _agree(p, rows, shapes, ranks)]
+    return [sorted({p[k] for p in orders} or names) for k in range(len(rows))]
 
 
 def _agree(names: Sequence[str], rows: Sequence[int], shapes: Sequence[FactorShape], ranks: Mapping[str, int]) -> bool:
@@ -78,23 +78,23 @@ def _agree(names: Sequence[str], rows: Sequence[int], shapes: Sequence[FactorSha
 def is_grouped(config: AdapterConfig, owner: str, parameters: Sequence[str]) -> bool | str:
     """True if the columns of B are grouped by expert, False if they are rank-major; an error text if unknown."""
     said = config.said(ORDERS)
-    found = {said or _written_order(config.fields, f"{owner}.{p}") for p in parameters}
-    unknown = [value for value in found if value not in (*ORDERS, None)]
+    stated = {said or _written_order(config.fields, f"{owner}.{p}") for p in parameters}
+    unknown = [value for value in stated if value not in (*ORDERS, None)]
     if unknown:
         return (
             f"{ADAPTER_CONFIG}: expected lora_B_layout {' or '.join(ORDERS)}, found {shown(unknown[0])}, from which "
             f"the deltas of stacked experts cannot be formed; {HOW_TO_SAY.format('|'.join(ORDERS))}"
         )
     mapping = config.fields.get("auto_mapping")
-    if found == {None} and isinstance(mapping, Mapping) and mapping.get("unsloth_fixed"):
+    if stated == {None} and isinstance(mapping, Mapping) and mapping.get("unsloth_fixed"):
         return (
             f"{ADAPTER_CONFIG} comes from Unsloth and has no lora_B_layout: expected {' or '.join(ORDERS)}, since the "
             "columns of B can be read both ways. Unsloth that wrote no such field (before September 2026) trained "
             f"grouped_by_expert, PEFT's own layers are rank_major; {HOW_TO_SAY.format('|'.join(ORDERS))}"
         )
-    if len(found) > 1:
+    if len(stated) > 1:
         return f"module '{owner}': lora_B_layout differs between its parameters, which its names do not tell apart"
-    return found == {"grouped_by_expert"}
+    return stated == {"grouped_by_expert"}
 
 
 def _written_order(fields: Mapping[str, Any], parameter: str) -> Any:
@@ -124,13 +124,13 @@ def ways_to_fit(
     for axes in AXES:
         expected = [tuple(s) if axes == "e_o_i" else (s[0], s[2], s[1]) for s in shapes]
         orders: Iterator[tuple[str, ...]] = permutations(list(stored)[:MOST_PARAMETERS], len(shapes))
-        found = [
+        assignments = [
             names
             for names in orders
             if all(n in of and tuple(stored[n]) == e for n, of, e in zip(names, parameters, expected, strict=True))
         ]
-        if found:
-            out[axes] = found
+        if assignments:
+            out[axes] = assignments
     return out
 
 

@@ -54,19 +54,19 @@ class Targets:
             return ""
         parts, first = module.split("."), 1 if self._lists else 2
         pairs = zip(parts[first - 1 :], parts[first:-1], strict=False)
-        found = [int(n) for above, n in pairs if n.isdecimal() and (above in self._lists or not self._lists)]
-        return "" if any(n in self._layers for n in (*found[:1], *found[-1:])) else "layers_to_transform"
+        numbers = [int(n) for above, n in pairs if n.isdecimal() and (above in self._lists or not self._lists)]
+        return "" if any(n in self._layers for n in (*numbers[:1], *numbers[-1:])) else "layers_to_transform"
 
     def problems(self, modules: Iterable[str]) -> list[str]:
         """One sentence for each field by which PEFT ignores some of these modules, which have factors."""
-        found: dict[str, list[str]] = {}
+        ignored: dict[str, list[str]] = {}
         for module in modules:
-            found.setdefault(self._ignored_by(module), []).append(module)
+            ignored.setdefault(self._ignored_by(module), []).append(module)
         return [
             f"{field} leaves out {len(names)} modules that have factors in the file: "
             f"{first_names(names)}. PEFT ignores their factors. Likely cause: a config that was edited, or that of "
             "another adapter. Fix: correct the field, or remove the factors"
-            for field, names in found.items()
+            for field, names in ignored.items()
             if field
         ]
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert
-from actmat.experts.locate import Located
-from actmat.experts.lora.expert import entries_of
+from actmat.experts.deltas import Deltas
+from actmat.experts.fitted import entries_of
+from actmat.experts.locate import OpenInput, fit_expert, require_model, stored_of
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.choose import Chooser
 from actmat.recipe import Recipe, make_recipe
@@ -122,7 +122,7 @@ class Added:
         return {"tensors": rows, "unchanged": self.unchanged, "kept": list(self.kept), "error": self.relative_error}
 
 
-def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Located]) -> Added:
+def check_added(merged: OpenInput, inputs: ManifestInputs, against: Sequence[OpenInput]) -> Added:
     """Compare a merged model with its base plus the deltas of `against`, in the manifest's order.
 
     Args:
@@ -134,11 +134,11 @@ def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Locat
     """
     manifest = inputs.manifest
     labels = [e["name"] for e in manifest["experts"]]
-    _check_form(merged.place, manifest, len(against), labels)
-    base = inputs.located("base").model()
+    _check_form(merged.location, manifest, len(against), labels)
+    base = require_model(inputs.located("base"))
     with contextlib.ExitStack() as stack:
-        experts = [stack.enter_context(located.expert(base)) for located in against]
-        comparison = _SumComparison(base, experts, merged.stored, make_recipe(manifest["recipe"]))
+        experts = [stack.enter_context(fit_expert(located, base)) for located in against]
+        comparison = _SumComparison(base.tensors, experts, stored_of(merged).tensors, make_recipe(manifest["recipe"]))
         rows = {row["name"]: row for row in manifest["tensors"]}
         for row in rows.values():
             comparison.compare(row["name"], rows[row.get("tied_to") or row["name"]], len(labels))
@@ -189,7 +189,7 @@ def _shares(row: Mapping[str, Any], n_experts: int) -> list[float] | None:
 class _SumComparison:
     """Compares tensor by tensor; see `Added`."""
 
-    def __init__(self, base: Checkpoint, experts: Sequence[Expert], out: Checkpoint, recipe: Recipe) -> None:
+    def __init__(self, base: Tensors, experts: Sequence[Deltas], out: Tensors, recipe: Recipe) -> None:
         self._base, self._experts, self._out = base, experts, out
         self._chooser = Chooser(recipe)
         self._eps = torch.finfo(torch_dtype(recipe.compute_dtype)).eps
@@ -207,7 +207,7 @@ class _SumComparison:
         if name not in self._out.specs or name not in self._base.specs:
             self._problems.append(f"tensor '{name}' of the manifest is missing in the base or in the output")
             return
-        terms: list[tuple[Expert, str, float]] = []
+        terms: list[tuple[Deltas, str, float]] = []
         if row.get("method"):
             shares = _shares(row, n_experts)
             assert shares is not None, "checked before"
@@ -241,7 +241,7 @@ class _SumComparison:
         else:
             self._problems.append(f"tensor '{name}' of the output differs from the base, but no expert changes it")
 
-    def _sum(self, name: str, terms: Sequence[tuple[Expert, str, float]]) -> AddedTensor:
+    def _sum(self, name: str, terms: Sequence[tuple[Deltas, str, float]]) -> AddedTensor:
         spec = self._out.specs[name]
         dtype = torch_dtype(spec.dtype)
         eps = max(self._eps, torch.finfo(dtype).eps)
@@ -289,19 +289,19 @@ def _cuts(numel: int) -> Iterator[tuple[int, int]]:
     return ((start, min(CHUNK, numel - start)) for start in range(0, numel, CHUNK))
 
 
-def _entries(source: Checkpoint | Expert, name: str, start: int, size: int) -> Tensor:
+def _entries(source: Tensors | Deltas, name: str, start: int, size: int) -> Tensor:
     raw = torch.empty(size, dtype=torch_dtype(source.specs[name].dtype))
     source.read_into(name, start * raw.itemsize, raw_bytes(raw))
     return raw
 
 
-def _delta(expert: Expert, name: str, start: int, base: Tensor) -> tuple[Tensor, Tensor]:
+def _delta(expert: Deltas, name: str, start: int, base: Tensor) -> tuple[Tensor, Tensor]:
     """Entries of a delta in float64, and the largest magnitude of the summands that form them."""
     source, stop = expert.source(name), start + base.numel()
     if source.kind == "stored":
         whole = _entries(expert, name, start, base.numel()).to(torch.float64)
         return whole - base, whole.abs()
-    delta = expert.delta(name, start, stop, torch.float64)
+    delta = expert.dense(name, start, stop, torch.float64)
     if not source.rank:
         return delta, delta.abs()
     product = expert.factors(name, expert.specs[name].shape, torch.float64)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import hash_names
+from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk, names_on_disk
@@ -47,7 +48,7 @@ class Binding:
         return {s.name: name for name, found in self.located.items() for s in found.slices if s.name != name}
 
 
-def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | None = None) -> Binding:
+def bind(model: nn.Module, checkpoint: Model | None, adapter: Adapter | None = None) -> Binding:
     """Find every parameter of a model (with an adapter on it) in its checkpoint, compare and hash.
 
     Without a checkpoint, the model is recorded under its own names.
@@ -86,7 +87,7 @@ def _clean_name(name: str) -> str:
 
 
 def locate_parameters(
-    model: nn.Module, names: Collection[str], checkpoint: Checkpoint
+    model: nn.Module, names: Collection[str], checkpoint: Model
 ) -> tuple[dict[str, TensorOnDisk], str]:
     """Parameters located in the checkpoint, and the reason why others may not have been found.
 
@@ -108,7 +109,7 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 def _compared(
-    checkpoint: Checkpoint,
+    checkpoint: Model,
     parameters: Mapping[str, Tensor],
     located: Mapping[str, TensorOnDisk],
     replaced: frozenset[str],
@@ -118,7 +119,7 @@ def _compared(
     hashes: dict[str, str] = {}
     problems: list[str] = []
     for name, spec in checkpoint.specs.items():
-        stored = checkpoint.read(name)
+        stored = checkpoint.tensors.read(name)
         hashes[name] = content_hash(stored)
         parameter, piece = in_memory.get(name, ("", None))
         if piece is None or not spec.is_floating or parameter in replaced:

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, StatisticsError
-from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.locate import OpenInput, locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model, with_adapter
 from actmat.extras.collect.files import check_output, write_statistics
-from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Run, Settings, StoredTensors
+from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Measurement, Settings, StoredTensors
 from actmat.statistics.header import DataInfo, StatisticsHeader
 from actmat.version import __version__
 
@@ -41,7 +42,7 @@ def collect(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    checkpoint: str | Path | Checkpoint | None = None,
+    checkpoint: str | Path | Model | None = None,
     adapter: str | Path | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -73,14 +74,14 @@ def collect(
     if out is not None:
         check_output(Path(out), overwrite=overwrite)
     with bound(model, checkpoint, adapter) as binding:
-        result = measured(Run(model, binding, settings), batches, progress)
+        result = measured(Measurement(model, binding, settings), batches, progress)
     if out is not None:
         result.save(out, overwrite=overwrite)
     return result
 
 
 def measured(
-    run: Run, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
+    run: Measurement, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
 ) -> Collected:
     """`collect` of a model whose binding to a checkpoint the caller answers for."""
     seen = DataSeen()
@@ -101,7 +102,7 @@ def measured(
 @contextlib.contextmanager
 def bound(
     model: nn.Module,
-    checkpoint: str | Path | Checkpoint | None,
+    checkpoint: str | Path | Model | None,
     adapter: str | Path | None,
     same: Binding | None = None,
 ) -> Iterator[Binding]:
@@ -111,23 +112,23 @@ def bound(
         same: of the same model with another adapter, which changed no parameter of its own; nothing is compared then.
     """
     with contextlib.ExitStack() as stack:
-        on_top = None if adapter is None else _adapter(stack.enter_context(locate(adapter)))
+        on_top = None if adapter is None else _adapter(locate_in(stack, adapter))
         if same is not None:
             assert on_top is not None, "an adapter was switched"
             yield with_adapter(same, on_top)
             return
         if checkpoint is None:
             checkpoint = _named_checkpoint(model)
-        opened = None if checkpoint is None else stack.enter_context(locate(checkpoint)).model()
+        opened = None if checkpoint is None else require_model(locate_in(stack, checkpoint))
         if adapter is None:
             _check_no_adapter(model)
         yield bind(model, opened, on_top)
 
 
-def _adapter(found: Located) -> Adapter:
-    if not isinstance(found, LocatedAdapter):
-        raise CheckpointError(f"{found.place}: expected an adapter, found a full checkpoint")
-    return found.adapter
+def _adapter(located: OpenInput) -> Adapter:
+    if isinstance(located, Model):
+        raise CheckpointError(f"{located.location}: expected an adapter, found a full checkpoint")
+    return located
 
 
 def _named_checkpoint(model: nn.Module) -> str | None:
@@ -170,7 +171,7 @@ def _observable(model: nn.Module) -> Iterator[None]:
             switch(experts)
 
 
-def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
+def _result(run: Measurement, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     """StatisticsHeader and tensors of everything that was measured."""
     if not seen.samples:
         raise StatisticsError("No batches were given to measure the model on.")

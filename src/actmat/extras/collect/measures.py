@@ -70,7 +70,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Run:
+class Measurement:
     """A model to be measured, its binding to a checkpoint, and the settings of the measurement."""
 
     model: nn.Module
@@ -93,7 +93,7 @@ class GramMeasure:
     Hooks are put on the model until `close`.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Measurement) -> None:
         settings = run.settings
         self._model, self._binding, self._mask = run.model, run.binding, settings.mask
         self._dtype = FLOATS[settings.dtype]
@@ -208,7 +208,7 @@ def _key_of(first: LinearMap, readers: Sequence[LinearMap], taken: Collection[st
 class FisherMeasure:
     """Running sums of squared per-sample gradients of all floating-point parameters."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Measurement) -> None:
         self._run = run
         self._parameters = {n: p for n, p in run.binding.parameters.items() if p.is_floating_point()}
         self._sums = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in self._parameters.items()}

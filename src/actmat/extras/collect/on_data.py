@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import DataResidual
@@ -35,8 +36,8 @@ from actmat.extras.collect.outputs import recipe_of_output
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
-from actmat.run.open import open_inputs
-from actmat.run.prepare import plans_of
+from actmat.run.inputs import open_inputs
+from actmat.run.run import plan_all
 
 
 def measure_residuals(
@@ -51,21 +52,21 @@ def measure_residuals(
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
     with locate(place) as merged:
-        if merged.needs_base:
+        if not isinstance(merged, Model):
             raise StatisticsError(
                 f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, "
                 "--to model), or compare answers (--data)."
             )
-        with open_inputs([recipe]) as opened:
-            inputs, (plan,) = opened.inputs, plans_of(opened)
+        with open_inputs([recipe]) as (inputs, places):
+            (plan,) = plan_all(inputs, places.room)
             check_adapters(inputs)
-            return _residuals(plan, inputs, merged.stored, progress=progress)
+            return _residuals(plan, inputs, merged, progress=progress)
 
 
 def _residuals(
     plan: MergePlan,
     inputs: Inputs,
-    merged: Checkpoint,
+    merged: Model,
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[DataResidual, ...]:
@@ -112,7 +113,7 @@ def _residuals(
     )
 
 
-def _energies(item: Item, reader: ItemReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
+def _energies(item: Item, reader: ItemReader, merged: Model) -> Iterator[tuple[int, float, float]]:
     """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for region in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(region)
@@ -142,7 +143,7 @@ def output_energy(matrix_OI: Tensor, gram_II: Tensor) -> float:
     return max(0.0, float(((wide @ gram_II.double()) * wide).sum()))
 
 
-def _stored(merged: Checkpoint, item: Item, region: Region) -> Tensor:
+def _stored(merged: Model, item: Item, region: Region) -> Tensor:
     """The region's entries of the merged tensor, flat."""
     spec = merged.specs.get(item.name)
     if spec is None or tuple(spec.shape) != tuple(item.shape):
@@ -152,5 +153,5 @@ def _stored(merged: Checkpoint, item: Item, region: Region) -> Tensor:
             "changed after the merge? (actmat verify)"
         )
     raw = torch.empty(region.numel, dtype=torch_dtype(spec.dtype))
-    merged.read_into(item.name, region.start * raw.itemsize, raw_bytes(raw))
+    merged.tensors.read_into(item.name, region.start * raw.itemsize, raw_bytes(raw))
     return raw

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import hash_names
+from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
-from actmat.experts.locate import Located, locate
+from actmat.experts.locate import OpenInput, locate, locate_in, require_model, stored_of
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
 from actmat.extras.collect.files import join_statistics
-from actmat.extras.collect.measures import Run, Settings
+from actmat.extras.collect.measures import Measurement, Settings
 from actmat.recipe import add_statistics, make_recipe
 from actmat.recipe.arguments import Location
 from actmat.run import run_recipes
@@ -50,10 +50,10 @@ def measure_blocks(
     names = _blocks(model, blocks)
     stages, folders = out / "stages", {label: out / label for label in experts}
     with contextlib.ExitStack() as stack:
-        found = {label: stack.enter_context(locate(place)) for label, place in experts.items()}
-        _check(found, batches)
-        opened = {label: expert.model() for label, expert in found.items()}
-        start = stack.enter_context(locate(base)).model()
+        located = {label: locate_in(stack, place) for label, place in experts.items()}
+        _check(located, batches)
+        opened = {label: require_model(expert) for label, expert in located.items()}
+        start = require_model(locate_in(stack, base))
         bound = bind(model, start)
         job = _Job(model, start, opened, bound, {n: _rebound(bound, c) for n, c in opened.items()}, compute_dtype)
         identity = hash_names([(n, b.info.content) for n, b in [("", bound), *job.bindings.items()]])
@@ -78,21 +78,21 @@ class _Job:
     """The model between two stages, with its base, experts and bindings."""
 
     model: nn.Module
-    base: Checkpoint
-    experts: Mapping[str, Checkpoint]
+    base: Model
+    experts: Mapping[str, Model]
     bound: Binding
     bindings: Mapping[str, Binding]
     compute_dtype: str
 
     def put(self, parameters: Iterable[str], label: str) -> None:
         """Put an expert's parameters into the model."""
-        self._put(parameters, self.experts[label].read)
+        self._put(parameters, self.experts[label].tensors.read)
 
     def put_average(self, parameters: Iterable[str]) -> None:
         """Put the average of the experts' parameters into the model, one tensor at a time."""
 
         def average(name: str) -> Tensor:
-            values = (expert.read(name) for expert in self.experts.values())
+            values = (expert.tensors.read(name) for expert in self.experts.values())
             total = next(values).double()
             for value in values:
                 total += value
@@ -109,7 +109,7 @@ class _Job:
             source=f"staged batches of {label}",
             details=details,
         )
-        return measured(Run(self.model, self.bindings[label], settings), batches)
+        return measured(Measurement(self.model, self.bindings[label], settings), batches)
 
     def put_merged(self, own: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
         """Merge a block from its statistics, as a checkpoint of its own, and put it into the model."""
@@ -131,7 +131,7 @@ class _Job:
             }
             run_recipes([make_recipe(fields)], RunSettings(durable=False, threads=1))
             with locate(folder / "out") as merged:
-                self._put(own, merged.stored.read)
+                self._put(own, stored_of(merged).tensors.read)
 
     def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
         with torch.no_grad():
@@ -159,11 +159,11 @@ def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
     return [f"{wanted}.{child}" for child in children]
 
 
-def _check(experts: Mapping[str, Located], batches: Mapping[str, Batches]) -> None:
+def _check(experts: Mapping[str, OpenInput], batches: Mapping[str, Batches]) -> None:
     problems = [
         f"expert '{label}' is an adapter, whose blocks cannot be put into the model. Fix: merge it into its base first"
         for label, expert in experts.items()
-        if expert.needs_base
+        if not isinstance(expert, Model)
     ]
     problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
     problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]
@@ -172,12 +172,12 @@ def _check(experts: Mapping[str, Located], batches: Mapping[str, Batches]) -> No
         raise StatisticsError("Staged statistics cannot be measured.", problems or ["there are no experts"])
 
 
-def _rebound(base: Binding, expert: Checkpoint) -> Binding:
+def _rebound(base: Binding, expert: Model) -> Binding:
     """The model in memory, bound to an expert of the same names."""
     missing = sorted({s.name for found in base.located.values() for s in found.slices} - expert.specs.keys())
     if missing:
         raise StatisticsError(f"{expert.location} lacks {len(missing)} tensors of the base, such as '{missing[0]}'.")
-    hashes = {name: content_hash(expert.read(name)) for name in expert.specs}
+    hashes = {name: content_hash(expert.tensors.read(name)) for name in expert.specs}
     content = hash_names(hashes.items())
     info = ModelInfo(location=expert.location, architecture=base.info.architecture, content=content, tensors=hashes)
     return replace(base, info=info)
@@ -201,13 +201,13 @@ def _is_measured(part: Path, model: ModelInfo, details: Mapping[str, str]) -> bo
     return True
 
 
-def _write(checkpoint: Checkpoint, names: Sequence[str], folder: Path) -> None:
+def _write(checkpoint: Model, names: Sequence[str], folder: Path) -> None:
     """Some tensors of a checkpoint as one of its own, with its config."""
     import json
 
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    save_file({n: checkpoint.read(n).contiguous() for n in names}, folder / "model.safetensors", {"format": "pt"})
+    save_file({n: checkpoint.tensors.read(n) for n in names}, folder / "model.safetensors", {"format": "pt"})
     if checkpoint.config:
         (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")

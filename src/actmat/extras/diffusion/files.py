@@ -16,18 +16,20 @@ from pathlib import Path
 
 from actmat.bounds import is_url
 from actmat.checkpoints.memory import tensor_specs
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling, whole_file
 from actmat.errors import CheckpointError, MergeError, Note, OutputError
-from actmat.experts.locate import Located, LocatedAdapter, LocatedModel, locate
-from actmat.extras.diffusion.layouts import FileLayout, written
+from actmat.experts.locate import OpenInput, locate, stored_of
+from actmat.experts.lora.adapter import Adapter
+from actmat.extras.diffusion.layouts import FileLayout, convert_lora
 from actmat.extras.diffusion.metadata import OF_MODEL, kept_metadata
 from actmat.planning.implied import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import ModelOutput
-from actmat.run.locate import Held, located
+from actmat.run.locate import Held, locate_inputs
 from actmat.run.resume import MergeReport
 from actmat.settings import RunSettings
 from actmat.version import __version__
@@ -76,15 +78,15 @@ def _metadata_of_files(recipe: Recipe, held: Held) -> list[Mapping[str, str]] | 
     if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
-        with located(recipe, held) as given:
+        with locate_inputs(recipe, held) as given:
             base = given.base or given.experts[0]
-            if recipe.base or isinstance(base, LocatedModel):
-                is_file = not base.needs_base and base.stored.directory is None and base.place.endswith(END)
+            if recipe.base or isinstance(base, Model):
+                is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
                 is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
                 return [] if is_file and is_model else None
-            own = {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
-            layouts = own if recipe.adapter.layout == "same" else {recipe.adapter.layout}
-            return [e.stored.metadata() for e in given.experts] if layouts <= IN_ONE_FILE else None
+            stored = {e.layout if isinstance(e, Adapter) else "peft" for e in given.experts}
+            layouts = stored if recipe.adapter.layout == "same" else {recipe.adapter.layout}
+            return [stored_of(e).folder.header for e in given.experts] if layouts <= IN_ONE_FILE else None
     except MergeError:  # the merge reports the error
         return None
 
@@ -109,8 +111,8 @@ def _is_ours(out: Path) -> bool:
     try:
         if not out.is_file() or out.is_symlink():
             return False
-        with locate(out) as found:
-            return KEY in found.stored.metadata()
+        with locate(out) as output:
+            return KEY in stored_of(output).folder.header
     except MergeError:
         return False
 
@@ -160,37 +162,37 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def _convert(given: Located, out: Path, layout: FileLayout) -> str:
+def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
-    if not isinstance(given, LocatedAdapter):
-        raise CheckpointError(f"{given.place} is a full checkpoint; this format holds adapters only")
-    own, tensors = given.adapter.layout, written(given.adapter, layout)
+    if isinstance(located, Model):
+        raise CheckpointError(f"{located.location} is a full checkpoint; this format holds adapters only")
+    tensors = convert_lora(located, layout)
     specs = tensor_specs(tensors, out.name, location=str(out))
-    metadata = kept_metadata([given.stored.metadata()], specs)
+    metadata = kept_metadata([located.model.folder.header], specs)
     (shard,) = plan_shards([specs[n] for n in sorted(specs)], 1 << 62, metadata=metadata)
     with whole_file(out) as building, building.open("wb") as file:  # safetensors writes metadata in varying order
         file.write(shard.header)
         file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.extents)
-    changed = "names and factors" if own != layout else "unchanged factors"
-    return f"{len(tensors)} tensors, {changed}, from {own}'s layout"
+    changed = "names and factors" if located.layout != layout else "unchanged factors"
+    return f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout"
 
 
-def export_comfy(given: Located, out: Path) -> str:
+def export_comfy(located: OpenInput, out: Path) -> str:
     """Write a LoRA file for ComfyUI; returns a sentence about the result.
 
     Raises:
         OutputError: the file exists, or cannot be written.
         CheckpointError: the adapter cannot be written in this layout.
     """
-    return _convert(given, out, "comfy")
+    return _convert(located, out, "comfy")
 
 
-def export_kohya(given: Located, out: Path) -> str:
+def export_kohya(located: OpenInput, out: Path) -> str:
     """Write a LoRA file with kohya's names; see `export_comfy`."""
-    return _convert(given, out, "kohya")
+    return _convert(located, out, "kohya")
 
 
-def export_diffusers(given: Located, out: Path) -> str:
+def export_diffusers(located: OpenInput, out: Path) -> str:
     """Write a LoRA file with diffusers' names; see `export_comfy`."""
-    return _convert(given, out, "diffusers")
+    return _convert(located, out, "diffusers")

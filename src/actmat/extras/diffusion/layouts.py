@@ -28,10 +28,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.base import Tensors, TensorSpec, View, torch_dtype
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
@@ -65,33 +65,38 @@ class BlockPiece:
         return self.module.rank if self.columns is None else len(self.columns)
 
 
-class BlockFactors(CheckpointView):
+class BlockFactors(View):
     """Factors of modules assembled from pieces of stored modules.
 
     Args:
-        inner: stored factors; closed with this view.
+        sources: the stored factors; closed with this view.
         modules: name -> number of rows and pieces; all pieces are scaled to the scaling of the first.
     """
 
-    def __init__(self, inner: Checkpoint, modules: Mapping[str, tuple[int, Sequence[BlockPiece]]]) -> None:
-        super().__init__(inner)
-        self.aliases = MappingProxyType({})
-        self._modules = modules
+    def __init__(self, sources: Sequence[Tensors], modules: Mapping[str, tuple[int, Sequence[BlockPiece]]]) -> None:
+        super().__init__(sources, modules)
+        (stored,) = sources
+        self._stored, self._modules = stored, modules
         self._shared = {name: self._is_shared(pieces) for name, (_, pieces) in modules.items()}
         specs = {}
         for name, (rows, pieces) in modules.items():
-            a, b = (inner.specs[x] for x in (pieces[0].module.a, pieces[0].module.b))
+            a, b = (stored.specs[x] for x in (pieces[0].module.a, pieces[0].module.b))
             rank = pieces[0].rank if self._shared[name] else sum(p.rank for p in pieces)
             dtype = self._dtype(name)
             for end, shape in (("A", (rank, *a.shape[1:])), ("B", (rows, rank, *b.shape[2:]))):
-                stored = f"{name}.lora_{end}.weight"
-                specs[stored] = TensorSpec(stored, shape, dtype, a.file)
+                factor = f"{name}.lora_{end}.weight"
+                specs[factor] = TensorSpec(factor, shape, dtype, a.file)
         self.specs = MappingProxyType(specs)
 
-    def read(self, name: str) -> Tensor:
-        """Read an assembled factor."""
-        spec = self.find_spec(name)
-        module, _, side = name.removesuffix(".weight").rpartition(".")
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Bytes of an assembled factor."""
+        out[:] = raw_bytes(self._factor(spec))[start : start + len(out)]
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Do nothing: factors are small."""
+
+    def _factor(self, spec: TensorSpec) -> Tensor:
+        module, _, side = spec.name.removesuffix(".weight").rpartition(".")
         pieces, is_shared = self._modules[module][1], self._shared[module]
         if side == "lora_A":
             used = pieces[:1] if is_shared else pieces
@@ -99,25 +104,18 @@ class BlockFactors(CheckpointView):
         out = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
         column = 0
         for piece in pieces:
-            found = self._part(piece, piece.module.b).double() * (piece.module.scaling / pieces[0].module.scaling)
+            part = self._part(piece, piece.module.b).double() * (piece.module.scaling / pieces[0].module.scaling)
             rows = slice(piece.first, piece.first + len(piece.rows))
-            out[rows, column : column + piece.rank] = found.to(out.dtype)
+            out[rows, column : column + piece.rank] = part.to(out.dtype)
             column += 0 if is_shared else piece.rank
         return out
 
-    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Bytes of a factor."""
-        out[:] = raw_bytes(self.read(spec.name))[start : start + len(out)]
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Do nothing: factors are small."""
-
     def _part(self, piece: BlockPiece, stored: str) -> Tensor:
-        found = self.inner.read(stored)
+        factor = self._stored.read(stored)
         if stored == piece.module.a:
-            return found if piece.columns is None else found[list(piece.columns)]
-        found = found[piece.rows.start : piece.rows.stop]
-        return found if piece.columns is None else found[:, list(piece.columns)]
+            return factor if piece.columns is None else factor[list(piece.columns)]
+        rows = factor[piece.rows.start : piece.rows.stop]
+        return rows if piece.columns is None else rows[:, list(piece.columns)]
 
     def _is_shared(self, pieces: Sequence[BlockPiece]) -> bool:
         """True if all pieces have the same A."""
@@ -131,7 +129,7 @@ class BlockFactors(CheckpointView):
     def _dtype(self, name: str) -> str:
         """Dtype of the first piece, or float32 if that cannot represent the other pieces after scaling."""
         _, pieces = self._modules[name]
-        dtypes = {self.inner.specs[x].dtype for p in pieces for x in (p.module.a, p.module.b)}
+        dtypes = {self._stored.specs[x].dtype for p in pieces for x in (p.module.a, p.module.b)}
         ratios = {p.module.scaling / pieces[0].module.scaling for p in pieces}
         if len(dtypes) == 1 and ratios == {1.0}:
             return dtypes.pop()
@@ -143,12 +141,12 @@ class ConvertedAdapter(Adapter):
 
     Args:
         origin: the stored adapter; closed with this one.
-        weights: view of its weights.
+        model: view of its weights, with its files.
         listing: its content in the new layout.
     """
 
-    def __init__(self, origin: Adapter, weights: Checkpoint, listing: Listing) -> None:
-        super().__init__(weights, origin.config, (), listing)
+    def __init__(self, origin: Adapter, model: Model, listing: Listing) -> None:
+        super().__init__(model, origin.config, (), listing)
         self._origin = origin
 
     @cached_property
@@ -165,7 +163,7 @@ def in_layout(
     The result is closed with the adapter. kohya files with diffusers' names get the original names.
     """
     if metadata is None:
-        metadata = adapter.weights.metadata()
+        metadata = adapter.model.folder.header
     architecture, problem = find_architecture(adapter, metadata)
     if architecture is not None:
         return _LayoutConversion(adapter, architecture, layout).result()
@@ -173,7 +171,7 @@ def in_layout(
         return adapter, [] if adapter.layout == layout else [problem]
     modules, problems = _renamed(adapter, layout)
     listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
-    return ConvertedAdapter(adapter, adapter.weights, listing), problems
+    return ConvertedAdapter(adapter, adapter.model, listing), problems
 
 
 def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, AdapterModule], list[str]]:
@@ -201,7 +199,7 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
     return {name: dataclasses.replace(m, name=name, path=m.inside) for name, m in names.items()}, []
 
 
-def written(
+def convert_lora(
     source: Adapter | Mapping[str, Tensor], layout: FileLayout, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
     """The tensors of a LoRA in a layout, converted from any other.
@@ -209,7 +207,7 @@ def written(
     >>> a, b = torch.eye(2), torch.eye(6, 2)
     >>> name = "lora_unet_double_blocks_0_img_attn_qkv"
     >>> packed = {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": torch.tensor(2.0)}
-    >>> for name in written(packed, "diffusers"):
+    >>> for name in convert_lora(packed, "diffusers"):
     ...     print(name)
     transformer.transformer_blocks.0.attn.to_q.lora_A.weight
     transformer.transformer_blocks.0.attn.to_q.lora_B.weight
@@ -223,7 +221,7 @@ def written(
     Raises:
         CheckpointError: the file is not plain LoRA, or has modules without a name in the layout; lists all problems.
     """
-    adapter = source if isinstance(source, Adapter) else adapter_of(MemoryCheckpoint(source), metadata or {})
+    adapter = source if isinstance(source, Adapter) else adapter_of(hold_model(source), metadata or {})
     converted, problems = in_layout(adapter, layout, metadata)
     if found := [*adapter.problems, *problems]:
         raise CheckpointError(f"{adapter.location}: cannot be written in the layout '{layout}'.", found)
@@ -271,14 +269,14 @@ class _LayoutConversion:
                 self._add(module)
         if self.problems:
             return adapter, self.problems
-        weights = BlockFactors(adapter.weights, {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
+        weights = BlockFactors([adapter.weights], {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
         modules = {name: self._module(name, weights) for name in self._pieces}
         change = "renamed" if adapter.layout == layout else f"converted from the layout of {adapter.layout} to {layout}"
         notes = (*adapter.listing.notes, f"{change}, as an adapter of {self._of.name}")
         listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None, notes=notes)
-        return ConvertedAdapter(adapter, weights, listing), []
+        return ConvertedAdapter(adapter, dataclasses.replace(adapter.model, tensors=weights), listing), []
 
-    def _module(self, name: str, weights: Checkpoint) -> AdapterModule:
+    def _module(self, name: str, weights: Tensors) -> AdapterModule:
         first = self._pieces[name][0].module
         part, path = self._places[name]
         a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"

@@ -16,15 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.bounds import parse_json
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import unknown_note
-from actmat.experts.base import AdapterFamily
-from actmat.experts.candidate import Candidate
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.source import Source
+from actmat.experts.deltas import AdapterFamily
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
-from actmat.experts.lora.expert import AdapterExpert
-from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.deltas import fit_factors
+from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
 from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
@@ -44,7 +45,7 @@ class _ModuleGroup:
     names: dict[str, str] = field(default_factory=dict)
 
 
-def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple[Listing, AdapterConfig]:
+def list_file_modules(weights: Tensors, metadata: Mapping[str, str]) -> tuple[Listing, AdapterConfig]:
     """List the modules of a file and all problems, and build a config; reads only scales."""
     groups: dict[str, _ModuleGroup] = {}
     problems: list[str] = []
@@ -144,7 +145,7 @@ class _Scales:
     """Scale of every module, and problems."""
 
     def __init__(
-        self, weights: Checkpoint, groups: Mapping[str, _ModuleGroup], configs: Mapping[str, AdapterConfig]
+        self, weights: Tensors, groups: Mapping[str, _ModuleGroup], configs: Mapping[str, AdapterConfig]
     ) -> None:
         self._weights, self._configs = weights, configs
         self.problems: list[str] = []
@@ -206,16 +207,20 @@ def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], sca
     )  # fmt: skip
 
 
-def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
-    """Build the adapter of a file's tensors and metadata; reads its scales."""
-    listing, config = list_file_modules(weights, metadata)
-    models = models_of(Adapter(weights, config, (), listing), metadata)
-    return Adapter(weights, config, (), replace(listing, models=models))
+def adapter_of(file: Model, metadata: Mapping[str, str] | None = None) -> Adapter:
+    """Build the adapter of a file; reads its scales.
+
+    Args:
+        metadata: of the file; default: those of its header.
+    """
+    metadata = file.folder.header if metadata is None else metadata
+    listing, config = list_file_modules(file.tensors, metadata)
+    models = models_of(Adapter(file, config, (), listing), metadata)
+    return Adapter(file, config, (), replace(listing, models=models))
 
 
-def _look(candidate: Candidate) -> Adapter | None:
-    file = candidate.file
-    return adapter_of(file, file.metadata()) if file is not None and first_factor(file.specs) is not None else None
+def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
+    return adapter_of(file) if file is not None and first_factor(file.specs) is not None else None
 
 
-LORA_FILE = AdapterFamily("LoRA file", _look, AdapterExpert, lambda adapter: "")
+LORA_FILE = AdapterFamily("LoRA file", _look, fit_factors, lambda adapter: "")

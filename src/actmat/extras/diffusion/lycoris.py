@@ -28,13 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.keys import Keys
-from actmat.experts.base import AdapterFamily, Expert
-from actmat.experts.candidate import Candidate
+from actmat.checkpoints.model import Model
+from actmat.checkpoints.source import Source
 from actmat.experts.changes.base import Change, Content
-from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.changes.deltas import fit_changes
+from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import unreadable
 from actmat.extras.adapters.groups import Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
@@ -97,7 +99,7 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
         match = _NAME.fullmatch(name)
         if match is None:
             role = name.partition(".")[2].removesuffix(".weight")
-            why = TENSORS.sort({role: True}).refused.get(role, "does not belong to LoRA, LoHa, LoKr, (IA)^3 or DoRA")
+            why = TENSORS.judge({role: True}).get(role) or "does not belong to LoRA, LoHa, LoKr, (IA)^3 or DoRA"
             problems.append(f"tensor '{name}' {why} in kohya's names; LyCORIS's other algorithms are not supported. "
             "Fix: fold the file into its base with the program that trained it, and merge full "
             "models")  # fmt: skip
@@ -154,7 +156,7 @@ class _Decomposed(Change):
         return factors_P[:, None] * changed_PI - base_PI
 
 
-def _change(module: LycorisModule, target: str, weights: Checkpoint) -> Change | str:
+def _change(module: LycorisModule, target: str, weights: Tensors) -> Change | str:
     """The change of a base tensor, or a problem."""
     group = module.group
     scaling = _scaling(module, weights)
@@ -187,7 +189,7 @@ def _without(group: Group, *roles: str) -> Group:
     return Group(group.module, names, {n: group.specs[n] for n in names.values()})
 
 
-def _scaling(module: LycorisModule, weights: Checkpoint) -> float | str:
+def _scaling(module: LycorisModule, weights: Tensors) -> float | str:
     """The scale `alpha / r`, or a problem."""
     group = module.group
     rank_of = {"LoHa": ("hada_w1_b",), "LoKr": ("lokr_w1_b", "lokr_w2_b"), "LoRA": ("lora_down",), "(IA)^3": ()}
@@ -217,14 +219,14 @@ def _plain(group: Group, target: str, scaling: float) -> Change | str:
     return _Factors(target, stored, scaling, (up[0], columns))
 
 
-def _ia3(group: Group, target: str, weights: Checkpoint) -> Change | str:
+def _ia3(group: Group, target: str, weights: Tensors) -> Change | str:
     if missing := group.missing("weight", "on_input"):
         return missing
     of_inputs = bool(weights.read(group.names["on_input"]).any())
     return Scaled(target, (group.names["weight"],), math.prod(group.shape("weight")), of_inputs, unchanged=0.0)
 
 
-def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]:
+def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
     """Changes of the base's tensors, and notes. Modules of components missing in the base are left out."""
     modules, problems = lycoris_modules(weights.specs)
     by_part: dict[str, list[LycorisModule]] = {}
@@ -253,15 +255,14 @@ def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]
     return Content(changes, {}, problems), notes
 
 
-def _look(candidate: Candidate) -> Adapter | None:
-    file = candidate.file
-    return adapter_of(file, file.metadata()) if file is not None and any(map(_OWN.match, file.specs)) else None
+def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> Adapter | None:
+    return adapter_of(file) if file is not None and any(map(_OWN.match, file.specs)) else None
 
 
-def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
+def _fit(adapter: Adapter, base: Model) -> Deltas:
     content, notes = _content(adapter.weights, base)
-    expert = FormedExpert(adapter, base, content)
-    expert.notes = (*expert.notes, *notes, *metadata_notes(adapter.weights.metadata()))
+    expert = fit_changes(adapter, base, content)
+    expert.note(*notes, *metadata_notes(adapter.model.folder.header))
     return expert
 
 

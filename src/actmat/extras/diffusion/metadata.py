@@ -71,9 +71,9 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
     if arguments is None:
         return (f"the metadata {ARGUMENTS} is not a JSON object, so it is ignored: {shown(metadata[ARGUMENTS])}",)
     algorithm = str(arguments.get("algo") or "lora").lower()
-    unknown = [f"algo={name}" for name in ALGORITHMS.sort({algorithm: True}).unknown]
-    unknown += SETTINGS.sort({k: v for k, v in arguments.items() if v not in ("False", "None")}).unknown
-    networks = NETWORKS.sort({metadata.get(MODULE) or "networks.lora": True}).unknown
+    unknown = [f"algo={name}" for name in ALGORITHMS.unknown({algorithm: True})]
+    unknown += SETTINGS.unknown({k: v for k, v in arguments.items() if v not in ("False", "None")})
+    networks = NETWORKS.unknown({metadata.get(MODULE) or "networks.lora": True})
     return (
         *unknown_note(f"the metadata {ARGUMENTS}", unknown),
         *(f"the metadata {MODULE} names an unknown trainer module: {shown(n)}" for n in networks),

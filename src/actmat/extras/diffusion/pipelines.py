@@ -1,4 +1,4 @@
-"""Pipelines of diffusers: a folder with `model_index.json` and one folder per component, read as one checkpoint.
+"""Pipelines of diffusers: a folder with `model_index.json` and one folder per component, read as one model.
 
 Tensor names begin with the component's folder: `unet.conv_in.weight`. Components with weights are models of diffusers
 (`unet`, `transformer`, `vae`) or transformers (`text_encoder`); schedulers, tokenizers and the rest are side files. A
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from functools import cached_property
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
+from actmat.checkpoints.composed import Composed, Piece, whole
 from actmat.checkpoints.folder import foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
-from actmat.checkpoints.side_files import PIPELINE, SCHEDULER_CONFIG, SideFiles
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint
-from actmat.checkpoints.view import DelegatingCheckpoint
+from actmat.checkpoints.model import Config, Format, Model, ModelFolder
+from actmat.checkpoints.side_files import PIPELINE, SCHEDULER_CONFIG
+from actmat.checkpoints.source import Source, handle_of
 from actmat.errors import CheckpointError
 
 COMPONENTS = "components"
@@ -30,80 +29,44 @@ COMPONENTS = "components"
 _INSIDE = (SAFETENSORS, TORCH_FILES)
 
 
-class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
-    """Checkpoint of a pipeline; closes its components."""
+def _joined(source: Source, components: Mapping[str, Model], top: Config) -> Model:
+    """The model of a pipeline's components; closing it closes them.
 
-    format = "pipeline"
-    is_composed = True
-
-    def __init__(self, source: Source, components: Mapping[str, Checkpoint], own: Mapping[str, Any]) -> None:
-        super().__init__(source, ())
-        self.components = dict(components)
-        self._own = own
-        self.specs = MappingProxyType(
-            {f"{c}.{n}": _moved(spec, c) for c, opened in components.items() for n, spec in opened.specs.items()}
-        )
-        self.notes = tuple(f"component '{c}': {note}" for c, opened in components.items() for note in opened.notes)
-        self.absent = tuple(f"{c}.{n}" for c, opened in components.items() for n in opened.absent)
-        self.aliases = MappingProxyType(
-            {f"{c}.{a}": f"{c}.{n}" for c, opened in components.items() for a, n in opened.aliases.items()}
-        )
-
-    @cached_property
-    def config(self) -> Mapping[str, Any]:
-        """The pipeline's class, component name -> config, and the configs of its schedulers."""
-        configs = {name: dict(opened.config or {}) for name, opened in self.components.items()}
-        return {**self._own, COMPONENTS: configs}
-
-    @property
-    def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """Configs of quantized components, without quantization."""
-        written = {f"{name}/config.json": opened.written_config for name, opened in self.components.items()}
-        return {path: config for path, config in written.items() if config is not None}
-
-    def origin(self, name: str) -> tuple[Checkpoint, str]:
-        """The component, and the tensor's name in it."""
-        component, _, own = name.partition(".")
-        return self.components[component], own
-
-    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Specs of the tensors stored for it in its component."""
-        return tuple(_moved(spec, name.partition(".")[0]) for spec in super().stored_specs(name))
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the weight files of all components."""
-        return tuple(i for opened in self.components.values() for i in opened.identity())
-
-    def side_files(self) -> SideFiles:
-        """Files of the pipeline and its components, except merged weights."""
-        merged = [f"{c}/{label}" for c, opened in self.components.items() for label in _labels(opened)]
-        return self.source.side_files(merged)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Sum over all components, because each may read ahead."""
-        return sum(c.buffer_bytes for c in self.components.values())
-
-    def close(self) -> None:
-        """Close all components."""
-        for opened in self.components.values():
-            opened.close()
-
-
-def _moved(spec: TensorSpec, component: str) -> TensorSpec:
-    return TensorSpec(f"{component}.{spec.name}", spec.shape, spec.dtype, f"{component}/{spec.file}", spec.offset)
-
-
-def _labels(opened: Checkpoint) -> tuple[str, ...]:
-    stored = opened.inner if isinstance(opened, QuantizedCheckpoint) else opened
-    return stored.labels if isinstance(stored, StoredCheckpoint) else ()
+    Args:
+        source: files of the pipeline.
+        components: by the names of their folders.
+        top: config beside those of the components: the pipeline's class, and the configs of its schedulers.
+    """
+    pieces: dict[str, tuple[Piece]] = {}
+    specs: dict[str, TensorSpec] = {}
+    for number, (component, model) in enumerate(components.items()):
+        for spec in model.specs.values():
+            name = f"{component}.{spec.name}"
+            pieces[name] = whole(spec, number)
+            specs[name] = replace(spec, name=name, file=f"{component}/{spec.file}")
+    tensors = [model.tensors for model in components.values()]
+    aliases = {f"{c}.{a}": f"{c}.{n}" for c, model in components.items() for a, n in model.tensors.aliases.items()}
+    files = [file for model in components.values() for file in model.tensors.identity()]
+    handle = handle_of(source, "pipeline", files)
+    folders = {component: model.folder for component, model in components.items()}
+    folder = ModelFolder(
+        {**top, COMPONENTS: {component: dict(f.config or {}) for component, f in folders.items()}},
+        written={f"{component}/{path}": c for component, f in folders.items() for path, c in f.written.items()},
+        files=(source,),
+        merged=tuple(f"{component}/{name}" for component, f in folders.items() for name in f.merged),
+        notes=tuple(
+            replace(n, text=f"component '{part}': {n.text}") for part, folder in folders.items() for n in folder.notes
+        ),
+        absent=tuple(f"{component}.{name}" for component, f in folders.items() for name in f.absent),
+    )
+    return Model(Composed(tensors, pieces, specs, aliases, location=source.location, handle=handle), folder)
 
 
 def _claims(source: Source) -> bool:
     return source.named is None and PIPELINE in source.names
 
 
-def _open(source: Source) -> PipelineCheckpoint:
+def _open(source: Source) -> Model:
     """Open every component with weights.
 
     Raises:
@@ -112,14 +75,14 @@ def _open(source: Source) -> PipelineCheckpoint:
     index = read_object(source.fetch(PIPELINE))
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
-        opened: dict[str, Checkpoint] = {}
-        own: dict[str, Any] = {"_class_name": str(index.get("_class_name", "DiffusionPipeline"))}
+        opened: dict[str, Model] = {}
+        top: dict[str, Any] = {"_class_name": str(index.get("_class_name", "DiffusionPipeline"))}
         for name in _declared(index):
             inner = source.child(name)
             if inner is None:
                 continue
             if SCHEDULER_CONFIG in inner.names:
-                own[name] = read_object(inner.fetch(SCHEDULER_CONFIG))
+                top[name] = read_object(inner.fetch(SCHEDULER_CONFIG))
             form = next((f for f in _INSIDE if f.claims(inner)), None)
             foreign = [n for n in inner.names if foreign_format(n)]
             try:
@@ -138,7 +101,7 @@ def _open(source: Source) -> PipelineCheckpoint:
                 problems,
             )
         stack.pop_all()
-        return PipelineCheckpoint(source, opened, own)
+        return _joined(source, opened, top)
 
 
 def _declared(index: Mapping[str, Any]) -> list[str]:
@@ -147,4 +110,4 @@ def _declared(index: Mapping[str, Any]) -> list[str]:
     return [n for n, value in named if value and value[0] is not None]
 
 
-PIPELINES = Format(PipelineCheckpoint.format, (PIPELINE,), _claims, _open)
+PIPELINES = Format("pipeline", (PIPELINE,), _claims, _open)

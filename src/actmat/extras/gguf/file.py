@@ -1,43 +1,30 @@
-"""GGUF files as checkpoints with transformers' names, dequantized row by row by the package gguf; their tokenizers."""
+"""GGUF files as models with transformers' names, dequantized row by row by the package gguf; their tokenizers."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.codecs.base import CodedTensor, StoredParts
-from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.codecs.base import CodedTensor, CodeReader
+from actmat.checkpoints.codecs.quantized import QuantizedTensors
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.checkpoints.model import CONFIG, Format, Model, ModelFolder
+from actmat.checkpoints.source import Source, TensorFiles
 from actmat.errors import CheckpointError
 from actmat.extras.gguf.header import VOCABULARY, GgufEntry, GgufHeader, SkippedList, joined, parts_of, read_gguf_header
 from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
 
 if TYPE_CHECKING:
     import numpy
-import tempfile
-from pathlib import Path
-
-
-def converted_tokenizer(path: Path) -> dict[str, str]:
-    """Name of a file -> text; empty if transformers is missing or cannot convert it, which the output then says."""
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            return {f.name: f.read_text(encoding="utf-8") for f in sorted(Path(folder).iterdir()) if f.is_file()}
-    except Exception:  # noqa: BLE001 - converters of each architecture raise errors of many types
-        return {}
-
 
 SUFFIX = ".gguf"
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -48,7 +35,45 @@ QUANTIZED = (
 """Tensor types that the package gguf dequantizes."""
 
 
-class GgufFile(StoredCheckpoint):
+@dataclass(frozen=True)
+class GgufFolder(ModelFolder):
+    """A folder whose config and tokenizer are in the header of its weight file.
+
+    Args:
+        metadata: of the file.
+        file: that has it.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    file: Path = Path()
+
+    @property
+    def copies_config(self) -> bool:
+        """False: one that the header does not describe wholly is not written."""
+        return False
+
+    def tokens(self) -> Sequence[str]:
+        """The tokens in the metadata; empty for padding, and for WordPiece, which is written otherwise."""
+        listed = self.metadata.get(VOCABULARY)
+        if not isinstance(listed, SkippedList) or self.metadata.get("tokenizer.ggml.model") not in ("gpt2", "llama"):
+            return ()
+        return ["" if token == f"[PAD{row}]" else token for row, token in enumerate(listed.texts)]
+
+    def converted_tokenizer(self) -> Mapping[str, str]:
+        """Name of a file -> text; empty if transformers is missing or cannot convert it, which the output then says."""
+        try:
+            from transformers import AutoTokenizer
+
+            names = {"gguf_file": self.file.name, "local_files_only": True}
+            tokenizer = AutoTokenizer.from_pretrained(self.file.parent, **names)
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_pretrained(folder)
+                return {f.name: f.read_text(encoding="utf-8") for f in sorted(Path(folder).iterdir()) if f.is_file()}
+        except Exception:  # noqa: BLE001 - converters of each architecture raise errors of many types
+            return {}
+
+
+class GgufFile(TensorFiles):
     """The stored tensors of one file, or of all parts of a split file; downloaded when opened.
 
     Quantized tensors are rows of bytes.
@@ -58,7 +83,6 @@ class GgufFile(StoredCheckpoint):
 
     def __init__(self, source: Source, labels: Sequence[str]) -> None:
         super().__init__(source, labels)
-        self.directory = None  # the config is in the metadata, not in the folder
         files = {label: source.fetch(label) for label in labels}
         self.first_file = files[labels[0]]  # has the metadata
         self._reader = FileReader(files)
@@ -68,41 +92,14 @@ class GgufFile(StoredCheckpoint):
                 read_gguf_header(partial(self._reader.read, label), size, file=f"{source.location}")
                 for label, size in zip(labels, sizes, strict=True)
             ]
-            self.header = joined(headers, source.location)
+            self.gguf = joined(headers, source.location)
             specs: dict[str, TensorSpec] = {}
             for header, label, size in zip(headers, labels, sizes, strict=True):
                 specs |= _stored_specs(header, label, size, source.location)
             self.specs = MappingProxyType(specs)
-            if why := undescribed(self.header):
-                self.notes += (
-                    f"{why}: no config.json can be made from it; copy the original model's config.json into the output",
-                )
         except CheckpointError:
             self._reader.close()
             raise
-        self.aliases = MappingProxyType({})
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """The metadata as a transformers config."""
-        return config_of(self.header)
-
-    @property
-    def written_config(self) -> Mapping[str, Any] | None:
-        """The config to write; None if the metadata is incomplete."""
-        return None if undescribed(self.header) else self.config
-
-    def converted_sidecars(self) -> Mapping[str, str]:
-        """The tokenizer in the metadata."""
-        return converted_tokenizer(self.first_file)
-
-    def stored_tokens(self) -> Sequence[str]:
-        """The tokens in the metadata; empty for padding, and for WordPiece, which is written otherwise."""
-        metadata: Mapping[str, Any] = self.header.metadata
-        listed = metadata.get(VOCABULARY)
-        if not isinstance(listed, SkippedList) or metadata.get("tokenizer.ggml.model") not in ("gpt2", "llama"):
-            return ()
-        return ["" if token == f"[PAD{row}]" else token for row, token in enumerate(listed.texts)]
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Fill with stored bytes."""
@@ -117,6 +114,22 @@ class GgufFile(StoredCheckpoint):
         """Close the file."""
         super().close()
         self._reader.close()
+
+
+def _folder(tensors: GgufFile) -> ModelFolder:
+    """Everything beside the tensors."""
+    source, config = tensors.source, config_of(tensors.gguf)
+    why = undescribed(tensors.gguf)
+    note = f"{why}: no config.json can be made from it; copy the original model's config.json into the output"
+    folder = GgufFolder(
+        config,
+        written={} if why else {CONFIG: config},
+        files=(source,),
+        merged=tensors.labels,
+        metadata=tensors.gguf.metadata,
+        file=tensors.first_file,
+    )
+    return folder.noted(*source.notes, *([note] if why else ()))
 
 
 def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:
@@ -174,7 +187,7 @@ class GgufTensor(CodedTensor):
     heads: int
     shift: float = 0.0
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Rows in transformers' order: half `p`, pair `d` of a head is row `2 d + p` of that head in the file."""
         rows = torch.arange(start, stop) + matrix * self.rows
         is_bias = len(self.shape) < 2  # one entry per row of the weight
@@ -208,7 +221,7 @@ def rows_in_file(header: GgufHeader, tensor: GgufEntry) -> Tensor | None:
     return _order(torch.arange(count), count, heads).argsort() if heads > 0 else None
 
 
-def _open(source: Source) -> Checkpoint:
+def _open(source: Source) -> Model:
     """Open the only GGUF file of a source, or all parts of a split file.
 
     Raises:
@@ -229,31 +242,32 @@ def _open(source: Source) -> Checkpoint:
         raise CheckpointError(
             f"{source.location}: reading GGUF files needs the package gguf. Fix: pip install 'actmat[gguf]'."
         ) from None
-    inner = GgufFile(source, parts)
+    stored = GgufFile(source, parts)
     try:
-        return QuantizedCheckpoint(inner, _tensors(inner), [n for n in UNUSED if n in inner.specs])
+        tensors = QuantizedTensors(stored, _coded(stored), [n for n in UNUSED if n in stored.specs])
+        return Model(tensors, _folder(stored))
     except CheckpointError:
-        inner.close()
+        stored.close()
         raise
 
 
-def _tensors(inner: GgufFile) -> list[CodedTensor]:
-    names = names_of(inner.header, inner.location)
+def _coded(stored: GgufFile) -> list[CodedTensor]:
+    names = names_of(stored.gguf, stored.location)
     out: list[CodedTensor] = []
-    for tensor in inner.header.tensors:
+    for tensor in stored.gguf.tensors:
         if tensor.name not in names:
             continue
         kind, *_ = _type_of(tensor)
-        heads = rotated_heads(inner.header, tensor.name)
+        heads = rotated_heads(stored.gguf, tensor.name)
         rows = tensor.shape[-2] if len(tensor.shape) > 1 else tensor.shape[0] if tensor.shape else 1
         if heads and (heads < 0 or rows % (2 * heads)):
             raise CheckpointError(
-                f"{inner.location}: tensor {tensor.name[:120]!r} has {rows} rows, which do not divide into pairs "
+                f"{stored.location}: tensor {tensor.name[:120]!r} has {rows} rows, which do not divide into pairs "
                 f"for the {heads} heads of the metadata, so transformers' row order is unknown"
             )
         words = "" if kind in PLAIN else f"GGUF {kind}"
         dtype = PLAIN.get(kind, "bfloat16")
-        shift = added(inner.header, tensor.name)
+        shift = added(stored.gguf, tensor.name)
         out.append(GgufTensor(names[tensor.name], tensor.shape, dtype, words, (tensor.name,), kind, heads, shift))
     return out
 

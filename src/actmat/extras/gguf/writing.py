@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
-from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.locate import OpenInput, has_factors, locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
@@ -55,11 +55,11 @@ class _Piece:
     make: Callable[[], numpy.ndarray[Any, Any]]
 
 
-def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
+def write_gguf(located: OpenInput, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
     """Write a checkpoint or a LoRA adapter as one GGUF file; returns a sentence with the number and types of tensors.
 
     Args:
-        given: the checkpoint or adapter.
+        located: the checkpoint or adapter.
         out: file to create; must not exist.
         like: a GGUF file of the same base.
         type: type of matrices: f32, f16, bf16 or q8_0.
@@ -81,54 +81,53 @@ def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str 
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     with _pattern(like) as pattern:
-        if isinstance(given, LocatedAdapter) and given.has_factors:
-            adapter = given.adapter
-            if adapter.problems:
-                raise CheckpointError(f"{given.place} cannot be read as an adapter.", adapter.problems)
-            return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), {"adapter": _alpha(adapter)})
-        checkpoint = given.model()
-        return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
+        if isinstance(located, Adapter) and has_factors(located):
+            if located.problems:
+                raise CheckpointError(f"{located.location} cannot be read as an adapter.", located.problems)
+            return _write(out, pattern, _pieces_of_adapter(located, pattern, type), {"adapter": _alpha(located)})
+        tensors = require_model(located).tensors
+        return _write(out, pattern, _pieces_of_model(tensors, pattern, type), {"file_type": FILE_TYPES[type]})
 
 
 @contextlib.contextmanager
 def _pattern(like: str) -> Iterator[GgufFile]:
     """Open the pattern; only its header is read."""
-    with locate(like) as found:
-        inner = getattr(found.stored, "inner", None)
-        if not isinstance(inner, GgufFile):
+    with locate(like) as located:
+        stored = getattr(stored_of(located).tensors, "stored", None)
+        if not isinstance(stored, GgufFile):
             raise CheckpointError(f"{like}: --like is not a GGUF file. {LIKE}.")
-        yield inner
+        yield stored
 
 
-def _pieces_of_model(checkpoint: Checkpoint, pattern: GgufFile, type: str) -> list[_Piece]:
-    """Every tensor of the pattern, with the checkpoint's values.
+def _pieces_of_model(tensors: Tensors, pattern: GgufFile, type: str) -> list[_Piece]:
+    """Every tensor of the pattern, with the model's values.
 
     Raises:
         AlignmentError: tensors do not match; all are listed.
     """
-    header, names = pattern.header, names_of(pattern.header, pattern.location)
+    header, names = pattern.gguf, names_of(pattern.gguf, pattern.location)
     pieces, problems = [], []
     for tensor in header.tensors:
         if tensor.name in UNUSED:  # computed from the config, so equal for all models of this base
             pieces.append(_Piece(tensor.name, "F32", tensor.shape, _copied(pattern, tensor)))
             continue
         name = names[tensor.name]
-        spec = checkpoint.specs.get(checkpoint.aliases.get(name, name))
+        spec = tensors.specs.get(tensors.aliases.get(name, name))
         if spec is None:
-            problems.append(f"'{name}' ({tensor.name} in the pattern) is not in {checkpoint.location}")
+            problems.append(f"'{name}' ({tensor.name} in the pattern) is not in {tensors.location}")
         elif spec.shape != tensor.shape:
             problems.append(f"'{name}' is {list(spec.shape)} here and {list(tensor.shape)} in the pattern")
         elif type == "q8_0" and len(tensor.shape) > 1 and tensor.shape[-1] % 32:
             problems.append(f"'{name}' has rows of {tensor.shape[-1]}, not a multiple of q8_0's block of 32: use f16")
         else:
             own = "F32" if len(tensor.shape) < 2 else TYPES[type]
-            pieces.append(_piece(tensor.name, own, tensor.shape, _values(checkpoint, spec.name, pattern, tensor)))
-    tied = checkpoint.aliases.keys()
-    extra = [n for n in checkpoint.specs if n not in names.values() and n not in tied and "rotary_emb" not in n]
+            pieces.append(_piece(tensor.name, own, tensor.shape, _values(tensors, spec.name, pattern, tensor)))
+    tied = tensors.aliases.keys()
+    extra = [n for n in tensors.specs if n not in names.values() and n not in tied and "rotary_emb" not in n]
     problems += [f"'{name}' has no counterpart in the pattern {pattern.location}" for name in extra]
     if problems:
         raise AlignmentError(
-            f"{checkpoint.location} does not match the pattern {pattern.location}. Likely cause: a file of another "
+            f"{tensors.location} does not match the pattern {pattern.location}. Likely cause: a file of another "
             "base, or an output with a changed head or vocabulary. Fix: convert the output itself with llama.cpp's "
             "convert_hf_to_gguf.py",
             problems,
@@ -142,8 +141,8 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
     Raises:
         AlignmentError: modules that a llama.cpp adapter cannot hold; all are listed.
     """
-    names = {there: name for name, there in names_of(pattern.header, pattern.location).items()}
-    stored = {t.name: t for t in pattern.header.tensors}
+    names = {there: name for name, there in names_of(pattern.gguf, pattern.location).items()}
+    stored = {t.name: t for t in pattern.gguf.tensors}
     pieces, problems = [], [f"'{n}' was trained in full" for n in adapter.extras]
     alpha = _alpha(adapter)
     for name, module in adapter.modules.items():
@@ -156,7 +155,7 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
             problems.append(f"'{name}' is {list(module.shape)} here and {list(there.shape)} in the pattern")
             continue
         factor = module.scaling * module.rank / alpha
-        order = rows_in_file(pattern.header, there)
+        order = rows_in_file(pattern.gguf, there)
         own = "F16" if type == "f16" else "F32"  # factors are small, and ranks do not fill blocks
         a, b = _factor(adapter, module.a, 1.0, None), _factor(adapter, module.b, factor, order)
         pieces.append(_piece(f"{there.name}.lora_a", own, (module.rank, module.shape[1]), a))
@@ -179,13 +178,13 @@ def _alpha(adapter: Adapter) -> float:
     return 1.0 if first is None else first.scaling * first.rank or 1.0
 
 
-def _values(checkpoint: Checkpoint, name: str, pattern: GgufFile, tensor: GgufEntry) -> Callable[[], Tensor]:
+def _values(tensors: Tensors, name: str, pattern: GgufFile, tensor: GgufEntry) -> Callable[[], Tensor]:
     """Function that returns the tensor in file form: rows in llama.cpp's order, shift added."""
 
     def make() -> Tensor:
-        value = checkpoint.read(name).to(torch.float32)
-        order = rows_in_file(pattern.header, tensor)
-        return (value if order is None else value[order]) + added(pattern.header, tensor.name)
+        value = tensors.read(name).to(torch.float32)
+        order = rows_in_file(pattern.gguf, tensor)
+        return (value if order is None else value[order]) + added(pattern.gguf, tensor.name)
 
     return make
 
@@ -236,7 +235,7 @@ def _fill(file: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str
     import numpy
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    with contextlib.closing(GGUFWriter(file, architecture_of(pattern.header, pattern.location))) as writer:
+    with contextlib.closing(GGUFWriter(file, architecture_of(pattern.gguf, pattern.location))) as writer:
         _add_metadata(writer, pattern, keys)
         for piece in pieces:
             dtype = numpy.dtype({"F32": "float32", "F16": "float16"}.get(piece.type, "uint8"))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import CONFIG
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
@@ -24,9 +25,9 @@ from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import ExtractedOutput
 from actmat.run.driver import execute
-from actmat.run.open import open_inputs
-from actmat.run.prepare import prepare
-from actmat.run.stage import StagedOutput
+from actmat.run.inputs import open_inputs
+from actmat.run.output import Output
+from actmat.run.run import prepare
 from actmat.settings import RunSettings
 
 
@@ -147,24 +148,24 @@ def run_in_memory(
     executor = settings.executor or recipe.executor or THREADS
     if not computes_here(executor):
         raise RecipeError(f"The executor '{executor}' merges on other machines: give --out to merge into a folder.")
-    with open_inputs([recipe], settings) as opened:
-        if isinstance(opened.recipes[0].output, ExtractedOutput):
+    with open_inputs([recipe], settings) as (inputs, places):
+        if isinstance(inputs.recipes[0].output, ExtractedOutput):
             raise RecipeError("Adapters of full models are extracted into a folder only (actmat merge ... --out OUT); "
             "in memory, merge to a model (--to model).")  # fmt: skip
-        prepared = prepare(opened, measured=False)
-        (plan,) = prepared.plans
+        run = prepare(inputs, places, measured=False)
+        (plan,) = run.plans
         if plan.write_bytes > (free := available_memory()):
             raise OutputError(
                 f"The merged model needs {format_size(plan.write_bytes)}, but {format_size(free)} of memory are free: "
                 "merge into a folder (actmat merge ... --out OUT), or give --dtype bfloat16."
             )
         writer = _MemoryWriter(plan.specs)
-        output = StagedOutput(plan, writer)
-        execute([output], prepared, progress or NoProgress())
-        base = opened.inputs.base
-        config = {} if base is None else dict(base.written_config or base.config or {})
-        config = dict(plan.configs.get("config.json", config))
+        output = Output(plan, writer)
+        execute([output], run, progress or NoProgress())
+        base = inputs.base
+        config = {} if base is None else base.folder.written.get(CONFIG, base.config or {})
+        config = dict(plan.configs.get(CONFIG, config))
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
-    return MemoryMerge(plan, tensors, config, time.perf_counter() - opened.began, output.records, module)
+    return MemoryMerge(plan, tensors, config, time.perf_counter() - inputs.began, output.records, module)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from actmat.bounds import local_path
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import CheckpointError, StatisticsError, did_you_mean, first_of
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import fields_of, locate, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.stacks import release_of
@@ -102,18 +102,18 @@ def load_model(
         StatisticsError: it cannot be loaded, or a base is given for a model.
     """
     adapter, checkpoint = None, location
-    with locate(location) as found:
-        config = found.config
-        if isinstance(found, LocatedAdapter):
-            _check_for_peft(found.adapter, location)
-            adapter, checkpoint = location, base or adapters_base or found.adapter.config.base_model
+    with locate(location) as located:
+        config = fields_of(located)
+        if isinstance(located, Adapter):
+            _check_for_peft(located, location)
+            adapter, checkpoint = location, base or adapters_base or located.config.base_model
             if not checkpoint:
                 raise StatisticsError(f"{adapter} does not name its base: pass --base BASE")
         elif base is not None:
             raise StatisticsError(f"--base goes with an adapter only; {location} is a full checkpoint")
     if adapter is not None:
         with named_base(adapter, checkpoint), locate(checkpoint) as under:
-            config = under.model().config or {}
+            config = require_model(under).config or {}
     model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
         path, revision = local_files(adapter)
@@ -124,8 +124,8 @@ def load_model(
 
 def can_switch(location: str) -> bool:
     """True for an adapter whose tensors are all factors: PEFT takes it off a base again."""
-    with locate(location) as found:
-        return isinstance(found, LocatedAdapter) and found.adapter.layout == "peft" and not found.adapter.extras
+    with locate(location) as located:
+        return isinstance(located, Adapter) and located.layout == "peft" and not located.extras
 
 
 def switched(loaded: Loaded, location: str) -> Loaded:
@@ -134,9 +134,9 @@ def switched(loaded: Loaded, location: str) -> Loaded:
     Raises:
         StatisticsError: PEFT would apply it differently than in training.
     """
-    with locate(location) as found:
-        assert isinstance(found, LocatedAdapter)
-        _check_for_peft(found.adapter, location)
+    with locate(location) as located:
+        assert isinstance(located, Adapter)
+        _check_for_peft(located, location)
     model: Any = loaded.model
     before = model.active_adapter
     path, revision = local_files(location)
@@ -233,7 +233,7 @@ def load_tensors(
     """
     if adapter is not None:
         parsed, problems = parse_adapter_config(adapter)
-        with Adapter(MemoryCheckpoint(tensors, location="the merged adapter"), parsed, problems) as opened:
+        with Adapter(hold_model(tensors, location="the merged adapter"), parsed, problems) as opened:
             _check_for_peft(opened, opened.location)
     architecture = model_class or next(iter(config.get("architectures") or ()), None)
     with tempfile.TemporaryDirectory() as folder, _silent(extra("transformers")):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actmat.bounds import parse_json
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts, count
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers, count
 from actmat.errors import CheckpointError
 from actmat.extras.quantized.settings import BITSANDBYTES_KEYS
 
@@ -41,7 +41,7 @@ class FourBitTensor(CodedTensor):
     block: int
     nested: tuple[tuple[float, ...], int, float] | None
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode to table values times scales."""
         length = self.columns
         low, high = (matrix * self.rows + start) * length, (matrix * self.rows + stop) * length
@@ -53,7 +53,7 @@ class FourBitTensor(CodedTensor):
         values = torch.tensor(self.table)[codes.long()] * scales[blocks - low // self.block]
         return values.view(stop - start, length)
 
-    def _scales(self, stored: StoredParts, low: int, high: int) -> Tensor:
+    def _scales(self, stored: CodeReader, low: int, high: int) -> Tensor:
         codes = stored.entries(f"{self.name}.absmax", low, high - low)
         if self.nested is None:
             return codes.to(torch.float32)
@@ -67,7 +67,7 @@ class FourBitTensor(CodedTensor):
 class RowTensor(CodedTensor):
     """8-bit codes with the maximum magnitude per row; `parts`: codes, magnitudes, optionally the format."""
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode to codes times 1/127 of the row's maximum magnitude."""
         codes = stored.entries(self.name, start * self.columns, (stop - start) * self.columns)
         largest = stored.entries(self.parts[1], start, stop - start).to(torch.float32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers
 from actmat.extras.quantized.mxfp4 import E2M1, OFFSET
 from actmat.extras.quantized.scaled import ACTIVATIONS
 from actmat.extras.quantized.settings import COMPRESSED_KEYS
@@ -31,7 +31,7 @@ class Fp4Tensor(CodedTensor):
 
     group: int
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode to codes times scales."""
         first, rows, groups = matrix * self.rows + start, stop - start, self.columns // self.group
         packed = stored.entries(self.parts[0], first * self.columns // 2, rows * self.columns // 2)

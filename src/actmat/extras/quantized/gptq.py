@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers
 from actmat.extras.quantized.settings import AWQ_KEYS, GPTQ_KEYS
 from actmat.extras.quantized.words import group_index, unpack_words
 
@@ -53,7 +53,7 @@ class PackedLinear(CodedTensor):
         """Bytes of codes, zero points, scales (at most 4 bytes each) and the group of each input."""
         return 4 * self.stored_entries
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode output features `start:stop`."""
         words, zeros, scales, *order = (stored.held(p, 0, stored.inner.specs[p].numel) for p in self.parts)
         if self.awq:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers
 from actmat.extras.quantized.settings import MXFP4_KEYS
 from actmat.extras.quantized.words import nibbles
 
@@ -35,7 +35,7 @@ class Mxfp4Tensor(CodedTensor):
         """Bytes of the codes and scales of one matrix."""
         return self.rows * self.columns // BLOCK * (BLOCK // 2 + 1)
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode input features `start:stop`, each with all `O` outputs."""
         outputs, runs = self.columns, self.rows // BLOCK
         blocks = stored.held(self.parts[0], matrix, outputs * runs * BLOCK // 2).view(outputs, runs, BLOCK // 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Codec, Headers, StoredParts
+from actmat.checkpoints.codecs.base import Codec, CodeReader, Headers
 from actmat.errors import CheckpointError
 from actmat.extras.quantized.scaled import Grid, GridTensor
 from actmat.extras.quantized.settings import COMPRESSED_KEYS
@@ -29,7 +29,7 @@ class PackedTensor(GridTensor):
 
     bits: int = 4
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode to codes minus zero points, times scales."""
         self._check_size(stored)
         words, offset = self.columns * self.bits // WORD_BITS, 1 << (self.bits - 1)
@@ -47,7 +47,7 @@ class PackedTensor(GridTensor):
         """Stored name of the shape; may be empty."""
         return self.stored_as(f"{self.name}_shape")
 
-    def _zeros(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def _zeros(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Unsigned zero points of rows `start:stop`; their offset cancels that of the codes."""
         per_word, groups = WORD_BITS // self.bits, self.grid.columns
         height = -(-self.grid.rows // per_word)
@@ -56,7 +56,7 @@ class PackedTensor(GridTensor):
         codes = unpack_words(words.view(high - low, groups).t(), self.bits)  # groups x rows
         return codes.t()[start - low * per_word : stop - low * per_word].to(torch.float32)
 
-    def _check_size(self, stored: StoredParts) -> None:
+    def _check_size(self, stored: CodeReader) -> None:
         """Raise if rows end within a word, which only the content of `weight_shape` shows."""
         if not self.size:
             return

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts, count
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers, count
 from actmat.extras.quantized.settings import COMPRESSED_KEYS, FP8_KEYS
 from actmat.extras.quantized.words import group_index
 
@@ -87,12 +87,12 @@ class GridTensor(CodedTensor):
         """Stored name of the block of each column; empty if columns are in order."""
         return self.stored_as(f"{self.name}_g_idx")
 
-    def column_blocks(self, stored: StoredParts) -> Tensor | None:
+    def column_blocks(self, stored: CodeReader) -> Tensor | None:
         """Block of each column; None if columns are in order."""
         return group_index(stored.entries(self.order, 0, self.columns), self.grid.columns) if self.order else None
 
     def of_grid(
-        self, stored: StoredParts, name: str, matrix: int, start: int, stop: int, order: Tensor | None
+        self, stored: CodeReader, name: str, matrix: int, start: int, stop: int, order: Tensor | None
     ) -> Tensor:
         """Values of the grid `name`, one per entry of matrix rows `start:stop`."""
         grid = self.grid
@@ -106,7 +106,7 @@ class GridTensor(CodedTensor):
 class ScaledTensor(GridTensor):
     """8-bit codes."""
 
-    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+    def decode(self, stored: CodeReader, matrix: int, start: int, stop: int) -> Tensor:
         """Decode to codes times scales."""
         first, length = matrix * self.rows + start, self.columns
         codes = stored.entries(self.name, first * length, (stop - start) * length)

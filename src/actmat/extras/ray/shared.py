@@ -8,11 +8,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.engine.inputs import Inputs
 from actmat.engine.session import SessionSpec
-from actmat.experts.base import Expert
 from actmat.system import BINARY, NOFOLLOW
 
 
@@ -69,11 +68,11 @@ def storage_problems(tokens: Mapping[Path, str], node: str) -> list[str]:
 
 def input_problems(spec: SessionSpec, inputs: Inputs, node: str) -> list[str]:
     """Problems: inputs whose files differ from those of the plan."""
-    sources: list[Checkpoint | Expert] = [*([inputs.base] if inputs.base is not None else []), *inputs.experts]
+    sources = [*([inputs.base] if inputs.base is not None else []), *(e.model for e in inputs.experts)]
     problems = []
     planned = [s for s in spec.plans[0].inputs if inputs.base is not None or s is not spec.plans[0].base]
     for summary, source in zip(planned, sources, strict=True):
-        if _content(summary.files) != _content(source.identity()):
+        if _content(summary.files) != _content(source.tensors.identity()):
             problems.append(
                 f"node {node} has other files at {summary.location} ({summary.label}) than the driver: sizes or times "
                 "differ"

@@ -20,7 +20,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 
 from actmat.bounds import read_object
 from actmat.checkpoints.hashing import sha256_file
-from actmat.checkpoints.remote import HubStorage
+from actmat.checkpoints.remote import Storage
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
@@ -283,7 +283,7 @@ def push_errors(repo_id: str) -> Iterator[None]:
         ) from error
 
 
-class _HubStorage(HubStorage):
+class _HubStorage(Storage):
     def open_repository(
         self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
     ) -> HubRepository:

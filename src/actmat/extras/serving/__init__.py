@@ -14,7 +14,7 @@ from actmat.checkpoints.folder import LORA_FILES
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.experts.candidate import Candidate
+from actmat.experts.locate import open_file_of_factors
 from actmat.experts.lora.names import first_factor
 from actmat.planning.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
@@ -53,7 +53,7 @@ def serving_commands(out: str) -> Serving:
         CheckpointError: it is not an output of actmat, or neither library can load it.
     """
     source = find_source(out)
-    file = Candidate(source).file if source.named is not None else None
+    file = open_file_of_factors(source) if source.named is not None else None
     if file is not None and first_factor(file.specs) is not None:
         file.close()
         return _of_lora_file(out, Path(out).name)

@@ -21,7 +21,8 @@ from torch import nn
 
 from actmat.diagnostics.model import AgreementRow
 from actmat.errors import MergeError, RecipeError, StatisticsError, format_size
-from actmat.experts.locate import locate
+from actmat.experts.locate import fields_of, locate
+from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.data import (
     READERS,
     SAMPLES,
@@ -359,5 +360,5 @@ def measure_agreement(
 
 def _looked_at(place: str) -> tuple[Mapping[str, Any], bool]:
     """Config of an input, and whether it needs a base."""
-    with locate(place) as found:
-        return found.config, found.needs_base
+    with locate(place) as located:
+        return fields_of(located), isinstance(located, Adapter)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.models.loading import Loaded, can_switch, load_model, switched
@@ -102,7 +102,7 @@ class LiveModel:
         fixed: tensors of the checkpoint that a scale does not reach, see `fixed_tensors`.
     """
 
-    def __init__(self, loader: Loader, base: Checkpoint, fixed: Collection[str]) -> None:
+    def __init__(self, loader: Loader, base: Model, fixed: Collection[str]) -> None:
         self._loader = loader
         self.model = loader.load(loader.base).model
         self._reached = reached(self.model, base, fixed)
@@ -152,7 +152,7 @@ def fixed_tensors(plan: MergePlan) -> set[str]:
     return fixed
 
 
-def reached(model: nn.Module, base: Checkpoint, fixed: Collection[str]) -> dict[str, Tensor]:
+def reached(model: nn.Module, base: Model, fixed: Collection[str]) -> dict[str, Tensor]:
     """Parameter of a model -> 1 where the scale reaches it, else 0: one for all entries, or one each.
 
     Parameters that are not found in the checkpoint are left out, unless the scale reaches all.

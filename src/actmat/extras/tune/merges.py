@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
-from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.locate import OpenInput, has_factors, locate_in, require_model
+from actmat.experts.lora.adapter import Adapter
 from actmat.extras.models.loading import named_base
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.space import MergeChoice
@@ -21,7 +22,7 @@ from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.run import run_recipes
 from actmat.run.automatic import check_options, with_method
-from actmat.run.locate import Given, located
+from actmat.run.locate import Located, locate_inputs
 from actmat.settings import RunSettings
 
 
@@ -94,7 +95,7 @@ class SearchInputs:
     """
 
     recipe: Recipe
-    base: Checkpoint
+    base: Model
     are_adapters: bool
 
 
@@ -108,33 +109,32 @@ def search_inputs(recipe: Recipe) -> Iterator[SearchInputs]:
     """
     check_options(recipe)
     with contextlib.ExitStack() as stack:
-        given = stack.enter_context(located(recipe))
-        found = with_method(recipe, given)
+        given = stack.enter_context(locate_inputs(recipe))
+        found = with_method(given)
         base = given.base
         if base is None:
             place, first = _base_of_adapters(recipe, given), recipe.experts[0].path
             with named_base(first, place):
-                base = stack.enter_context(locate(place))
+                base = locate_in(stack, place)
             found = found.model_copy(update={"base": place})
-        yield SearchInputs(found, base.model(), all(map(_has_plain_factors, given.experts)) and _is_plain(recipe))
+        are_adapters = all(map(_has_plain_factors, given.experts)) and _is_plain(recipe)
+        yield SearchInputs(found, require_model(base), are_adapters)
 
 
-def _base_of_adapters(recipe: Recipe, given: Given) -> str:
+def _base_of_adapters(recipe: Recipe, given: Located) -> str:
     names = set()
     for label, expert in zip(recipe.labels, given.experts, strict=True):
-        if not isinstance(expert, LocatedAdapter):
+        if isinstance(expert, Model):
             raise RecipeError(f"No base given: pass --base; {label} is a full checkpoint.")
-        names.add(expert.adapter.config.base_model)
+        names.add(expert.config.base_model)
     if len(names) != 1 or not (base := names.pop()):
         raise RecipeError("The adapters do not name a common base: pass --base.")
     return base
 
 
-def _has_plain_factors(expert: Located) -> bool:
+def _has_plain_factors(expert: OpenInput) -> bool:
     """True for an adapter that holds factors of PEFT's only."""
-    if not isinstance(expert, LocatedAdapter) or not expert.has_factors:
-        return False
-    return expert.adapter.layout == "peft" and not expert.adapter.extras
+    return isinstance(expert, Adapter) and has_factors(expert) and expert.layout == "peft" and not expert.extras
 
 
 def _is_plain(recipe: Recipe) -> bool:

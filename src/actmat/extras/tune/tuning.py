@@ -38,7 +38,8 @@ from actmat.extras.tune.search import SearchBudget, choose, expected_trials, par
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.recipe import Recipe
-from actmat.recipe.output import AdapterOutput, ModelOutput, Vocabulary
+from actmat.recipe.output import AdapterOutput, ModelOutput
+from actmat.recipe.vocabulary import Vocabulary
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 

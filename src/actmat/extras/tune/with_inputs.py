@@ -13,10 +13,11 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
 from actmat.errors import OutputError, StatisticsError, format_size
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate_in, require_model
+from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
-from actmat.extras.collect.measures import Run, Settings
+from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
@@ -30,7 +31,7 @@ from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.report.manifest import write_manifest
 from actmat.run import MergeReport, run_recipes
 from actmat.run.automatic import AUTO
-from actmat.run.locate import Given, located
+from actmat.run.locate import Located, locate_inputs
 from actmat.settings import RunSettings
 
 
@@ -64,7 +65,7 @@ def merge_with_inputs(
     outs = [str(r.out) for r in recipes]
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
-    with located(recipes[0]) as given:
+    with locate_inputs(recipes[0]) as given:
         adapters = settings.as_adapter and given.only_adapters and given.have_factors
         kinds = kinds_of(recipes, given) if data else frozenset()
         both = ((data, True), (check, False))
@@ -101,15 +102,15 @@ def plan_inputs(
     Raises:
         RecipeError, StatisticsError: inputs or data that cannot be used.
     """
-    with located(recipe) as given, contextlib.ExitStack() as stack:
+    with locate_inputs(recipe) as given, contextlib.ExitStack() as stack:
         kinds = kinds_of([recipe], given) if data else frozenset()
         both = ((data, True), (check, False))
         measured, checked = (read_sources(recipe, d, settings, given.config, measured=m) if d else {} for d, m in both)
         base = given.base
         if base is None:
-            place = next((e.adapter.config.base_model for e in given.experts if isinstance(e, LocatedAdapter)), None)
-            base = stack.enter_context(locate(place or recipe.experts[0].path))
-        specs = base.model().specs
+            place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
+            base = locate_in(stack, place or recipe.experts[0].path)
+        specs = require_model(base).specs
         method = "regmean" if recipe.method == AUTO and kinds else recipe.method
         lines = [f"{method}, with inputs of {len({**measured, **checked})} experts"]
         for label in recipe.labels:
@@ -126,7 +127,7 @@ def plan_inputs(
     return [*lines, f"  memory: one model of {format_size(model)} at a time; nothing was run"]
 
 
-def kinds_of(recipes: Sequence[Recipe], given: Given) -> frozenset[str]:
+def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
     """Kinds of statistics that the merges use."""
     found: set[str] = set()
     for recipe in recipes:
@@ -216,7 +217,9 @@ class InputMeasuring:
         same = self._binding if loaded.adapter is not None and can_switch(loaded.adapter) else None
         with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as binding:
             found = measured(
-                Run(loaded.model, binding, settings), [b.keywords for b in batches], lambda n, tokens: progress.done(n)
+                Measurement(loaded.model, binding, settings),
+                [b.keywords for b in batches],
+                lambda n, tokens: progress.done(n),
             )
             self._binding = binding
         found.save(out, overwrite=True)

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import ADAPTER_CONFIG
+from actmat.checkpoints.model import Config, Model
 from actmat.errors import CheckpointError, did_you_mean, first_of
-from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary import tokenizer
-from actmat.extras.vocabulary.rows import OWN_MEAN, Sources, TokenRowsCheckpoint, joined_runs
+from actmat.extras.vocabulary.rows import OWN_MEAN, Sources, TokenRows, joined_runs
 from actmat.identity.tokens import TOKENIZER
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 BASE, UNION = "base", "union"
 SHOWN = 12
@@ -32,53 +31,53 @@ MOST_GAPS = 2
 
 @dataclass(frozen=True)
 class _TokenInput:
-    """A full checkpoint with its tokens and tables."""
+    """A model with its tokens and tables."""
 
     label: str
-    checkpoint: Checkpoint
+    model: Model
     tokens: Mapping[str, int]
     tables: tuple[str, ...]
     rows: int
 
     def row(self, token: str) -> int | None:
         """Row of a token; None if it is beyond the table (a tokenizer may have more tokens than the table)."""
-        found = self.tokens.get(token)
-        return found if found is not None and found < self.rows else None
+        number = self.tokens.get(token)
+        return number if number is not None and number < self.rows else None
 
 
 def align_vocabularies(
-    base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy
-) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """See `experts.policy.AlignVocabularies`; a checkpoint is returned unchanged if its rows stay."""
+    base: Model, experts: Mapping[str, Model], vocabulary: Vocabulary
+) -> tuple[Model, dict[str, Model], list[str]]:
+    """See `recipe.vocabulary.AlignVocabularies`; a model is returned unchanged if its rows stay."""
     inputs, problems = _inputs({BASE: base, **experts})
-    if policy.source not in (*inputs, UNION) and not problems:
-        problems.append(f"the vocabulary '{policy.source}' is not one of base, union, {', '.join(experts)}")
+    if vocabulary.source not in (*inputs, UNION) and not problems:
+        problems.append(f"the vocabulary '{vocabulary.source}' is not one of base, union, {', '.join(experts)}")
     if problems:
         raise CheckpointError("The vocabularies cannot be aligned.", problems)
-    joined = _Joined(inputs, policy)
+    joined = _Joined(inputs, vocabulary)
     if joined.problems:
         raise CheckpointError("The vocabularies cannot be aligned.", joined.problems)
-    found = {label: joined.aligned(label) for label in inputs}
-    return found.pop(BASE), found
+    aligned = {label: joined.aligned(label) for label in inputs}
+    return aligned.pop(BASE), aligned, joined.moved
 
 
-def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _TokenInput], list[str]]:
-    found: dict[str, _TokenInput] = {}
+def _inputs(models: Mapping[str, Model]) -> tuple[dict[str, _TokenInput], list[str]]:
+    inputs: dict[str, _TokenInput] = {}
     problems: list[str] = []
-    for label, checkpoint in checkpoints.items():
+    for label, model in models.items():
         try:
-            tables, rows = tokenizer.token_tables(checkpoint)
-            like_base = tables and BASE in found and found[BASE].rows == rows and _is_adapter_without_tokens(checkpoint)
-            tokens = found[BASE].tokens if like_base else tokenizer.read_tokenizer(checkpoint)[0]
-            found[label] = _TokenInput(label, checkpoint, tokens, tables, rows)
+            tables, rows = tokenizer.token_tables(model)
+            like_base = tables and BASE in inputs and inputs[BASE].rows == rows and _is_adapter_without_tokens(model)
+            tokens = inputs[BASE].tokens if like_base else tokenizer.read_tokenizer(model)[0]
+            inputs[label] = _TokenInput(label, model, tokens, tables, rows)
         except CheckpointError as error:
             problems.extend(error.problems)
-    return found, problems
+    return inputs, problems
 
 
-def _is_adapter_without_tokens(checkpoint: Checkpoint) -> bool:
+def _is_adapter_without_tokens(model: Model) -> bool:
     """True for an adapter's tensors whose folder has no tokenizer, so that its tokens are those of its base."""
-    return any(ADAPTER_CONFIG in (names := f.whole().names) and TOKENIZER not in names for f in checkpoint.sources())
+    return any(ADAPTER_CONFIG in files.names and TOKENIZER not in files.names for files in model.folder.files)
 
 
 class _Joined:
@@ -88,31 +87,33 @@ class _Joined:
         tokens: token -> row in the new vocabulary.
         added: tokens missing in the kept tokenizer -> label of an input that has them; may be ''.
         rows: number of rows of the new tables.
+        moved: labels of aligned inputs whose rows are not those that are stored, with others after them.
     """
 
-    def __init__(self, inputs: Mapping[str, _TokenInput], policy: VocabularyPolicy) -> None:
-        self.inputs, self.policy = inputs, policy
+    def __init__(self, inputs: Mapping[str, _TokenInput], vocabulary: Vocabulary) -> None:
+        self.inputs, self.vocabulary = inputs, vocabulary
         self.problems: list[str] = []
+        self.moved: list[str] = []
         self.labels = list(inputs)
-        self.keeper = inputs[BASE if policy.source == UNION else policy.source]
+        self.keeper = inputs[BASE if vocabulary.source == UNION else vocabulary.source]
         self.added = self._added()
         self.tokens = dict(self.keeper.tokens)
         first = 1 + max(self.tokens.values(), default=-1)
         self.tokens |= {token: first + k for k, token in enumerate(self.added)}
         self.by_row = {row: token for token, row in self.tokens.items()}
         self.rows = max(self.keeper.rows, 1 + max(self.by_row, default=-1) if self.added else 0)
-        if (multiple := policy.pad_to_multiple_of) is not None:
+        if (multiple := vocabulary.pad_to_multiple_of) is not None:
             self.rows = -(-self.rows // multiple) * multiple
         if self.added and first > MOST_GAPS * (self.keeper.rows + len(self.tokens)):
             self.problems.append(
-                f"'{self.keeper.label}' ({self.keeper.checkpoint.location}): its tokenizer has "
+                f"'{self.keeper.label}' ({self.keeper.model.location}): its tokenizer has "
                 f"{len(self.keeper.tokens)} tokens and its table {self.keeper.rows} rows, but its last token has row "
                 f"{first - 1}. Likely cause: a damaged tokenizer.json. Fix: save the tokenizer again"
             )
-        self.special = {t: self._special(t, source) for t, source in policy.tokens.items()}
+        self.special = {t: self._special(t, source) for t, source in vocabulary.tokens.items()}
         self._lent = {t: self._lent_row(t) for t in self.tokens}
 
-    def aligned(self, label: str) -> Checkpoint:
+    def aligned(self, label: str) -> Model:
         """An input with the new rows, or unchanged if it already has them."""
         one = self.inputs[label]
         number = self.labels.index(label)
@@ -120,43 +121,43 @@ class _Joined:
         same_tokens = one.tokens == self.tokens and not self.special  # then padding is also unchanged
         as_they_lie = same_tokens or all(s == ((number, r),) for r, s in enumerate(rows))
         if not one.tables or (self.rows == one.rows and as_they_lie):
-            return one.checkpoint
-        checkpoints = [i.checkpoint for i in self.inputs.values()]
-        names = {n: [n if c is one.checkpoint else tokenizer.table_in(n, c) for c in checkpoints] for n in one.tables}
+            return one.model
+        models = [i.model for i in self.inputs.values()]
+        names = {n: tuple(n if m is one.model else tokenizer.table_in(n, m) for m in models) for n in one.tables}
         self._check_tables(one, names, rows)
-        found = TokenRowsCheckpoint(one.checkpoint, checkpoints, names, joined_runs(rows))
-        folders = [f for c in checkpoints if (f := tokenizer.tokenizer_folder(c)) is not None]
-        found.tokenizers = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
-        found.notes += tuple(self._counts(one, number, rows))
-        found.written_sidecars = {}
+        if rows[: one.rows] != [((number, row),) for row in range(one.rows)]:
+            self.moved.append(label)
+        folders = [f for m in models if (f := m.folder.fetch()) is not None]
+        files = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
+        tensors = TokenRows([m.tensors for m in (one.model, *models)], names, joined_runs(rows), files)
+        folder = one.model.folder.noted(*self._counts(one, number, rows))
         if label == BASE:
-            found.new_config, found.written_sidecars = self._config(), self._sidecars()
-            found.notes += tuple(self._new_tokens())
-        return found
+            folder = replace(folder.with_config(self._config), texts=self._sidecars()).noted(*self._new_tokens())
+        return Model(tensors, folder)
 
     def _added(self) -> dict[str, str]:
         """Tokens that the kept tokenizer lacks, in row order -> label of an input that has them."""
         own = self.keeper.tokens
         added: dict[str, str] = {}
-        for one in self.inputs.values() if self.policy.source == UNION else ():
+        for one in self.inputs.values() if self.vocabulary.source == UNION else ():
             more = [t for t in sorted(one.tokens, key=one.tokens.__getitem__) if t not in own]
-            listed = {entry["content"] for entry in tokenizer.read_tokenizer(one.checkpoint)[1]} if more else set()
+            listed = {entry["content"] for entry in tokenizer.read_tokenizer(one.model)[1]} if more else set()
             plain = [t for t in more if t not in listed]
             if plain:
                 self.problems.append(
-                    f"expert '{one.label}' ({one.checkpoint.location}) has {len(plain)} tokens of its own that are "
+                    f"expert '{one.label}' ({one.model.location}) has {len(plain)} tokens of its own that are "
                     f"part of its tokenization model, not added tokens ({', '.join(map(repr, plain[:4]))}):"
                     f" tokenization models "
                     "cannot be joined. Fix: 'vocabulary: base', or the name of an expert"
                 )
             added |= {t: one.label for t in more if t not in added}
-        for token in self.policy.tokens:
+        for token in self.vocabulary.tokens:
             if token not in own and token not in added:
                 holder = next((i.label for i in self.inputs.values() if token in i.tokens), "")
                 added[token] = holder
         return added
 
-    def _special(self, token: str, source: TokenSource) -> Sources:
+    def _special(self, token: str, source: TokenRow) -> Sources:
         """Source row that the recipe names for a token."""
         if not source.model:
             return ()
@@ -184,7 +185,7 @@ class _Joined:
         found: dict[str, tuple[int, int]] = {}  # each checkpoint once
         for number, one in enumerate(self.inputs.values()):
             if (row := one.row(token)) is not None:
-                found.setdefault(str(one.checkpoint.identity()), (number, row))
+                found.setdefault(str(one.model.tensors.identity()), (number, row))
         return tuple(pair for pair in found.values() if pair[0] == 0) or tuple(found.values())
 
     def _sources(self, one: _TokenInput, number: int, row: int) -> Sources:
@@ -193,7 +194,7 @@ class _Joined:
         if token is None:  # padding comes from the model whose tokenizer is kept
             keeper = self.labels.index(self.keeper.label)
             return ((keeper, row),) if row < self.keeper.rows else OWN_MEAN
-        forced = token in self.policy.tokens and self.policy.tokens[token].force
+        forced = token in self.vocabulary.tokens and self.vocabulary.tokens[token].force
         own = one.row(token)
         return ((number, own),) if own is not None and not forced else self._lent[token]
 
@@ -201,12 +202,12 @@ class _Joined:
         """Raise if a donor of rows has no table of the same width."""
         lenders = {k for sources in rows for k, _ in sources if k >= 0}
         for name, found in names.items():
-            shape = one.checkpoint.specs[name].shape[1:]
+            shape = one.model.specs[name].shape[1:]
             for k in lenders:
-                other = self.inputs[self.labels[k]].checkpoint
+                other = self.inputs[self.labels[k]].model
                 if not found[k] or other.specs[found[k]].shape[1:] != shape:
                     raise CheckpointError(
-                        f"{one.checkpoint.location}: rows of '{name}' are to be taken from {other.location}, which has "
+                        f"{one.model.location}: rows of '{name}' are to be taken from {other.location}, which has "
                         "no such table of the same width. Are these models of one architecture? (PEFT does not save "
                         "a table of another length that the adapter does not train.)"
                     )
@@ -244,11 +245,9 @@ class _Joined:
             listed.append(f"{self.tokens[token]} {token!r} from {of}{' (mean)' if len(sources) > 1 else ''}")
         yield f"{len(self.added)} tokens are new to its tokenizer: {first_of(listed, SHOWN)}"
 
-    def _config(self) -> Mapping[str, Any] | None:
-        config = self.inputs[BASE].checkpoint.config
-        if config is None:
-            return None
-        return tokenizer.config_with_tokens(config, self.rows, self.keeper.checkpoint.config)
+    def _config(self, config: Config) -> Config:
+        """A config of the base for the new tables."""
+        return tokenizer.config_with_tokens(config, self.rows, self.keeper.model.config)
 
     def _sidecars(self) -> dict[str, str]:
         """Tokenizer files that differ from those of the kept tokenizer."""
@@ -256,7 +255,7 @@ class _Joined:
             return {}
         entries = []
         for token, label in self.added.items():
-            listed = tokenizer.read_tokenizer(self.inputs[label].checkpoint)[1] if label else []
+            listed = tokenizer.read_tokenizer(self.inputs[label].model)[1] if label else []
             found = next((e for e in listed if e["content"] == token), {**tokenizer.ADDED, "content": token})
             entries.append({**found, "id": self.tokens[token]})
-        return tokenizer.written_tokenizer(Path(tokenizer.tokenizer_folder(self.keeper.checkpoint) or "."), entries)
+        return tokenizer.written_tokenizer(self.keeper.model.folder.fetch() or Path(), entries)

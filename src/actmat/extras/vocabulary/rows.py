@@ -1,6 +1,6 @@
-"""A checkpoint whose token tables have rows from several checkpoints, chosen by row number.
+"""Tensors whose token tables have rows from several models, chosen by row number.
 
-A new table is a list of runs: consecutive rows of one checkpoint, the mean of single rows of several, zeros, or the
+A new table is a list of runs: consecutive rows of one model, the mean of single rows of several, zeros, or the
 mean of the table itself (for padding). Only requested rows are read.
 """
 
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
+from actmat.checkpoints.base import FileIdentity, StoredParts, Tensors, TensorSpec, View, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.view import CheckpointView
 
 OWN_MEAN = ((-1, -1),)
 """Marks a row that is the mean of the table's other rows."""
@@ -31,30 +29,15 @@ Sources = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows from `start` of a table: consecutive ones of a source, a mean, or zeros; see `TokenRowsCheckpoint`."""
+    """Rows from `start` of a table: consecutive ones of a source, a mean, or zeros; see `TokenRows`."""
 
     start: int
     count: int
-    sources: tuple[tuple[int, int], ...]  # number of a checkpoint, and the first row there
-
-
-@dataclass(frozen=True, slots=True)
-class RowsHandle:
-    """Address of a `TokenRowsCheckpoint`: a `View`."""
-
-    own: CheckpointHandle
-    sources: tuple[CheckpointHandle, ...]
-    tables: tuple[tuple[str, tuple[str, ...]], ...]
-    runs: tuple[RowRun, ...]
-
-    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        """The checkpoint; closing it closes the sources."""
-        own, sources = open_handle(self.own), [open_handle(s) for s in self.sources]
-        return TokenRowsCheckpoint(own, sources, dict(self.tables), self.runs, owned=True)
+    sources: tuple[tuple[int, int], ...]  # number of a lender, and the first row there
 
 
 def joined_runs(rows: Iterable[Sources]) -> tuple[RowRun, ...]:
-    """Group the rows of a table into runs; each row's sources are pairs (checkpoint number, row).
+    """Group the rows of a table into runs; each row's sources are pairs (number of a lender, row).
 
     >>> joined_runs([((0, 5),), ((0, 6),), (), ((0, 1), (1, 1))])
     (RowRun(start=0, count=2, sources=((0, 5),)), RowRun(start=2, count=1, sources=()), RowRun(start=3, count=1, \
@@ -71,79 +54,54 @@ sources=((0, 1), (1, 1))))
 
 
 def _follows(run: RowRun, sources: Sources) -> bool:
-    """True if a row continues a run: the next row of the same checkpoint, or zeros, or the same mean."""
+    """True if a row continues a run: the next row of the same lender, or zeros, or the same mean."""
     if len(run.sources) != 1 or len(sources) != 1 or run.sources == OWN_MEAN:
         return (run.sources == sources and len(sources) != 1) or run.sources == sources == OWN_MEAN
     (k, row), (other, next_row) = run.sources[0], sources[0]
     return k == other >= 0 and next_row == row + run.count
 
 
-class TokenRowsCheckpoint(CheckpointView):
-    """A checkpoint whose tables are made of rows of several checkpoints.
+class TokenRows(View):
+    """Tensors of a model whose tables are made of rows of several models; closes all of them.
 
     Args:
-        own: source of all other tensors, and of the tables' names and dtypes.
-        sources: source checkpoints of the rows, including `own`.
-        tables: name of a table of `own` -> its name in each source (empty if a source lacks it).
-        runs: table -> its runs.
-        owned: close the sources with this checkpoint.
-
-    Attributes:
-        new_config: config of the new model; None for the checkpoint's own.
+        sources: the stored tensors, for all others and for the tables' names and dtypes; then those that lend rows, the
+            stored ones among them.
+        tables: name of a stored table -> its name in each lender (empty if one lacks it).
+        runs: of every table.
         tokenizers: identity of files other than weights that affect the result.
     """
 
-    new_config: Mapping[str, Any] | None = None
-    tokenizers: tuple[FileIdentity, ...] = ()
-
     def __init__(
         self,
-        own: Checkpoint,
-        sources: Sequence[Checkpoint],
-        tables: Mapping[str, Sequence[str]],
+        sources: Sequence[Tensors],
+        tables: Mapping[str, tuple[str, ...]],
         runs: Sequence[RowRun],
-        *,
-        owned: bool = False,
+        tokenizers: tuple[FileIdentity, ...] = (),
     ) -> None:
-        super().__init__(own)
-        self._sources, self._tables = list(sources), {n: tuple(t) for n, t in tables.items()}
-        self._runs, self._starts = tuple(runs), [r.start for r in runs]
+        super().__init__(sources, tables, runs, tokenizers)
+        stored, *self._lenders = sources
+        self._stored, self._tables = stored, tables
+        self._runs, self._starts, self._tokenizers = tuple(runs), [r.start for r in runs], tokenizers
         self.n_rows = runs[-1].start + runs[-1].count if runs else 0
-        first = self._runs[0] if self._runs else RowRun(0, 0, ())
-        is_own = len(first.sources) == 1 and first.sources[0][1] == 0 and sources[first.sources[0][0]] is own
-        self.keeps_rows = is_own and all(own.specs[n].shape[0] <= first.count for n in tables)
-        self.aliases, self._owned = own.aliases, owned
+        self.aliases = stored.aliases
         self.specs = MappingProxyType(
-            {n: replace(s, shape=(self.n_rows, *s.shape[1:])) if n in self._tables else s for n, s in own.specs.items()}
+            {n: replace(s, shape=(self.n_rows, *s.shape[1:])) if n in tables else s for n, s in stored.specs.items()}
         )
         self._means: dict[str, Tensor] = {}
 
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """Config of the new model."""
-        return self.inner.config if self.new_config is None else self.new_config
-
-    @property
-    def written_config(self) -> Mapping[str, Any] | None:
-        """The config, unless it is copied."""
-        return self.inner.written_config if self.new_config is None else self.new_config
-
-    def scheme(self, name: str) -> str:
-        """The checkpoint's scheme."""
-        return self.inner.scheme(name)
-
-    def stored_bytes(self, name: str) -> int:
-        """Stored bytes in the checkpoint; for a table, its size."""
-        return self.specs[name].nbytes if name in self._tables else self.inner.stored_bytes(name)
+    def parts(self, name: str) -> StoredParts:
+        """Those of the stored tensor; a table is itself."""
+        return super().parts(name) if name in self._tables else self._stored.parts(name)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files, and of the files that determine the rows."""
-        return (*self.inner.identity(), *self.tokenizers)
+        return (*self._stored.identity(), *self._tokenizers)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Fill with the tensor's bytes; for a table, from the sources of its rows."""
+        """Fill with the tensor's bytes; for a table, from the lenders of its rows."""
         if spec.name not in self._tables:
-            self.inner.read_into(spec.name, start, out)
+            self._stored.read_into(spec.name, start, out)
             return
         width, done = _width(spec), 0
         while done < len(out):
@@ -153,34 +111,13 @@ class TokenRowsCheckpoint(CheckpointView):
             self._fill_run(spec, run, inside, out[done : done + size])
             done += size
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Sum over all sources, because each may read ahead."""
-        return sum(c.buffer_bytes for c in {id(c): c for c in (self.inner, *self._sources)}.values())
-
-    def handle(self) -> CheckpointHandle:
-        """Handle of the checkpoint, with the handles of the sources and the runs."""
-        rows = RowsHandle(
-            self.inner.handle(),
-            tuple(c.handle() for c in self._sources),
-            tuple((n, t) for n, t in self._tables.items()),
-            self._runs,
-        )
-        return CheckpointHandle(rows.own.address, "vocabulary", self.location, view=rows)
-
-    def close(self) -> None:
-        """Close the checkpoint, and the sources if it owns them."""
-        self.inner.close()
-        for checkpoint in self._sources if self._owned else ():
-            checkpoint.close()
-
     def _fill_run(self, spec: TensorSpec, run: RowRun, start: int, out: memoryview) -> None:
         """Fill `out` with bytes of a run, starting at its byte `start`."""
         if len(run.sources) == 1 and run.sources != OWN_MEAN:
             ((k, row),) = run.sources
             name = self._tables[spec.name][k]
-            if self._sources[k].specs[name].dtype == spec.dtype:
-                self._sources[k].read_into(name, row * _width(spec) + start, out)
+            if self._lenders[k].specs[name].dtype == spec.dtype:
+                self._lenders[k].read_into(name, row * _width(spec) + start, out)
                 return
         width = _width(spec)
         first, last = start // width, -(-(start + len(out)) // width)
@@ -205,10 +142,10 @@ class TokenRowsCheckpoint(CheckpointView):
 
     def _source_row(self, table: str, k: int, row: int) -> Tensor:
         name = self._tables[table][k]
-        spec = self._sources[k].specs[name]
+        spec = self._lenders[k].specs[name]
         out = torch.empty(spec.shape[1:] or (1,), dtype=torch_dtype(spec.dtype))
         data = raw_bytes(out)
-        self._sources[k].read_into(name, row * len(data), data)
+        self._lenders[k].read_into(name, row * len(data), data)
         return out
 
     def _own_mean(self, spec: TensorSpec) -> Tensor:

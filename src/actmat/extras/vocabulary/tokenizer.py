@@ -1,4 +1,4 @@
-"""Tokens of a checkpoint, from `tokenizer.json`, and its tables of them (embeddings, output heads, their biases).
+"""Tokens of a model, from `tokenizer.json`, and its tables of them (embeddings, output heads, their biases).
 
 A tokenizer with added tokens and its config are written here too.
 """
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.folder import ADAPTER_CONFIG, member
+from actmat.checkpoints.folder import member
+from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
-from actmat.identity.tokens import ADDED as ADDED_TOKENS
-from actmat.identity.tokens import CONFIG, TOKENIZER, listed_tokens
+from actmat.identity.tokens import TOKENIZER, listed_tokens
 from actmat.layout.ties import is_output_head, is_token_table, tied_partner
 
 ADDED: Mapping[str, Any] = {
@@ -25,32 +24,23 @@ ADDED: Mapping[str, Any] = {
 """Fields of a token that is added to a tokenizer, as `tokenizers` writes them."""
 
 
-def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Token -> row, and the entries of added tokens, from the `tokenizer.json` of a checkpoint.
+def read_tokenizer(model: Model) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Token -> row, and the entries of added tokens, from the `tokenizer.json` of a model.
 
     Raises:
         CheckpointError: the file is missing or has no vocabulary.
     """
-    folder = tokenizer_folder(checkpoint)
-    if folder is None or not (Path(folder) / TOKENIZER).exists():
+    folder = model.folder.fetch()
+    if folder is None or not (folder / TOKENIZER).exists():
         raise CheckpointError(
-            f"{checkpoint.location}: {TOKENIZER} is missing; 'vocabulary' needs it to match rows by token. "
+            f"{model.location}: {TOKENIZER} is missing; 'vocabulary' needs it to match rows by token. "
             "Fix: save the tokenizer next to the weights (AutoTokenizer.from_pretrained, save_pretrained)"
         )
-    path = member(Path(folder), TOKENIZER)
+    path = member(folder, TOKENIZER)
     tokens, added = listed_tokens(read_object(path), path)
     if not tokens:
         raise CheckpointError(f"{path}: expected a vocabulary (model.vocab), found none")
     return tokens, added
-
-
-def tokenizer_folder(checkpoint: Checkpoint) -> Path | None:
-    """Local folder of a checkpoint's tokenizer; also that of an adapter, of which the weight file is open."""
-    folder = checkpoint.fetch_sidecars()
-    files = next((f.whole() for f in checkpoint.sources()), None) if folder is None else None
-    if files is not None and {ADAPTER_CONFIG, TOKENIZER} <= set(files.names):
-        return [files.fetch(n) for n in (CONFIG, ADDED_TOKENS, TOKENIZER) if n in files.names][-1].parent
-    return folder
 
 
 def written_tokenizer(folder: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -99,18 +89,18 @@ HEAD_BIASES = tuple(
 )
 
 
-def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
+def token_tables(model: Model) -> tuple[tuple[str, ...], int]:
     """Names of tensors with one row per token, and the number of rows.
 
     The number is `vocab_size` of the config if a token embedding has that many rows, else the longest embedding's.
     """
-    specs = {_plain(n): s for n, s in checkpoint.specs.items()}
+    specs = {_plain(n): s for n, s in model.specs.items()}
     heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_token_table(n)}
     if not heights:
         heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_output_head(n)}
     if not heights:
         return (), 0
-    config = checkpoint.config or {}
+    config = model.config or {}
     levels = (c for c in (config, config.get("text_config")) if isinstance(c, Mapping))
     rows = next((n for c in levels if isinstance(n := c.get("vocab_size"), int) and n in heights), max(heights))
     names = [
@@ -121,9 +111,9 @@ def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
     return tuple(names), rows
 
 
-def table_in(name: str, checkpoint: Checkpoint) -> str:
-    """Name of a table in a checkpoint: the same, with or without a prefix, or the table tied to a head; or empty."""
-    tables = token_tables(checkpoint)[0]
+def table_in(name: str, model: Model) -> str:
+    """Name of a table in a model: the same, with or without a prefix, or the table tied to a head; or empty."""
+    tables = token_tables(model)[0]
     if name in tables:
         return name
     name = _plain(name)
@@ -131,7 +121,7 @@ def table_in(name: str, checkpoint: Checkpoint) -> str:
     if len(near) == 1:
         return near[0]
     if is_output_head(name):
-        partner = tied_partner(name, checkpoint.specs, checkpoint.config)
+        partner = tied_partner(name, model.specs, model.config)
         return partner if partner in tables else ""
     return ""
 

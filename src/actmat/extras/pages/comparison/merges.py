@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
 from actmat.errors import AlignmentError, CheckpointError, MergeError, first_of
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.pages.comparison import model
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
@@ -133,7 +133,7 @@ class OpenedMerge:
     directory: Path
     manifest: Manifest
     items: Mapping[str, Manifest]
-    checkpoint: Checkpoint
+    tensors: Tensors
     adapter: Adapter | None = None
 
     def factors(self, item: str) -> LowRank | None:
@@ -149,7 +149,7 @@ class OpenedMerge:
         """Shape of the stored item; None if missing."""
         if self.adapter is not None and item in self.adapter.modules:
             return self.adapter.modules[item].shape
-        spec = self.checkpoint.specs.get(self.stored_name(item))
+        spec = self.tensors.specs.get(self.stored_name(item))
         return None if spec is None else spec.shape
 
     def identity(self, item: str) -> tuple[str, str] | None:
@@ -157,7 +157,7 @@ class OpenedMerge:
 
         The dtype is included because small integers and zeros can have equal bytes in two dtypes.
         """
-        found, stored = self.items[item].get("hash"), self.checkpoint.specs.get(item)
+        found, stored = self.items[item].get("hash"), self.tensors.specs.get(item)
         return None if found is None or stored is None else (found, stored.dtype)
 
     def action(self, item: str) -> str:
@@ -168,7 +168,7 @@ class OpenedMerge:
     def missing(self) -> list[str]:
         """Problems: items not stored in the shape of the manifest."""
         return [
-            f"{self.checkpoint.location} has no tensor '{n}' of shape {row['shape']}, which its manifest lists"
+            f"{self.tensors.location} has no tensor '{n}' of shape {row['shape']}, which its manifest lists"
             for n, row in self.items.items()
             if self.shape(n) != tuple(row["shape"])
         ]
@@ -177,7 +177,7 @@ class OpenedMerge:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.checkpoint.close()
+        self.tensors.close()
 
 
 def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
@@ -186,9 +186,9 @@ def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
     Raises:
         CheckpointError: its files cannot be read.
     """
-    found = locate(directory)
-    adapter = found.adapter if isinstance(found, LocatedAdapter) else None
-    return OpenedMerge(directory, manifest, items_of(manifest), found.stored, adapter)
+    output = locate(directory)
+    adapter = output if isinstance(output, Adapter) else None
+    return OpenedMerge(directory, manifest, items_of(manifest), stored_of(output).tensors, adapter)
 
 
 CHUNK = 1 << 20
@@ -205,7 +205,7 @@ class PairSums:
     inner: float = 0.0
 
 
-def stored_sums(first: Checkpoint, second: Checkpoint, base: Checkpoint | None, name: str) -> PairSums:
+def stored_sums(first: Tensors, second: Tensors, base: Tensors | None, name: str) -> PairSums:
     """Sums over a stored tensor of any two dtypes; `base` holds it under the same name."""
     apart = norm_first = norm_second = inner = 0.0
     for start in range(0, first.specs[name].numel, CHUNK):
@@ -265,12 +265,12 @@ def difference(
     return model.TensorDifference(name, shape, actions, same, distance, norms, relative, cosine, dtypes)
 
 
-def _chunk(checkpoint: Checkpoint, name: str, start: int) -> Tensor:
+def _chunk(tensors: Tensors, name: str, start: int) -> Tensor:
     """At most `CHUNK` entries, starting at `start`, in float64."""
-    spec = checkpoint.specs[name]
+    spec = tensors.specs[name]
     count = min(CHUNK, spec.numel - start)
     buffer = bytearray(count * spec.itemsize)
-    checkpoint.read_into(name, start * spec.itemsize, memoryview(buffer))
+    tensors.read_into(name, start * spec.itemsize, memoryview(buffer))
     return torch.frombuffer(buffer, dtype=torch_dtype(spec.dtype)).double()
 
 
@@ -344,7 +344,7 @@ def _tensors(
     return found
 
 
-def _difference(one: OpenedMerge, two: OpenedMerge, base: Checkpoint | None, name: str) -> model.TensorDifference:
+def _difference(one: OpenedMerge, two: OpenedMerge, base: Tensors | None, name: str) -> model.TensorDifference:
     """Difference of one item: from equal hashes, else from factors if both have them, else from the bytes."""
     shape, actions = one.shape(name) or (), (one.action(name), two.action(name))
     if one.identity(name) is not None and one.identity(name) == two.identity(name):
@@ -353,13 +353,13 @@ def _difference(one: OpenedMerge, two: OpenedMerge, base: Checkpoint | None, nam
     if factors[0] is not None and factors[1] is not None:
         return difference(name, shape, actions, factored_sums(factors[0], factors[1]))
     stored = one.stored_name(name)
-    first, second = (o.checkpoint.specs[stored].dtype for o in (one, two))
-    sums = stored_sums(one.checkpoint, two.checkpoint, base, stored)
+    first, second = (o.tensors.specs[stored].dtype for o in (one, two))
+    sums = stored_sums(one.tensors, two.tensors, base, stored)
     return difference(name, shape, actions, sums, None if first == second else (first, second))
 
 
 @contextlib.contextmanager
-def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> Iterator[Checkpoint | None]:
+def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> Iterator[Tensors | None]:
     """Open the base, if it still exists with the same names and shapes; else yield None and add a note.
 
     Merges without a base, those of adapters, yield None.
@@ -370,7 +370,7 @@ def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> 
             continue
         location = input_location(output.manifest["base"], output.directory)
         try:
-            opened = locate(location).model()
+            opened = require_model(locate(location)).tensors
         except MergeError as error:
             reasons.append(error.problems[0])
             continue

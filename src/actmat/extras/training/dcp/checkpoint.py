@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -18,7 +19,8 @@ from actmat.bounds import read_bytes
 from actmat.checkpoints.base import DTYPES, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.formats.pickles import PickleError
-from actmat.checkpoints.source import Format, LocalSource, Source, StoredCheckpoint
+from actmat.checkpoints.model import Format, Model, stored_model
+from actmat.checkpoints.source import LocalSource, Source, TensorFiles
 from actmat.errors import CheckpointError
 from actmat.extras.training.dcp.items import DcpItem, locate
 from actmat.extras.training.dcp.metadata import Chunk, DcpTensor, read_metadata
@@ -32,7 +34,7 @@ NESTED = re.compile(r"pytorch_model_fsdp_\d+|model")
 """Subfolders in which accelerate and torch's trainers store the model."""
 
 
-class DcpCheckpoint(StoredCheckpoint):
+class DcpFiles(TensorFiles):
     """Model tensors of a distributed checkpoint.
 
     Args:
@@ -52,7 +54,6 @@ class DcpCheckpoint(StoredCheckpoint):
         self._stored = {name: found.tensors[fqn] for name, fqn in part.names.items()}
         self._items: dict[tuple[str, int], DcpItem] = {}
         self.notes = part.notes
-        self.aliases = MappingProxyType({})
         self.specs = MappingProxyType(self._specs())
         self._reader = FileReader({label: files.fetch(label) for label in self.labels})
         self._check_sizes()
@@ -178,10 +179,12 @@ def _files_of(source: Source) -> Source | None:
     return LocalSource(source.directory / nested[0], source.location) if len(nested) == 1 else None
 
 
-def _open(source: Source) -> DcpCheckpoint:
+def _open(source: Source) -> Model:
     files = _files_of(source)
     assert files is not None, "the source is claimed"
-    return DcpCheckpoint(source, files)
+    tensors = DcpFiles(source, files)
+    model = stored_model(tensors)
+    return replace(model, folder=model.folder.noted(*tensors.notes))
 
 
-DCP = Format(DcpCheckpoint.format, (METADATA,), claims=lambda source: _files_of(source) is not None, open=_open)
+DCP = Format(DcpFiles.format, (METADATA,), claims=lambda source: _files_of(source) is not None, open=_open)

@@ -1,81 +1,68 @@
-"""A checkpoint whose quantized tensors are read as floats, decoded by rows on reading."""
+"""Quantized tensors that are read as floats, decoded by rows on reading."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, CodedTensor, StoredParts
+from actmat.checkpoints.base import StoredParts, Tensors, TensorsHandle, TensorSpec, View, torch_dtype
+from actmat.checkpoints.codecs.base import WINDOW, CodedTensor, CodeReader
+from actmat.checkpoints.model import Config
 from actmat.checkpoints.quantization import CONFIG_KEYS, LEVELS
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 
 DECODING_BYTES = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
 
 
-class QuantizedCheckpoint(CheckpointView):
-    """The logical tensors of a quantized checkpoint; closing it closes the stored one.
+class QuantizedTensors(View):
+    """The logical tensors of quantized ones; closing them closes the stored ones.
 
     Args:
-        inner: the checkpoint as stored.
+        stored: the tensors as they are stored.
         coded: tensors that are decoded.
         unused: stored tensors that are not listed, such as scales of activations.
     """
 
-    def __init__(self, inner: Checkpoint, coded: Iterable[CodedTensor], unused: Iterable[str] = ()) -> None:
-        super().__init__(inner)
+    def __init__(self, stored: Tensors, coded: Iterable[CodedTensor], unused: Iterable[str] = ()) -> None:
+        super().__init__([stored])
+        self.stored, self._reader = stored, CodeReader(stored)
         self.coded: Mapping[str, CodedTensor] = MappingProxyType({c.name: c for c in coded})
-        self._stored = StoredParts(inner)
         first = {c.parts[0]: c for c in self.coded.values()}
         hidden = {p for c in self.coded.values() for p in c.parts} | set(unused)
         specs: dict[str, TensorSpec] = {}
-        for name, spec in inner.specs.items():
+        for name, spec in stored.specs.items():
             if name in first:
                 c = first[name]
                 specs[c.name] = TensorSpec(c.name, c.shape, c.dtype, spec.file, spec.offset)
             elif name not in hidden:
                 specs[name] = spec
         self.specs = MappingProxyType(specs)
-        kept = {a: c for a, c in inner.aliases.items() if a in specs and c in specs}
-        self.aliases = MappingProxyType({a: c for a, c in kept.items() if (a in self.coded) == (c in self.coded)})
+        self.aliases = {
+            a: c
+            for a, c in stored.aliases.items()
+            if a in specs and c in specs and (a in self.coded) == (c in self.coded)
+        }
 
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """Config of the model as it is read: without the entry about quantization."""
-        return without_quantization(self.inner.config)
-
-    @property
-    def written_config(self) -> Mapping[str, Any] | None:
-        """The config without quantization, to replace the folder's."""
-        written = self.inner.written_config
-        return self.config if written is None and self.directory is not None else without_quantization(written)
-
-    def scheme(self, name: str) -> str:
-        """Description of a quantized tensor's layout; empty for any other tensor."""
-        return self.coded[name].scheme if name in self.coded else ""
-
-    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Specs of codes, scales and zero points."""
+    def parts(self, name: str) -> StoredParts:
+        """Codes, scales and zero points, with a description of their layout."""
         if name not in self.coded:
-            return self.inner.stored_specs(name)
-        return tuple(self.inner.specs[part] for part in self.coded[name].parts)
+            return self.stored.parts(name)
+        coded = self.coded[name]
+        return StoredParts(tuple(self.stored.specs[part] for part in coded.parts), coded.scheme)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Fill `out` with decoded bytes of the tensor."""
         if spec.name in self.coded:
             self._decode(self.coded[spec.name], start, out)
         else:
-            self.inner.read_into(spec.name, start, out)
+            self.stored.read_into(spec.name, start, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Prefetch the stored parts."""
-        wanted = [n for name in names for n in (self.coded[name].parts if name in self.coded else (name,))]
-        self.inner.prefetch(wanted)
+        self.stored.prefetch([n for name in names for n in (self.coded[name].parts if name in self.coded else (name,))])
 
     @property
     def buffer_bytes(self) -> int:
@@ -83,17 +70,17 @@ class QuantizedCheckpoint(CheckpointView):
         coded = self.coded.values()
         held = max((c.held_bytes for c in coded), default=0)
         widest = max((max(WINDOW, c.columns) for c in coded), default=0)
-        return self.inner.buffer_bytes + held + widest * DECODING_BYTES
+        return super().buffer_bytes + held + widest * DECODING_BYTES
 
-    def handle(self) -> CheckpointHandle:
-        """Address of the stored checkpoint: opening it finds the codes again."""
-        return self.inner.handle()
+    def handle(self) -> TensorsHandle:
+        """Address of the stored tensors: opening them finds the codes again."""
+        return self.stored.handle()
 
     def _decode(self, coded: CodedTensor, start: int, out: memoryview) -> None:
         """Decode the rows that bytes `start : start + len(out)` lie in, a window at a time, never across matrices."""
-        self._stored.keep_only(coded.parts)
+        self._reader.keep_only(coded.parts)
         if not len(out):
-            self._stored.entries(coded.parts[0], 0, 0)  # a closed file is an error also where nothing is read
+            self._reader.entries(coded.parts[0], 0, 0)  # a closed file is an error also where nothing is read
             return
         dtype, length = torch_dtype(coded.dtype), coded.columns
         width = length * dtype.itemsize
@@ -103,7 +90,7 @@ class QuantizedCheckpoint(CheckpointView):
             matrix, inside = divmod(row, coded.rows)
             rows = min(most, last - row, coded.rows - inside)
             try:
-                values = coded.decode(self._stored, matrix, inside, inside + rows).to(dtype).contiguous()
+                values = coded.decode(self._reader, matrix, inside, inside + rows).to(dtype).contiguous()
             except IndexError as error:
                 raise CheckpointError(f"{self.location}: tensor '{coded.name}' is damaged: {error}") from error
             first = row * width
@@ -112,13 +99,11 @@ class QuantizedCheckpoint(CheckpointView):
             row += rows
 
 
-def without_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def without_quantization(config: Config) -> Config:
     """A config without its entries about quantization, on any level that may have them.
 
     >>> without_quantization({"a": 1, "quantization_config": {"quant_method": "fp8"}})
     {'a': 1}
     """
-    if config is None:
-        return None
-    kept = {k: v for k, v in config.items() if k not in CONFIG_KEYS}
-    return kept | {k: without_quantization(kept[k]) for k in LEVELS if isinstance(kept.get(k), Mapping)}
+    plain = {k: v for k, v in config.items() if k not in CONFIG_KEYS}
+    return plain | {k: without_quantization(plain[k]) for k in LEVELS if isinstance(plain.get(k), Mapping)}

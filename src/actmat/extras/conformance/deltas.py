@@ -1,8 +1,8 @@
-"""The test-suite of the `Expert` contract, shipped so that a new family of adapters can be held to it.
+"""The test-suite of the `Deltas` contract, shipped so that a new family of adapters can be held to it.
 
-Subclass `ExpertConformance` in a test file, and store a base, an expert of it, and the tensors it stands for:
+Subclass `DeltasConformance` in a test file, and store a base, an expert of it, and the tensors it stands for:
 
-    class TestMyAdapter(ExpertConformance):
+    class TestMyAdapter(DeltasConformance):
         def store(self, folder, seed):
             ...
             return StoredExpert(base=folder / "base", expert=folder / "adapter", tuned=tensors)
@@ -28,13 +28,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_model
 from actmat.errors import CheckpointError
-from actmat.experts.base import DeltaSource, Expert, ExpertHandle, SourceKind
-from actmat.experts.locate import locate, open_handle
-from actmat.extras.conformance.checkpoints import refusal
+from actmat.experts.deltas import Deltas, DeltasHandle, DeltaSource, SourceKind
+from actmat.experts.locate import fit_expert, locate, open_handle
+from actmat.experts.lora.adapter import Adapter
+from actmat.extras.conformance.tensors import refusal
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class StoredExpert:
     tuned: Mapping[str, Tensor]
 
 
-class ExpertConformance(abc.ABC):
-    """One method per clause of `Expert`.
+class DeltasConformance(abc.ABC):
+    """One method per clause of `Deltas`.
 
     Attributes:
         kinds: kinds of sources that the expert must show, so that no clause is tested on nothing.
@@ -70,21 +72,20 @@ class ExpertConformance(abc.ABC):
         """
 
     @contextlib.contextmanager
-    def opened(self, folder: Path) -> Iterator[tuple[Checkpoint, Expert, Mapping[str, Tensor]]]:
+    def opened(self, folder: Path) -> Iterator[tuple[Model, Deltas, Mapping[str, Tensor]]]:
         """The base, the expert of seed 1 and its fine-tuned tensors."""
         stored = self.store(folder, 1)
-        with open_checkpoint(stored.base) as base, locate(stored.expert).expert(base) as expert:
+        with open_model(stored.base) as base, fit_expert(locate(stored.expert), base) as expert:
             yield base, expert, stored.tuned
 
     def test_attributes_describe_the_expert(self, tmp_path: Path) -> None:
-        """`location` is the opened one, sizes are counted, `kind` distinguishes adapters from full checkpoints."""
+        """`location` is the opened one, sizes are counted, `needs_base` distinguishes adapters from full models."""
         stored = self.store(tmp_path / "seed1", 1)
         located = locate(stored.expert)
-        with open_checkpoint(stored.base) as base, located.expert(base) as expert:
+        with open_model(stored.base) as base, fit_expert(located, base) as expert:
             assert expert.location == str(stored.expert), f"location is {expert.location!r}"
-            assert expert.kind == located.kind, f"kind is {expert.kind!r}"
-            assert expert.n_tensors > 0, "nothing is stored"
-            assert expert.nbytes > 0, "a stored expert without bytes"
+            assert expert.needs_base == isinstance(located, Adapter), f"needs_base is {expert.needs_base}"
+            assert expert.model.specs, "nothing is stored"
 
     def test_sources_agree_with_specs(self, tmp_path: Path) -> None:
         """Every tensor in `specs` has a source of its name, and costs and ranks belong to its kind."""
@@ -108,7 +109,7 @@ class ExpertConformance(abc.ABC):
             for name in expert.specs:
                 _assert_near(_tuned(expert, base, name), tuned[name], self.tolerance, f"{name!r}")
                 if expert.source(name).kind == "zero":
-                    assert torch.equal(base.read(name), tuned[name]), f"{name!r} is changed, its source is zero"
+                    assert torch.equal(base.tensors.read(name), tuned[name]), f"{name!r} is changed, its source is zero"
             given = [tuned[name] for name in expert.specs]
             for name in tuned.keys() - expert.specs.keys():
                 assert any(torch.equal(tuned[name], t) for t in given), f"{name!r} is given under no name"
@@ -126,16 +127,16 @@ class ExpertConformance(abc.ABC):
                     assert out == data[start:stop], f"{name!r}: bytes {start}:{stop} differ from those of `read`"
 
     def test_a_part_of_a_delta_is_that_of_the_whole(self, tmp_path: Path) -> None:
-        """`delta(name, start, stop)` is a slice of the flattened delta, in the dtype that is asked for."""
+        """`dense(name, start, stop)` is a slice of the flattened delta, in the dtype that is asked for."""
         with self.opened(tmp_path / "seed1") as (_, expert, _):
             for name in _names(expert, "formed", "zero"):
                 numel = expert.specs[name].numel
-                whole = expert.delta(name, 0, numel, torch.float64)
+                whole = expert.dense(name, 0, numel, torch.float64)
                 for start, stop in _ranges(numel):
-                    part = expert.delta(name, start, stop, torch.float64)
+                    part = expert.dense(name, start, stop, torch.float64)
                     assert part.shape == (stop - start,), f"{name!r}: {start}:{stop} has shape {tuple(part.shape)}"
                     _assert_near(part, whole[start:stop], self.tolerance, f"{name!r}, entries {start}:{stop}")
-                assert expert.delta(name, 0, numel, torch.float32).dtype == torch.float32, f"{name!r}: dtype"
+                assert expert.dense(name, 0, numel, torch.float32).dtype == torch.float32, f"{name!r}: dtype"
 
     def test_factors_multiply_to_the_delta(self, tmp_path: Path) -> None:
         """`factors` of a formed source with a rank have that rank; those of a zero source the shape asked for."""
@@ -146,7 +147,7 @@ class ExpertConformance(abc.ABC):
                     continue
                 shape = (spec.shape[0], math.prod(spec.shape[1:]))
                 product = expert.factors(name, shape, torch.float64)
-                delta = expert.delta(name, 0, spec.numel, torch.float64)
+                delta = expert.dense(name, 0, spec.numel, torch.float64)
                 _assert_near(product.dense().flatten(), delta, self.tolerance, f"product of {name!r}")
                 assert product.rank == max(source.rank, 1), f"{name!r}: factors of rank {product.rank}, {source}"
                 if source.kind == "zero":
@@ -174,21 +175,21 @@ class ExpertConformance(abc.ABC):
         """`content` of a formed delta changes with its data and with nothing else; zeros are equal everywhere."""
         first, second = (self.store(tmp_path / f"seed{seed}", seed) for seed in (1, 2))
         with (
-            open_checkpoint(first.base) as base,
-            locate(first.expert).expert(base) as one,
-            locate(first.expert).expert(base) as same,
-            locate(second.expert).expert(base) as other,
+            open_model(first.base) as base,
+            fit_expert(locate(first.expert), base) as one,
+            fit_expert(locate(first.expert), base) as same,
+            fit_expert(locate(second.expert), base) as other,
         ):
             for name in _names(one, "formed", "zero"):
                 assert one.content(name) == same.content(name), f"{name!r}: content differs between two openings"
                 differs = one.content(name) != other.content(name)
                 assert differs == (one.source(name).kind == "formed"), f"{name!r}: content does not tell data apart"
-            assert one.hashes() == same.hashes(), "hashes differ between two openings"
-            hashes = one.hashes()
-            if hashes is not None:
-                assert len(hashes) == one.n_tensors, "not every stored tensor has a hash"
-                assert hashes != other.hashes(), "hashes do not tell data apart"
-            assert one.check_values("math") == [], "finite values are reported as NaN or Inf"
+            if one.stored is not None and same.stored is not None and other.stored is not None:
+                hashes = one.stored.hashes
+                assert hashes == same.stored.hashes, "hashes differ between two openings"
+                assert len(hashes) == len(one.model.specs), "not every stored tensor has a hash"
+                assert hashes != other.stored.hashes, "hashes do not tell data apart"
+                assert one.stored.check_values("math") == [], "finite values are reported as NaN or Inf"
 
     def test_another_process_opens_the_handle(self, tmp_path: Path) -> None:
         """`handle` is picklable, and gives the same bits in another process."""
@@ -205,21 +206,6 @@ class ExpertConformance(abc.ABC):
             for name, found in zip(names, pool.map(functools.partial(_content, expert), names), strict=True):
                 assert found == expected[name], f"{name!r} was mixed up"
 
-    def test_prefetch_never_fails(self, tmp_path: Path) -> None:
-        """`prefetch` is a hint: any names, also after `close`."""
-        with self.opened(tmp_path / "seed1") as (_, expert, _):
-            expert.prefetch([*expert.specs, "no such tensor"])
-            expert.close()
-            expert.prefetch(list(expert.specs))
-
-    def test_identity_is_stable(self, tmp_path: Path) -> None:
-        """`identity` is the same before and after reading."""
-        with self.opened(tmp_path / "seed1") as (_, expert, _):
-            before = expert.identity()
-            for name in expert.specs:
-                _content(expert, name)
-            assert expert.identity() == before, "reading changed the identity"
-
     def test_close_ends_reading_and_may_be_called_twice(self, tmp_path: Path) -> None:
         """After `close`, reading and forming raise `ValueError`, as for a closed file; specs stay."""
         with self.opened(tmp_path / "seed1") as (_, expert, _):
@@ -231,7 +217,7 @@ class ExpertConformance(abc.ABC):
             assert set(names) <= set(expert.specs), "specs are gone after close"
 
 
-def _names(expert: Expert, *kinds: SourceKind) -> list[str]:
+def _names(expert: Deltas, *kinds: SourceKind) -> list[str]:
     """Names of the tensors with sources of these kinds."""
     return [name for name in expert.specs if expert.source(name).kind in kinds]
 
@@ -242,22 +228,22 @@ def _ranges(size: int) -> list[tuple[int, int]]:
     return [(0, size), (0, 0), (size, size), (0, 1), (size - 1, size), (third, 2 * third + 1), (1, size)]
 
 
-def _tuned(expert: Expert, base: Checkpoint, name: str) -> Tensor:
+def _tuned(expert: Deltas, base: Model, name: str) -> Tensor:
     """`W_t` in float64."""
     spec = expert.specs[name]
     if expert.source(name).kind == "stored":
         return expert.read(name).double()
-    return base.read(name).double() + expert.delta(name, 0, spec.numel, torch.float64).view(spec.shape)
+    return base.tensors.read(name).double() + expert.dense(name, 0, spec.numel, torch.float64).view(spec.shape)
 
 
-def _content(expert: Expert, name: str) -> bytes:
+def _content(expert: Deltas, name: str) -> bytes:
     """The bytes of a stored tensor, or of a delta in float64."""
     if expert.source(name).kind == "stored":
         return bytes(raw_bytes(expert.read(name)))
-    return bytes(raw_bytes(expert.delta(name, 0, expert.specs[name].numel, torch.float64).contiguous()))
+    return bytes(raw_bytes(expert.dense(name, 0, expert.specs[name].numel, torch.float64).contiguous()))
 
 
-def _contents(handle: ExpertHandle, register: Callable[[], None] | None) -> dict[str, bytes]:
+def _contents(handle: DeltasHandle, register: Callable[[], None] | None) -> dict[str, bytes]:
     """Open a handle and read everything; runs in another process."""
     if register is not None:
         register()
@@ -273,21 +259,21 @@ def _other_process() -> concurrent.futures.ProcessPoolExecutor:
     return pool
 
 
-def _all_calls(expert: Expert, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
+def _all_calls(expert: Deltas, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
     """Every request for the data of a tensor."""
     name = source.name
     return [
         ("read", lambda: expert.read(name)),
         ("read_into", lambda: expert.read_into(name, 0, memoryview(bytearray()))),
-        ("delta", lambda: expert.delta(name, 0, 0, torch.float64)),
+        ("dense", lambda: expert.dense(name, 0, 0, torch.float64)),
         ("content", lambda: expert.content(name)),
         ("factors", lambda: expert.factors(name, (1, 1), torch.float64)),
     ]
 
 
-def _not_given(expert: Expert, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
+def _not_given(expert: Deltas, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
     """The requests that a source of this kind does not serve."""
-    given = {"stored": ("read", "read_into"), "zero": ("delta", "content", "factors"), "formed": ("delta", "content")}
+    given = {"stored": ("read", "read_into"), "zero": ("dense", "content", "factors"), "formed": ("dense", "content")}
     served = (*given[source.kind], *(["factors"] if source.rank else []))
     return [(what, call) for what, call in _all_calls(expert, source) if what not in served]
 

@@ -1,4 +1,4 @@
-"""One output of a run: its folder, its finished items, and its completion."""
+"""Stage three of a run, one output: its folder, its finished items, and its completion."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
-from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
-from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
+from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.staging import Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
@@ -23,7 +24,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.record import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
-from actmat.experts.base import Expert
+from actmat.experts.deltas import Deltas
 from actmat.identity.inputs import chat_template, files_of
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
@@ -34,7 +35,8 @@ from actmat.report.identity import identity_findings
 from actmat.report.manifest import build_manifest, write_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.words import warnings_of
-from actmat.run.resume import Resumed
+from actmat.run.resume import find_unchanged
+from actmat.run.run import Run
 from actmat.settings import RunSettings
 from actmat.system import stored_bytes
 
@@ -73,7 +75,7 @@ class JournalRecords(Mapping[str, Record]):
 
 
 @dataclass
-class StagedOutput:
+class Output:
     """An output that is being built.
 
     Args:
@@ -93,7 +95,7 @@ class StagedOutput:
     resumed: int = 0
 
     @classmethod
-    def measured(cls, plan: MergePlan) -> StagedOutput:
+    def measured(cls, plan: MergePlan) -> Output:
         """An output that is only measured; copies need no measurement."""
         return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
 
@@ -148,7 +150,8 @@ class StagedOutput:
                 (folder.path / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
             elif self.plan.output == "model":
                 assert inputs.base is not None, "a model is merged into a base"
-                written, own = {**inputs.base.written_configs, **self.plan.configs}, inputs.base.written_sidecars
+                folder_of_base = inputs.base.folder
+                written, own = {**folder_of_base.written, **self.plan.configs}, folder_of_base.texts
                 template = self.plan.recipe.model.chat_template
                 if template == "auto":
                     template = most_frequent_template((inputs.base, *inputs.experts))
@@ -156,7 +159,7 @@ class StagedOutput:
                     own = {**own, "chat_template.jinja": template}
                 copied = copy_sidecars(*folders, out=folder.path, dtype=self.plan.recipe.dtype, configs=written)
                 if not has_files("tokenizer", (*copied, *own)):
-                    own = {**inputs.base.converted_sidecars(), **own}
+                    own = {**folder_of_base.converted_tokenizer(), **own}
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
                 self._note_missing(inputs, (*copied, *own))
@@ -178,9 +181,9 @@ class StagedOutput:
 
     def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
         """Add notes on a tokenizer or a processor that the output lacks."""
-        if inputs.base is None or not inputs.base.sources():
+        if inputs.base is None or not inputs.base.folder.files:
             return
-        others = {n: e.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
+        others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
         config = self.plan.configs.get("config.json", inputs.base.config)
         found = missing_notes(config, written, others, inputs.base.location)
         self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
@@ -195,20 +198,17 @@ class StagedOutput:
                 draw(diagnosis, folder.path / "report.html")
         return diagnosis
 
-    def _sidecar_folders(self, inputs: Inputs) -> list[SideFolder | None]:
-        """Side files of the base, and of the inputs whose tokenizer and whose config are written."""
+    def _sidecar_folders(self, inputs: Inputs) -> list[ModelFolder]:
+        """Folders of the base, and of the inputs whose tokenizer and whose config are written."""
         if inputs.base is None:
             return []
-        named: list[tuple[str, Checkpoint | Expert]] = [("base", inputs.base)]
-        named += zip(inputs.labels, inputs.experts, strict=True)
-        chosen = ("base", self.plan.recipe.model.files_of, self.plan.recipe.model.config_from or "base")
-        found = {label: (one.fetch_sidecars(), one) for label, one in named if label in chosen}
-        folders = {n: SideFolder(folder, one.side_files()) if folder else None for n, (folder, one) in found.items()}
-        return [folders[label] for label in chosen]
+        folders = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
+        chosen = (self.plan.recipe.model.files_of, self.plan.recipe.model.config_from)
+        return [inputs.base.folder, *(folders.get(label or "base", inputs.base.folder) for label in chosen)]
 
 
 @contextlib.contextmanager
-def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
+def stage(run: Run) -> Iterator[list[Output]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
     Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
@@ -217,10 +217,10 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
     Raises:
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
-    settings = resumed.run.place.settings
-    plans = [plan for _, plan in resumed.run.unfinished]
+    settings = run.places.settings
+    plans = [plan for _, plan in run.unfinished]
     with contextlib.ExitStack() as stack:
-        stages = [_staging(out, plan, settings, resumed.checked.get(out)) for out, plan in resumed.run.unfinished]
+        stages = [_staging(out, plan, settings, find_unchanged(plan, out, run.inputs)) for out, plan in run.unfinished]
         journals = []
         try:
             for staging in stages:
@@ -234,7 +234,7 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
                 intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
                 for name in journal.keys() - intact:
                     journal.drop(name)
-                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
+                outputs.append(Output(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
             yield outputs
             for staging in stages:
                 staging.commit()
@@ -250,7 +250,7 @@ def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter
     return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
-def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: CheckedJournal | None) -> Staging:
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: Journal | None) -> Staging:
     """Staging of an output in a folder, in a bucket, or on the hub."""
     if isinstance(out, Path):
         lasting = plan.fingerprint(times=False)
@@ -305,7 +305,7 @@ def _is_record_of(record: Record, item: Item) -> bool:
     return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
 
 
-def most_frequent_template(inputs: Sequence[Checkpoint | Expert]) -> str | None:
+def most_frequent_template(inputs: Sequence[Model | Deltas]) -> str | None:
     """The chat template that most inputs have, the first of several; None if no input has one."""
     found = [text for one in inputs if (text := chat_template(files_of(one), name="default"))]
     return Counter(found).most_common(1)[0][0] if found else None
