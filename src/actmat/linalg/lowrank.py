@@ -92,13 +92,16 @@ def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank
     return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
 
 
-def inner(one: LowRank, two: LowRank) -> float:
-    """`<D_1, D_2>_F` over all batch elements, from products of the factors.
+def inner_products(deltas: Sequence[LowRank]) -> Tensor:
+    """`<D_s, D_t>_F` of every two deltas (`T x T`, float64, over all batch elements), from a Gram matrix per side.
 
-    >>> inner(LowRank(torch.ones(2, 1), torch.ones(1, 3)), LowRank(torch.eye(2), torch.ones(2, 3)))
-    6.0
+    >>> inner_products([LowRank(torch.ones(2, 1), torch.ones(1, 3)), LowRank(torch.eye(2), torch.ones(2, 3))]).tolist()
+    [[6.0, 6.0], [6.0, 6.0]]
     """
-    return float(((one.b_OR.mT @ two.b_OR) * (one.a_RI @ two.a_RI.mT)).sum())
+    every = weighted_sum(deltas, [1.0] * len(deltas)).to(torch.float64)
+    gram_RR = (every.b_OR.mT @ every.b_OR) * (every.a_RI @ every.a_RI.mT)
+    gram_RR, ranks = gram_RR.reshape(-1, every.rank, every.rank).sum(0), [d.rank for d in deltas]
+    return torch.stack([torch.stack([block.sum() for block in rows.split(ranks, -1)]) for rows in gram_RR.split(ranks)])
 
 
 def frobenius_norm(delta: LowRank) -> float:
@@ -139,6 +142,20 @@ def truncate(delta: LowRank, rank: int) -> Truncated:
     dtype = delta.b_OR.dtype
     value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
     return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found, retries)
+
+
+def padded(delta: LowRank, rank: int) -> Truncated:
+    """The delta itself with zeros up to `rank`, of at least its own: nothing is decomposed or rounded.
+
+    A power of two moves from each row of `a` to its column of `b`, or back, so that their norms are alike.
+    """
+    norms_2R = torch.stack([torch.linalg.vector_norm(delta.a_RI, dim=-1), torch.linalg.vector_norm(delta.b_OR, dim=-2)])
+    exponents_R = torch.frexp(norms_2R).exponent.diff(dim=0).squeeze(0).div(-2, rounding_mode="trunc")
+    one, zeros = torch.ones_like(norms_2R[0]), rank - delta.rank
+    b_OR = torch.nn.functional.pad(delta.b_OR * one.ldexp(exponents_R).unsqueeze(-2), (0, zeros))
+    a_RI = torch.nn.functional.pad(delta.a_RI * one.ldexp(-exponents_R).unsqueeze(-1), (0, 0, 0, zeros))
+    norm = float(inner_products([delta]).clamp_min(0).sqrt())
+    return Truncated(LowRank(b_OR, a_RI), norm, 0.0, delta.rank)
 
 
 def orthogonal_core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:
