@@ -30,8 +30,8 @@ from actmat.engine.size import Sample, products_of
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
-from actmat.linalg.lapack import retry_stats
 from actmat.linalg.inner import is_finite
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, Truncated, inner_products, padded, truncate
 from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Item, ModuleForm
