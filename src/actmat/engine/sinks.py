@@ -320,7 +320,6 @@ def _norms(gram_TT: Tensor, truncated: Truncated) -> dict[str, Any]:
         "norm": truncated.norm,
         "expert_norms": gram_TT.diagonal().clamp_min(0).sqrt().tolist(),
         "sum_norm": float(gram_TT.sum().clamp_min(0).sqrt()),
-        "numerical_rank": truncated.rank,
         "error_norm": truncated.error,
         "relative_error": truncated.error / truncated.norm if truncated.norm else 0.0,
         **retry_stats(truncated.retries),

@@ -100,8 +100,9 @@ def inner_products(deltas: Sequence[LowRank]) -> Tensor:
     """
     every = weighted_sum(deltas, [1.0] * len(deltas)).to(torch.float64)
     gram_RR = (every.b_OR.mT @ every.b_OR) * (every.a_RI @ every.a_RI.mT)
-    gram_RR, ranks = gram_RR.reshape(-1, every.rank, every.rank).sum(0), [d.rank for d in deltas]
-    return torch.stack([torch.stack([block.sum() for block in rows.split(ranks, -1)]) for rows in gram_RR.split(ranks)])
+    expert_R = torch.repeat_interleave(torch.arange(len(deltas)), torch.tensor([d.rank for d in deltas]))
+    is_of_TR = (expert_R == torch.arange(len(deltas)).unsqueeze(-1)).to(torch.float64)
+    return is_of_TR @ gram_RR.reshape(-1, every.rank, every.rank).sum(0) @ is_of_TR.mT
 
 
 def frobenius_norm(delta: LowRank) -> float:
@@ -113,14 +114,12 @@ def frobenius_norm(delta: LowRank) -> float:
 class Truncated:
     """The best approximation of given rank, `b = U sqrt(s)`, `a = sqrt(s) V^T`, and its error.
 
-    `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `rank` is the numerical rank of
-    `D`, the largest of the batch; `retries` as in `linalg.lapack`.
+    `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `retries` as in `linalg.lapack`.
     """
 
     value: LowRank
     norm: float
     error: float
-    rank: int
     retries: Retries = ()
 
 
@@ -137,11 +136,9 @@ def truncate(delta: LowRank, rank: int) -> Truncated:
     a_RI = ((right_IQ @ vh_KQ.mT[..., :rank]) * root).mT
     missing = max(0, rank - a_RI.shape[-2])
     b_OR, a_RI = torch.nn.functional.pad(b_OR, (0, missing)), torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
-    top = s_K.amax(-1, keepdim=True) if s_K.shape[-1] else s_K
-    found = int(((s_K > 2.0**-40 * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
     dtype = delta.b_OR.dtype
     value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
-    return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found, retries)
+    return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), retries)
 
 
 def padded(delta: LowRank, rank: int) -> Truncated:
@@ -155,7 +152,7 @@ def padded(delta: LowRank, rank: int) -> Truncated:
     b_OR = torch.nn.functional.pad(delta.b_OR * one.ldexp(exponents_R).unsqueeze(-2), (0, zeros))
     a_RI = torch.nn.functional.pad(delta.a_RI * one.ldexp(-exponents_R).unsqueeze(-1), (0, 0, 0, zeros))
     norm = float(inner_products([delta]).clamp_min(0).sqrt())
-    return Truncated(LowRank(b_OR, a_RI), norm, 0.0, delta.rank)
+    return Truncated(LowRank(b_OR, a_RI), norm, 0.0)
 
 
 def orthogonal_core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:
