@@ -44,7 +44,9 @@ class SearchFlags:
         list[str] | None,
         _option("--classes", "Classes of images, for CLIP: [NAME=]a,b,c or a file (default: the folders' names)."),
     ] = None
-    template: Annotated[str, _option("--template", "Prompt for CLIP; {} is the class.")] = "a photo of a {}."
+    template: Annotated[
+        str | None, _option("--template", "Prompt for CLIP; {} is the class (default: a photo of a {}.).")
+    ] = None
     minutes: Annotated[
         float | None,
         _option("--minutes", "Minutes for refining after the first merge (default: until all is tried).", min=0),

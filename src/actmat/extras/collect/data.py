@@ -30,6 +30,8 @@ TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
 TEMPLATE = "a photo of a {}."
 """Prompt of a class, for models with an image and a text encoder."""
+SELF = "self"
+"""In place of a data set: prompts that each expert writes itself."""
 
 SAMPLES = 64
 """Inputs per expert, as many as the study of docs/tried.md had."""
@@ -53,13 +55,15 @@ class DataOptions:
     max_samples: int | None = None  # samples in all; None: every sample
     max_length: int = 512  # tokens of one text at most
     classes: tuple[str, ...] = ()  # of images, for a model that compares images with texts (CLIP)
-    template: str = TEMPLATE  # prompt of a class
+    template: str | None = None  # around a text, or around a class, default `TEMPLATE`; {} is its place
 
     def details(self) -> dict[str, str]:
         """Options that are set, for the record."""
-        kept = ("split", "subset", "text_column", "image_column", "target_column", "label_column", "max_length")
+        columns = ("text_column", "image_column", "target_column", "label_column")
+        kept = ("split", "subset", *columns, "max_length", "template")
         found = {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
-        return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
+        classes = {"classes": ", ".join(self.classes), "template": self.template or TEMPLATE}
+        return found | (classes if self.classes else {})
 
 
 def read_rows(options: DataOptions) -> list[Row]:
@@ -170,15 +174,16 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
     Raises:
         StatisticsError: the model takes no texts, a template without `{}`, or a prompt that is too long.
     """
-    if "{}" not in options.template:
-        raise StatisticsError(f"The template needs {{}} for the class; got '{options.template}'.")
+    template = options.template or TEMPLATE
+    if "{}" not in template:
+        raise StatisticsError(f"The template needs {{}} for the class; got '{template}'.")
     encode = _Encoder(loaded, replace(options, classes=()), labels=False)
     if encode.tokenizer is None:
         raise StatisticsError(
             f"{type(loaded.model).__name__} takes no texts, so it cannot use classes. From Python, pass its "
             "predictions with predict=."
         )
-    prompts = [options.template.format(c.replace("_", " ")) for c in options.classes]
+    prompts = [template.format(c.replace("_", " ")) for c in options.classes]
     found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
     config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
     limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
@@ -192,6 +197,8 @@ def _rows(options: DataOptions) -> Iterable[Row]:
     """Rows of a data set, streamed."""
     if options.texts:
         return [{TEXT_COLUMNS[0]: text} for text in options.texts]
+    if options.location == SELF:
+        raise StatisticsError(f"'{SELF}': experts write prompts for --data of 'merge' and --check only; give a file")
     path = local_path(options.location, error=StatisticsError)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
@@ -354,6 +361,8 @@ def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str |
         texts = [_templated(tokenizer, row, options.location) for row in rows]
     else:
         texts = _column(rows, column, TEXT_COLUMNS if what == "text" else (), str, what, options.location)
+        if what == "text" and options.template is not None:
+            texts = [options.template.replace("{}", text) for text in texts]
     found = tokenizer(
         texts, padding=True, truncation=True, max_length=min(options.max_length, tokenizer.model_max_length),
         add_special_tokens=not is_chat, return_tensors="pt",

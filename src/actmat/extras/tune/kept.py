@@ -26,6 +26,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.data import (
     READERS,
     SAMPLES,
+    SELF,
     DataOptions,
     Row,
     by_expert,
@@ -47,6 +48,8 @@ from actmat.settings import RunSettings
 
 FEWEST = 4
 """Inputs of an expert from which every fourth is held back for the comparison of answers."""
+WRITTEN = 32
+"""Prompts that an expert writes itself, at most."""
 AVERAGE_BYTES = 2 << 30
 """Largest average of full models that is written, to compare its answers as well."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
@@ -63,6 +66,7 @@ class InputSettings:
         new_tokens: tokens of an expert's own answer to a text, at most.
         model_class, dtype: of the models while they run.
         keep_statistics: keep the folder `OUT.statistics`.
+        template: around every text, {} is its place; or expert -> its own.
         as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
     """
 
@@ -71,6 +75,7 @@ class InputSettings:
     model_class: str | None = None
     dtype: str = "float32"
     keep_statistics: bool = False
+    template: str | Mapping[str, str] | None = None
     as_adapter: bool = True
 
     def loader(self, base: str, device: str) -> Loader:
@@ -82,6 +87,8 @@ class InputSettings:
         reading = given if isinstance(given, DataOptions) else dataclasses.replace(self.reading, location=str(given))
         if reading is not given and not measured:
             reading = dataclasses.replace(reading, max_samples=SAMPLES)
+        if reading.location == SELF:
+            return dataclasses.replace(reading, max_samples=min(reading.max_samples or WRITTEN, WRITTEN))
         if not reading.texts and is_prompt(reading.location):
             return dataclasses.replace(reading, location="the prompt given", texts=(reading.location,))
         return reading
@@ -105,6 +112,11 @@ class DataRows:
     options: DataOptions
     rows: Sequence[Row]
 
+    @property
+    def is_self(self) -> bool:
+        """True for rows that an expert is to write; they are empty."""
+        return self.options.location == SELF
+
     def part(self, held: bool) -> DataRows:
         """Every fourth row, which is held back; or the others."""
         kept = [row for n, row in enumerate(self.rows) if (n % FEWEST == FEWEST - 1) == held]
@@ -121,10 +133,17 @@ def read_sources(
         StatisticsError: data that cannot be read.
     """
     named = {n: settings.source(d, measured=measured) for n, d in by_expert(recipe, data).items()}
+    for label, template in (by_expert(recipe, settings.template) if settings.template else {}).items():
+        if "{}" not in template:
+            raise RecipeError(f"The template of '{label}' needs {{}} in the place of the text; got {template!r}.")
+        if label in named:
+            named[label] = dataclasses.replace(named[label], template=template)
     if measured:
         check_every_expert(recipe, named)
     options = {label: with_classes(label, source, config) for label, source in named.items()}
-    return {label: DataRows(options[label], rows) for label, rows in prepare_data(options).items()}
+    rows = prepare_data({label: o for label, o in options.items() if o.location != SELF})
+    rows |= {label: [{}] * (o.max_samples or WRITTEN) for label, o in options.items() if o.location == SELF}
+    return {label: DataRows(o, rows[label]) for label, o in options.items()}
 
 
 def check_every_expert(recipe: Recipe, data: Mapping[str, Any]) -> None:
