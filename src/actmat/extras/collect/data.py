@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.bounds import local_path, parse_json
+from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.extras.models.loading import Loaded, extra, from_files
 from actmat.foreign import in_one_line
@@ -43,8 +44,8 @@ Row = Mapping[str, Any]
 class DataOptions:
     """A data set, and how to read it."""
 
-    location: str  # file, folder or hub id; a name of the texts, if those are given
-    texts: tuple[str, ...] = ()  # in place of a data set
+    location: str  # file, folder or hub id; a name of the rows, if those are given
+    rows: tuple[Row, ...] = ()  # in place of a data set
     split: str = "train"  # of a data set on the hub, or of a folder of images
     subset: str | None = None  # configuration of a data set on the hub
     text_column: str | None = None  # default: found by name
@@ -116,15 +117,15 @@ def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
 def prepare_data(chosen: Mapping[str, DataOptions]) -> dict[str, list[Row]]:
     """Rows of every data set, read before the first model is loaded, which may take minutes."""
     problems: list[str] = []
-    read: dict[DataOptions, list[Row]] = {}
-    for options in dict.fromkeys(chosen.values()):
+    read: dict[str, list[Row]] = {}
+    for key, options in {repr(o): o for o in chosen.values()}.items():
         try:
-            read[options] = read_rows(options)
+            read[key] = read_rows(options)
         except StatisticsError as error:
             problems += error.problems
     if problems:
         raise StatisticsError("The data cannot be used.", problems)
-    return {label: read[options] for label, options in chosen.items()}
+    return {label: read[repr(options)] for label, options in chosen.items()}
 
 
 def make_batches(
@@ -195,15 +196,17 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
 
 def _rows(options: DataOptions) -> Iterable[Row]:
     """Rows of a data set, streamed."""
-    if options.texts:
-        return [{TEXT_COLUMNS[0]: text} for text in options.texts]
+    if options.rows:
+        return options.rows
     if options.location == SELF:
         raise StatisticsError(f"'{SELF}': experts write prompts for --data of 'merge' and --check only; give a file")
     path = local_path(options.location, error=StatisticsError)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
-    if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):
-        raise StatisticsError(f"{options.location}: no such file or folder")
+    is_path = path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))
+    if not path.exists() and (is_path or HUB_ID.fullmatch(options.location) is None):
+        hint = "" if is_path else f"; a prompt? Write text:{options.location}"
+        raise StatisticsError(f"{options.location}: no such file or folder{hint}")
     if path.suffix in (".jsonl", ".txt") and path.is_file():
         return _lines(path)
     load: Callable[..., Iterable[Row]] = extra("datasets").load_dataset
@@ -220,7 +223,7 @@ def _rows(options: DataOptions) -> Iterable[Row]:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    """A row for each line that is not blank: its object, or its text."""
+    """A row for each line that is not blank: its object, its chat, or its text."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -229,6 +232,8 @@ def _lines(path: Path) -> Iterator[Row]:
                 row = parse_json(line) if path.suffix == ".jsonl" else {TEXT_COLUMNS[0]: line.rstrip("\n")}
             except ValueError as error:
                 raise StatisticsError(f"{path}: the data cannot be read: line {number}: {in_one_line(error)}") from None
+            if isinstance(row, list):
+                row = {MESSAGES: row}
             if not isinstance(row, dict):
                 raise StatisticsError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
             yield row

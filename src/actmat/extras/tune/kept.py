@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +23,11 @@ from actmat.errors import MergeError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import fields_of, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.data import (
+    MESSAGES,
     READERS,
     SAMPLES,
     SELF,
+    TEXT_COLUMNS,
     DataOptions,
     Row,
     by_expert,
@@ -54,6 +55,8 @@ AVERAGE_BYTES = 2 << 30
 """Largest average of full models that is written, to compare its answers as well."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
 """Columns that are used if they are there: classes as numbers, and right continuations of texts."""
+PROMPT = "text:"
+"""Beginning of a prompt without a space."""
 Z_95 = 1.959964
 
 
@@ -83,26 +86,48 @@ class InputSettings:
         return Loader(base, self.model_class, self.dtype, device)
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
-        """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
-        reading = given if isinstance(given, DataOptions) else dataclasses.replace(self.reading, location=str(given))
-        if reading is not given and not measured:
-            reading = dataclasses.replace(reading, max_samples=SAMPLES)
-        if reading.location == SELF:
-            return dataclasses.replace(reading, max_samples=min(reading.max_samples or WRITTEN, WRITTEN))
-        if not reading.texts and is_prompt(reading.location):
-            return dataclasses.replace(reading, location="the prompt given", texts=(reading.location,))
+        """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.
+
+        Raises:
+            RecipeError: inputs of an unknown form.
+        """
+        if isinstance(given, DataOptions):
+            reading = given
+        else:
+            reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
+            reading = dataclasses.replace(reading, location=str(given))
+        if isinstance(given, list | tuple):
+            return dataclasses.replace(reading, location=f"{len(given)} inputs given", rows=tuple(map(_as_row, given)))
+        file, _, column = reading.location.rpartition(":")
+        if Path(file).suffix in READERS and column.isidentifier():
+            return dataclasses.replace(reading, location=file, text_column=column)
+        if not reading.rows and is_prompt(reading.location):
+            rows = (_as_row(reading.location.removeprefix(PROMPT)),)
+            return dataclasses.replace(reading, location="the prompt given", rows=rows)
         return reading
 
 
 def is_prompt(text: str) -> bool:
-    """True for a text itself, False for the place of a data set: a path, the name of a file, or `org/name`.
+    """True for a text itself, which has a space or begins with `text:`; False for the place of a data set.
 
-    >>> is_prompt("What is 2 + 2?"), is_prompt("hello"), is_prompt("math.jsonl"), is_prompt("my data/math.jsonl")
+    >>> is_prompt("What is 2 + 2?"), is_prompt("text:hello"), is_prompt("hello"), is_prompt("my data/math.jsonl")
     (True, True, False, False)
     """
     is_file = Path(text).suffix in (*READERS, ".npz") or text.startswith(("/", "./", "../", "~"))
-    is_place = is_file or os.path.exists(text) or re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) is not None
-    return bool(text.strip()) and not is_place
+    return text.startswith(PROMPT) or (len(text.split()) > 1 and not is_file and not os.path.exists(text))
+
+
+def _as_row(given: Any) -> Row:
+    """The row of a text, of a chat, or of columns.
+
+    Raises:
+        RecipeError: it is none of these.
+    """
+    if isinstance(given, str):
+        return {TEXT_COLUMNS[0]: given}
+    if isinstance(given, Mapping) or (isinstance(given, list) and all(isinstance(m, Mapping) for m in given)):
+        return given if isinstance(given, Mapping) else {MESSAGES: given}
+    raise RecipeError(f"An input is a {type(given).__name__}; expected a text, a chat (list of messages), or a row.")
 
 
 @dataclass(frozen=True)
@@ -142,7 +167,9 @@ def read_sources(
         check_every_expert(recipe, named)
     options = {label: with_classes(label, source, config) for label, source in named.items()}
     rows = prepare_data({label: o for label, o in options.items() if o.location != SELF})
-    rows |= {label: [{}] * (o.max_samples or WRITTEN) for label, o in options.items() if o.location == SELF}
+    for label, source in options.items():
+        if source.location == SELF:
+            rows[label] = [{}] * min(source.max_samples or WRITTEN, WRITTEN)
     return {label: DataRows(o, rows[label]) for label, o in options.items()}
 
 
@@ -249,7 +276,7 @@ class Asking:
 
     def _answer_column(self, loaded: Loaded, data: DataRows) -> str | None:
         """Column of right continuations, for a causal model whose data has them."""
-        if data.options.texts or not is_causal(loaded.model):
+        if not is_causal(loaded.model):
             return None
         row = data.rows[0]
         return data.options.target_column or next((c for c in ANSWERS if isinstance(row.get(c), str)), None)

@@ -192,7 +192,7 @@ class InputMeasuring:
             self.measured.append(few)
         asked = source.part(held=True) if holds else source
         what = "of --check" if check is not None else "held back" if holds else "the same" if measures else "given"
-        kind = "prompt" if source.options.texts else "inputs"
+        kind = "prompt" if source.options.rows else "inputs"
         asking.notes.append(f"{kind} of '{label}': {few} measured; answers compared on {len(asked.rows)} ({what})")
         try:
             asking.ask(label, loaded, asked, measured=measures and not holds and check is None)

@@ -25,11 +25,11 @@ from actmat.recipe import Recipe
 
 LONGEST = 96
 """Tokens of a prompt at most; a longer one ends there."""
-AT_ONCE = 16
+AT_ONCE = 32
 """Prompts written at a time."""
 FEWEST = 4
 """Different prompts that an expert must write."""
-MORE_PROBABLE = 0.5
+MORE_PROBABLE = 1.0
 """Nats per token by which an expert's prompts must be more probable under it than under the base."""
 _MARK = "\x1fprompt\x1f"
 """Stands for the prompt in a template."""
