@@ -162,7 +162,7 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     words = {"full": "checkpoints", "few": f"fewer than {FEW} checkpoints", "mixed": "checkpoints and adapters"}
     what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
-    where = "" if choice.space == "full" else f" with --space {choice.space}"
+    where = "" if choice.space == "full" else f" with --set space={choice.space}"
     beyond = _beyond(located, kind) if form != "mixed" else ""
     tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
     reason = f"{choice.method}{where}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"

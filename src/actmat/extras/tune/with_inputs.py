@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ from actmat.settings import RunSettings
 
 def merge_with_inputs(
     recipes: Sequence[Recipe],
-    data: Mapping[str, str],
-    check: Mapping[str, str],
+    data: Any,
+    check: Any,
     settings: InputSettings,
     run: RunSettings,
     progress: TuneProgress,
@@ -51,7 +51,7 @@ def merge_with_inputs(
 
     Args:
         recipes: of one run, see `run_recipes`.
-        data: expert -> inputs of its task: a data set, or one text.
+        data: expert -> inputs of its task: a data set, one text, a list, or `SELF`; or `SELF` for all.
         check: expert -> inputs that are only compared on, in place of those held back.
         settings: of the models.
         run: of the merges.
@@ -96,9 +96,7 @@ def merge_with_inputs(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def plan_inputs(
-    recipe: Recipe, data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
-) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -125,7 +123,7 @@ def plan_inputs(
         size, matrices = gram_bytes(specs), sum(len(s.shape) == 2 for s in specs.values())
         lines.append(f"  inputs of {matrices} matrices: at most {format_size(size)} on the disk per expert,")
         lines.append("  removed after the merge")
-    model = sum(s.numel * torch_dtype(settings.dtype).itemsize for s in specs.values() if s.is_floating)
+    model = sum(s.numel * torch_dtype(settings.model_dtype).itemsize for s in specs.values() if s.is_floating)
     return [*lines, f"  memory: one model of {format_size(model)} at a time; nothing was run"]
 
 

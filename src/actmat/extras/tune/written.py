@@ -12,16 +12,18 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import MESSAGES, SELF, DataOptions, pad_token
+from actmat.extras.collect.data import MESSAGES, SELF, TEXT_COLUMNS, DataOptions, Row, pad_token
 from actmat.extras.models.loading import Loaded, from_files
-from actmat.extras.tune.kept import Asking, DataRows
-from actmat.recipe import Recipe
+
+if TYPE_CHECKING:
+    from actmat.extras.tune.kept import Asking, DataRows
+    from actmat.recipe import Recipe
 
 LONGEST = 96
 """Tokens of a prompt at most; a longer one ends there."""
@@ -60,9 +62,10 @@ class Written:
         digest = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:16]
         location = f"{SELF} ({len(self.texts)} prompts, seed {seed}, SHA-256 {digest})"
         options = dataclasses.replace(data.options, location=location, text_column=None)
-        if data.options.template is not None:
-            return DataRows(options, [{"text": text} for text in self.texts])
-        return DataRows(options, [{MESSAGES: [{"role": "user", "content": text}]} for text in self.texts])
+        rows: list[Row] = [{TEXT_COLUMNS[0]: text} for text in self.texts]
+        if data.options.template is None:
+            rows = [{MESSAGES: [{"role": "user", "content": text}]} for text in self.texts]
+        return dataclasses.replace(data, options=options, rows=rows)
 
 
 def write_inputs(asking: Asking, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
