@@ -55,7 +55,7 @@ def test_experts_write_their_inputs_and_the_record_holds_no_text(family: Path, t
     again = merged(family, experts_of(family), tmp_path / "again", "self")
     assert [r.data for r in again.answers] == [r.data for r in report.answers]
     header = read_manifest(tmp_path / "m")["recipe"]["notes"]
-    assert any("'math' wrote 32 prompts" in str(note) for note in header)
+    assert any("wrote themselves: 'math' 32, 'code' 32" in str(note) for note in header)
 
 
 def test_an_expert_that_writes_what_the_base_writes_is_refused(family: Path, tmp_path: Path) -> None:

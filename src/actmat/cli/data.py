@@ -70,7 +70,8 @@ class InputFlags(ReadingFlags):
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        given["template"] = pairs_of([text.replace("\\n", "\n") for text in self.template or ()], "--template")
+        texts = [text.replace("\\n", "\n") for text in self.template or ()]
+        given["template"] = pairs_of(texts, "--template") or None
         return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **given)
 
 

@@ -57,7 +57,6 @@ class QuestionFlags:
         Raises:
             RecipeError: lm-eval is not installed, or does not know the task.
         """
-        from actmat.extras.collect.data import TEMPLATE
         from actmat.extras.tune.harness import LmEval
         from actmat.extras.tune.trying import answer, classify, images_of
 
@@ -72,9 +71,7 @@ class QuestionFlags:
                 chat = False if self.plain else None
                 found["answers"] = [answer(loaded, p, new_tokens=self.new_tokens, chat=chat) for p in self.prompt]
             if self.images:
-                rows = classify(
-                    loaded, self.images, classes=split_list(self.classes), template=self.template or TEMPLATE
-                )
+                rows = classify(loaded, self.images, classes=split_list(self.classes), template=self.template)
                 found["images"] = [asdict(row) for row in rows]
             if scored is not None:
                 found["scores"] = scored.scores(loaded.model)

@@ -44,15 +44,13 @@ from actmat.extras.tune.inputs import InputBatch, completed, is_causal, labeled_
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import model_device
 from actmat.extras.tune.progress import TuneProgress
-from actmat.extras.tune.written import write_inputs, written_by
+from actmat.extras.tune.written import MOST, check_written, write_own
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 FEWEST = 4
 """Inputs of an expert from which every fourth is held back for the comparison of answers."""
-WRITTEN = 32
-"""Prompts that an expert writes itself, at most."""
 AVERAGE_BYTES = 2 << 30
 """Largest average of full models that is written, to compare its answers as well."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
@@ -151,11 +149,6 @@ class DataRows:
     options: DataOptions
     rows: Sequence[Row]
 
-    @property
-    def is_self(self) -> bool:
-        """True for rows that an expert is to write; they are empty."""
-        return self.options.location == SELF
-
     def part(self, held: bool) -> DataRows:
         """Every fourth row, which is held back; or the others."""
         kept = [row for n, row in enumerate(self.rows) if (n % FEWEST == FEWEST - 1) == held]
@@ -181,7 +174,8 @@ def read_sources(
     rows = prepare_data({label: o for label, o in options.items() if o.location != SELF})
     for label, source in options.items():
         if source.location == SELF:
-            rows[label] = [{}] * min(source.max_samples or WRITTEN, WRITTEN)
+            options[label] = dataclasses.replace(source, max_samples=min(source.max_samples or MOST, MOST))
+            rows[label] = [{}] * (options[label].max_samples or 0)  # which the expert is to write
     return {label: DataRows(o, rows[label]) for label, o in options.items()}
 
 
@@ -190,9 +184,8 @@ def read_written(
 ) -> dict[str, tuple[Sequence[str], float]]:
     """Expert -> prompts that it writes, and by how many nats per token they are more probable than under the base."""
     loader = settings.loader(recipe.base, model_device(device)[0])
-    sources = read_sources(recipe, SELF, settings, {}, measured=False)
-    places = {e.label: e.path for e in recipe.experts}
-    prompts, gains = written_by(Asking(loader, settings, progress), places, sources, recipe.seed)
+    options = {label: s.options for label, s in read_sources(recipe, SELF, settings, {}, measured=False).items()}
+    prompts, gains = write_own(loader, progress, {e.label: e.path for e in recipe.experts}, options, recipe.seed)
     return {label: (prompts[label].texts, gain) for label, gain in gains.items()}
 
 
@@ -265,6 +258,23 @@ class Asking:
         self.loader, self.settings, self.progress = loader, settings, progress
         self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}
+
+    def with_written(self, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
+        """The sources; prompts that experts are to write are written.
+
+        Raises:
+            StatisticsError: experts that do not write prompts of their tasks.
+        """
+        options = {label: s.options for label, s in sources.items() if s.options.location == SELF}
+        if not options:
+            return dict(sources)
+        places = {e.label: e.path for e in recipe.experts if e.label in options}
+        prompts, gains = write_own(self.loader, self.progress, places, options, recipe.seed)
+        check_written(prompts, gains)
+        many = ", ".join(f"'{label}' {len(written.texts)}" for label, written in prompts.items())
+        self.notes.append(f"prompts that experts wrote themselves: {many}; 'actmat try --self' shows them")
+        made = {label: DataRows(*p.inputs(options[label], recipe.seed)) for label, p in prompts.items()}
+        return {**sources, **made}
 
     def batches(
         self, loaded: Loaded, data: DataRows, target: str | None = None, *, labels: bool = True
@@ -418,7 +428,7 @@ def measure_agreement(
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
     loader = settings.loader(str(base or recipe.base or ""), device)
     asking = Asking(loader, settings, progress)
-    sources = write_inputs(asking, recipe, sources)
+    sources = asking.with_written(recipe, sources)
     for label, location in experts.items():
         try:
             asking.ask(label, asking.loader.load(location), sources[label])

@@ -25,7 +25,6 @@ from actmat.extras.tune.kept import FEWEST, Asking, DataRows, InputSettings, rea
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
-from actmat.extras.tune.written import write_inputs
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
 from actmat.recipe.output import AdapterOutput, ModelOutput
@@ -78,7 +77,7 @@ def merge_with_inputs(
     measuring = InputMeasuring(asking, kinds, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
-        given_data, checked = (write_inputs(asking, recipes[0], sources) for sources in (given_data, checked))
+        given_data, checked = (asking.with_written(recipes[0], sources) for sources in (given_data, checked))
         experts = [measuring.expert(e, given_data.get(e.label), checked.get(e.label)) for e in recipes[0].experts]
         notes = tuple(dict.fromkeys(asking.notes))
         if kinds and removed:

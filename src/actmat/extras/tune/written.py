@@ -12,19 +12,20 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from actmat.diagnostics.model import WRITTEN
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import MESSAGES, SELF, TEXT_COLUMNS, DataOptions, Row, pad_token
 from actmat.extras.models.loading import Loaded, from_files
+from actmat.extras.tune.live import Loader
+from actmat.extras.tune.progress import TuneProgress
 
-if TYPE_CHECKING:
-    from actmat.extras.tune.kept import Asking, DataRows
-    from actmat.recipe import Recipe
-
+MOST = 32
+"""Prompts that an expert writes at most."""
 LONGEST = 96
 """Tokens of a prompt at most; a longer one ends there."""
 AT_ONCE = 32
@@ -38,7 +39,7 @@ _MARK = "\x1fprompt\x1f"
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPrompts:
     """Prompts of an expert.
 
     Args:
@@ -57,49 +58,49 @@ class Written:
         """Nats per token by which the prompts are more probable under the expert than under the base."""
         return (self.log_p - _log_p(base, self.start, self.tokens)) / sum(map(len, self.tokens))
 
-    def rows(self, data: DataRows, seed: int) -> DataRows:
-        """The prompts as inputs; their location is the record of them."""
+    def inputs(self, options: DataOptions, seed: int) -> tuple[DataOptions, list[Row]]:
+        """The prompts as rows, and options whose location is the record of them."""
         digest = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:16]
-        location = f"{SELF} ({len(self.texts)} prompts, seed {seed}, SHA-256 {digest})"
-        options = dataclasses.replace(data.options, location=location, text_column=None)
+        location = f"{WRITTEN}{len(self.texts)} prompts, seed {seed}, SHA-256 {digest})"
         rows: list[Row] = [{TEXT_COLUMNS[0]: text} for text in self.texts]
-        if data.options.template is None:
+        if options.template is None:
             rows = [{MESSAGES: [{"role": "user", "content": text}]} for text in self.texts]
-        return dataclasses.replace(data, options=options, rows=rows)
+        return dataclasses.replace(options, location=location, text_column=None), rows
 
 
-def write_inputs(asking: Asking, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
-    """The sources of inputs; experts write those that are theirs to write.
+def write_own(
+    loader: Loader, progress: TuneProgress, places: Mapping[str, str], options: Mapping[str, DataOptions], seed: int
+) -> tuple[dict[str, WrittenPrompts], dict[str, float]]:
+    """Prompts of each expert, and the nats per token by which they are more probable than under the base.
+
+    Args:
+        loader: of the models.
+        progress: receives callbacks.
+        places: expert -> its location.
+        options: expert -> number of prompts, and the template around them.
+        seed: of the samples.
 
     Raises:
-        StatisticsError: experts that write no prompts of their task.
+        StatisticsError: a model that writes no texts, or a base that is not known.
     """
-    places = {e.label: e.path for e in recipe.experts if e.label in sources and sources[e.label].is_self}
-    if not places:
-        return dict(sources)
-    prompts, gains = written_by(asking, places, sources, recipe.seed)
-    problems = [refusal for label, gain in gains.items() if (refusal := _refusal(label, prompts[label], gain))]
-    if problems:
-        raise StatisticsError("Experts do not write prompts of their tasks.", problems)
-    for label in places:
-        asking.notes.append(f"'{label}' wrote {len(prompts[label].texts)} prompts; 'actmat try --self' shows them")
-    return {**sources, **{label: prompts[label].rows(sources[label], recipe.seed) for label in places}}
-
-
-def written_by(
-    asking: Asking, places: Mapping[str, str], sources: Mapping[str, DataRows], seed: int
-) -> tuple[dict[str, Written], dict[str, float]]:
-    """Prompts of each expert, and the nats per token by which they are more probable than under the base."""
     prompts = {}
     for label, place in places.items():
-        asking.progress.doing(f"prompts of {label}", len(sources[label].rows))
-        loaded = asking.loader.load(place)
-        prompts[label] = write_prompts(loaded, sources[label].options, len(sources[label].rows), seed)
-    with _base_of(loaded, asking) as base:
+        number = options[label].max_samples or MOST
+        progress.doing(f"prompts of {label}", number)
+        loaded = loader.load(place)
+        prompts[label] = write_prompts(loaded, options[label], number, seed)
+    with _base_of(loaded, loader) as base:
         return prompts, {label: written.gain(base) for label, written in prompts.items()}
 
 
-def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) -> Written:
+def check_written(prompts: Mapping[str, WrittenPrompts], gains: Mapping[str, float]) -> None:
+    """Raise `StatisticsError` for experts that do not write prompts of their tasks."""
+    problems = [text for label, gain in gains.items() if (text := _refusal(label, prompts[label], gain))]
+    if problems:
+        raise StatisticsError("Experts do not write prompts of their tasks.", problems)
+
+
+def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) -> WrittenPrompts:
     """Prompts of a model, sampled at temperature 1 from the most probable 95 %; at most twice `number` are tried.
 
     Raises:
@@ -129,7 +130,7 @@ def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) 
             if len(found) >= number:
                 break
     texts, written = tuple(found)[:number], list(found.values())[:number]
-    return Written(texts, start, written, _log_p(model, start, written))
+    return WrittenPrompts(texts, start, written, _log_p(model, start, written))
 
 
 def _template(tokenizer: Any, template: str | None) -> tuple[list[int], set[int], str]:
@@ -174,7 +175,7 @@ def _log_p(model: Any, start: Sequence[int], tokens: Sequence[Sequence[int]]) ->
 
 
 @contextlib.contextmanager
-def _base_of(loaded: Loaded, asking: Asking) -> Iterator[nn.Module]:
+def _base_of(loaded: Loaded, loader: Loader) -> Iterator[nn.Module]:
     """The base of an expert: without its adapter, or loaded.
 
     Raises:
@@ -184,13 +185,13 @@ def _base_of(loaded: Loaded, asking: Asking) -> Iterator[nn.Module]:
     if loaded.adapter is not None:
         with model.disable_adapter():
             yield model
-    elif not asking.loader.base:
+    elif not loader.base:
         raise StatisticsError(f"'{SELF}' compares prompts with the base's, which is not given. Fix: --base BASE")
     else:
-        yield asking.loader.load(asking.loader.base).model
+        yield loader.load(loader.base).model
 
 
-def _refusal(label: str, written: Written, gain: float) -> str:
+def _refusal(label: str, written: WrittenPrompts, gain: float) -> str:
     """The reason why the prompts are not those of a task; empty if they are."""
     fix = f"Fix: --data {label}=PROMPT or a file of prompts of its task"
     if len(written.texts) < FEWEST:
