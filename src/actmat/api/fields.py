@@ -71,6 +71,7 @@ class SearchedFields(AverageFields, total=False):
     any_base: bool
     others: Literal["save", "leave"]
     mute: str | Sequence[str]
+    measured_from: str | None
     notes: Sequence[str]
     warnings: Sequence[str]
 

@@ -40,7 +40,8 @@ RecipeArgument = Annotated[
 ]
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 """Endings of recipe files."""
-_NOT_SET = ("path", "name", "rules", "roles", "postprocess", "notes", "warnings", "executor", "kind", "layout")
+_STRUCTURES = ("rules", "roles", "postprocess")
+_NOT_SET = (*_STRUCTURES, "path", "name", "measured_from", "notes", "warnings", "executor", "kind", "layout")
 """Fields of a recipe that no command takes: structures, and those that other fields decide."""
 Plan = Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
