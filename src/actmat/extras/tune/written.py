@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from actmat.diagnostics.model import WRITTEN
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import MESSAGES, SELF, TEXT_COLUMNS, DataOptions, Row, pad_token
+from actmat.extras.models.chats import render_chats
 from actmat.extras.models.loading import Loaded, from_files
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress
@@ -144,9 +145,7 @@ def _template(tokenizer: Any, template: str | None) -> tuple[list[int], set[int]
         start = tokenizer(before)["input_ids"]
     elif getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": _MARK}]
-        before, _, after = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).partition(
-            _MARK
-        )
+        before, _, after = render_chats(tokenizer, [chat], SELF)[0].partition(_MARK)
         start = tokenizer(before, add_special_tokens=False)["input_ids"]
     else:
         raise StatisticsError(
