@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_checkpoints_of_a_decoder(models: Path) -> None:
 def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
     plan = actmat.plan(models / "base" if with_base else None, pair(models, "adapters"))
     choice = choice_for("other" if with_base else "unknown", "any")
-    assert (plan.recipe.method, plan.recipe.space) == (choice.method, choice.space)
+    assert (plan.recipe.method, plan.recipe.space) == (choice.method, "full")
     assert ("change the weights by 21 %" if with_base else "of a decoder of unknown size") in plan.recipe.notes[-1]
 
 
@@ -58,7 +59,7 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, m
     assert 0 < size < GENTLE
     assert overlap < APART
     plan = actmat.plan(models / "base", adapters)
-    assert (plan.recipe.method, plan.recipe.space) == (TABLE["gentle", "any"].method, TABLE["gentle", "any"].space)
+    assert plan.recipe.method == TABLE["gentle", "any"].method
     assert "that change the weights by 0.0" in plan.recipe.notes[-1]
     math, code = (load_file(a / "adapter_model.safetensors") for a in adapters)
     shared = {n: math[n] if "lora_A" in n else t for n, t in code.items()}
@@ -69,15 +70,16 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, m
     assert actmat.plan(models / "base", adapters).recipe.method == choice_for("other", "any").method
 
 
-def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated = AutoChoice("tsv", sets=3, gain=2.0, worst=1.0, space="pico")
-    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): calibrated})
+def test_a_choice_between_the_borders_says_what_it_gave(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = AutoChoice("tsv", sets=3, gain=2.0, worst=1.0)
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): chosen})
     monkeypatch.setattr(automatic, "HOT", 0.3)
     plan = actmat.plan(models / "base", pair(models, "adapters"))
-    assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
-    assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder that change the we")
+    assert plan.recipe.method == "tsv"
     assert "(+2.0 points over the average on 3 bases, +1.0 on the worst); actmat tune" in plan.recipe.notes[-1]
-    assert any("damped (Pico)" in item.reason for item in plan.items)
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): replace(chosen, sets=1)})
+    note = actmat.plan(models / "base", pair(models, "adapters")).recipe.notes[-1]
+    assert "(+2.0 points over the average on the one base that tests it); actmat tune" in note
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
     assert (given.method, given.space) == (choice_for("changes", "decoder").method, "core")
     weighted = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3]).recipe

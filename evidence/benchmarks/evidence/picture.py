@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from actmat.run.automatic import GENTLE, HOT
-from benchmarks.evidence.choice import HeldOut, by_base, held_out, mean_of
+from benchmarks.evidence.choice import IN_FORCE, HeldOut, by_base, form_of, held_out, mean_of
 from benchmarks.evidence.intervals import Interval
 
 WIDTH, EDGE, TOP, ROW = 440, 16, 84, 37
@@ -32,12 +32,13 @@ STYLE = f"<style>\n{Path(__file__).with_name('picture.css').read_text()}</style>
 def picture() -> str:
     """An SVG with two lines per base and kind of experts; a gain whose interval has 0 in it is gray."""
     kinds: dict[tuple[str, str], list[HeldOut]] = {}
-    for held in held_out():
-        kinds.setdefault((held.one.base, FORMS[held.one.form((GENTLE, HOT))]), []).append(held)
+    for held in (h for h in held_out() if h.one.gains(h.row)):
+        kinds.setdefault((held.one.base, FORMS[form_of(held.one, IN_FORCE)]), []).append(held)
     rows = []
     for (base, kind), some in kinds.items():
-        gain, _, half = by_base(some)[base]
-        text = Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)
+        own = by_base(some)[base]
+        assert own.gain is not None
+        text = Interval(own.gain, None if math.isnan(own.half) else own.half, 0).text(sign=True)
         sets = f" ({len(some)} sets)" if len(some) > 1 else ""
         rows.append((f"{base}, {kind}{sets}", text, _accuracies(some)))
     order = list(FORMS.values())

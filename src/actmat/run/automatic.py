@@ -35,7 +35,8 @@ GENTLE, HOT = 0.0074, 0.058
 FEW = 5
 """Number of checkpoints from which a method that shares directions out among them is taken."""
 LARGEST: Mapping[str, int] = {"encoder": 50_000_000, "decoder": 200_000_000}
-"""Parameters from which models are larger than those that were measured, of 22 and of 135 million."""
+LARGEST_OF_ADAPTERS: Mapping[str, int] = {"encoder": 150_000_000, "decoder": 700_000_000}
+"""Parameters from which models are larger than those that were measured: 22 and 135 million, adapted 109 and 494."""
 MOST, HOTTEST = 8, 0.3
 """Experts, and mean `||D|| / ||W_0||` of adapters, that were measured, at most."""
 
@@ -51,24 +52,19 @@ class AutoChoice:
         method: its name.
         sets: number of these bases.
         gain, worst: points above the average, in the mean over bases and on the worst.
-        space: in which it works.
     """
 
     method: str
     sets: int
     gain: float
     worst: float
-    space: Space = "full"
-
-    @property
-    def name(self) -> str:
-        """Method and space, as rows of the evidence are called."""
-        return self.method if self.space == "full" else f"{self.method}@{self.space}"
 
     def __str__(self) -> str:
         """The measurement in words."""
-        if self.name == "average":
+        if self.method == "average":
             return "no other method was measured in all sets and was safe there"
+        if self.sets == 1:
+            return f"{self.gain:+.1f} points over the average on the one base that tests it"
         return f"{self.gain:+.1f} points over the average on {self.sets} bases, {self.worst:+.1f} on the worst"
 
 
@@ -79,7 +75,6 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
     ("few", "any"): AutoChoice("actmat_ridge", sets=2, gain=7.2, worst=7.1),
     ("gentle", "any"): AutoChoice("dc_merge", sets=4, gain=8.4, worst=2.6),
     ("adapters", "any"): AutoChoice("ct_merging", sets=3, gain=5.7, worst=2.4),
-    ("unknown", "any"): AutoChoice("dc_merge", sets=5, gain=0.7, worst=-7.5, space="pico"),
     ("mixed", "any"): AutoChoice("average", sets=7, gain=0.0, worst=0.0),
 }
 
@@ -132,7 +127,7 @@ def _told(located: Located) -> Recipe:
     note = f"{recipe.method} on adapters{size}{start}"
     if recipe.method == "actmat":
         better, beyond = choice_for(form, "any"), _beyond(located, _kind(located.config))
-        note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
+        note += f": {ON_ADAPTERS[form]}; auto would choose {better.method}: {better.gain:+.1f}{beyond}"
     is_known = note in recipe.notes or len(located.experts) == 1 or (recipe.method != "actmat" and not start)
     return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
@@ -162,11 +157,10 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     words = {"full": "checkpoints", "few": f"fewer than {FEW} checkpoints", "mixed": "checkpoints and adapters"}
     what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
-    where = "" if choice.space == "full" else f" with --space {choice.space}"
     beyond = _beyond(located, kind) if form != "mixed" else ""
     tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
-    reason = f"{choice.method}{where}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
-    return choice.method, choice.space if space == "full" else space, {}, reason
+    reason = f"{choice.method}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
+    return choice.method, space, {}, reason
 
 
 def _by_size(located: Located) -> tuple[ModelForm, str, str]:
@@ -188,8 +182,9 @@ def _beyond(located: Located, kind: ModelKind) -> str:
     if any("experts" in field for field in located.config):
         return "; not measured for mixtures of experts"
     if located.base is None:
-        return "; measured on models of up to 135 million parameters"
-    if sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values()) > LARGEST[kind]:
+        return "; measured on models of up to half a billion parameters"
+    largest = LARGEST_OF_ADAPTERS if located.only_adapters else LARGEST
+    if sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values()) > largest[kind]:
         return "; no model of this size is among them"
     return f"; none of them merges {len(located.experts)} experts" if len(located.experts) > MOST else ""
 

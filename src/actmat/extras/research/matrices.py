@@ -98,11 +98,11 @@ def _automatic(
     """Method, space and options of `auto`, as `run.automatic` chooses them for models."""
     pairs = bool(deltas) and not isinstance(deltas[0], Tensor)
     full: ModelForm = "full" if len(deltas) >= FEW else "few"
-    choice = choice_for(full if not pairs else "unknown" if space == "full" else "changes", "any")
+    choice = choice_for("changes" if pairs else full, "any")
     if len(deltas) == 1:
         return "task_arithmetic", "core" if pairs else space, {**WHOLE, **options}
     name = "regmean" if statistics else "linear" if pairs and weights is not None else choice.method
-    return name, choice.space if space == "full" else space, options
+    return name, space, options
 
 
 def _needs(
