@@ -156,9 +156,9 @@ def test_matrices_by_auto_from_numpy_by_a_function() -> None:
     deltas = [torch.randn(8, 6) for _ in range(3)]
     pairs = [(torch.randn(8, 2), torch.randn(2, 6)) for _ in range(3)]
     auto = actmat.merge_matrices("auto", deltas)
-    assert torch.equal(auto, actmat.merge_matrices(TABLE["few", "any"].method, deltas))
+    assert torch.equal(auto, actmat.merge_matrices(TABLE["full", "any"].method, deltas))
     assert torch.equal(actmat.merge_matrices("auto", [d.numpy() for d in deltas]), auto)
-    assert torch.equal(actmat.merge_matrices("auto", pairs), actmat.merge_matrices("dc_merge", pairs, space="pico"))
+    assert torch.equal(actmat.merge_matrices("auto", pairs), actmat.merge_matrices("average", pairs, space="core"))
     arrays = [(b.numpy(), a.numpy()) for b, a in pairs]
     assert torch.equal(actmat.merge_matrices("auto", arrays), actmat.merge_matrices("auto", pairs))
     assert torch.equal(actmat.merge_matrices("auto", deltas[:1]), deltas[0])

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean as mean
 from typing import NamedTuple
 
-from actmat.run.automatic import FEW, GENTLE, HOT, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
+from actmat.run.automatic import GENTLE, HOT, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
 from benchmarks.evidence.group import FOLDER, Group
 from benchmarks.evidence.intervals import Interval, Points, paired
 from benchmarks.evidence.sets import ExpertSet, expert_sets
@@ -45,7 +45,7 @@ TIE = 0.1
 LEVEL = 0.5
 """Points of mean gain that another method must be better by to replace the one in force."""
 WANTED: tuple[tuple[ModelForm, ModelKind], ...] = (
-    *(("full", "encoder"), ("full", "decoder"), ("full", "any"), ("few", "any")),
+    *(("full", "encoder"), ("full", "decoder"), ("full", "any")),
     *(("gentle", "any"), ("adapters", "any"), ("mixed", "any")),
 )
 
@@ -67,9 +67,9 @@ IN_FORCE = Cuts(GENTLE, HOT)
 
 
 def form_of(one: ExpertSet, cuts: Cuts) -> ModelForm:
-    """Full, few, or adapters by the size of their deltas and their starts."""
+    """Full, or adapters by the size of their deltas and their starts."""
     if one.group.regime == "full":
-        return "few" if one.is_few else "full"
+        return "full"
     if one.size is None:
         return "unknown"
     if one.size < cuts.low:
@@ -81,7 +81,7 @@ def units(some: Sequence[ExpertSet]) -> list[list[ExpertSet]]:
     """Sets in which a candidate must be measured; the seeds of a small base are in two files, which make one."""
     parts: dict[object, list[ExpertSet]] = {}
     for number, one in enumerate(some):
-        is_small = one.group.suite in SMALL and not one.is_few
+        is_small = one.group.suite in SMALL
         parts.setdefault((one.base, one.group.title) if is_small else number, []).append(one)
     return list(parts.values())
 
@@ -279,7 +279,6 @@ RULE_HEAD = [
 ]
 WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
-    "few": (f"fewer than {FEW} fine-tuned models, no decoders", ""),
     "gentle": ("LoRA adapters", f"below {100 * GENTLE:g} % of the base's weights"),
     "adapters": ("LoRA adapters from different `A`", f"{100 * GENTLE:g} to {100 * HOT:g} %"),
     "mixed": ("all else: adapters that are larger, from one `A`, without a base or factors, or with models", ""),

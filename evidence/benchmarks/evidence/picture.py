@@ -20,7 +20,6 @@ LOW, HIGH = 10, 90
 WORDS = {"base": "base", "average": "average", "auto": "auto", "regmean": "with inputs", "experts": "each expert"}
 FORMS = {
     "full": "full fine-tuning",
-    "few": "2 to 4 experts, full",
     "gentle": f"LoRA below {100 * GENTLE:g} %",
     "adapters": f"LoRA, {100 * GENTLE:g} to {100 * HOT:g} %",
     "other": "LoRA, larger or from one A",

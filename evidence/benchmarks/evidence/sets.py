@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean as mean
 
-from actmat.run.automatic import APART, FEW, ModelForm, ModelKind
+from actmat.run.automatic import APART, ModelKind
 from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import RESULTS, read_lines, read_result
 from benchmarks.evidence.group import FOLDER, FRESH, LARGER, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
@@ -36,6 +36,8 @@ BASES: Mapping[str, tuple[str, ModelKind]] = {
     "rxnfp": ("rxnfp", "encoder"),
 }
 """Suite -> its base, and the kind of that. `llm-qwen` takes other bases as well: `base_of`."""
+MOST_OF_SUBSETS = 4
+"""Experts of the sets that are a part of another; larger parts are nearly the whole."""
 UNEQUAL: Mapping[str, Sequence[str]] = {
     "digits": ("digit", "parity", "large", "jumbled"),
     "text-minilm": ("sst2", "agnews_backwards", "subj_letters", "trec_letters"),
@@ -77,11 +79,6 @@ class ExpertSet:
         title = self.group.title.replace(self.group.suite, self.base)
         title = title if self.base in title else f"{self.base}, {title}"
         return title + ", seed 10" * (self.group.seeds == [10])
-
-    @property
-    def is_few(self) -> bool:
-        """Whether these are fewer checkpoints than `FEW`, and no decoders."""
-        return self.group.regime == "full" and self.kind != "decoder" and len(self.group.tasks) < FEW
 
     @cached_property
     def means(self) -> Mapping[str, Mapping[int, float]]:
@@ -159,7 +156,7 @@ def _subsets(group: Group, folder: Path) -> list[Group]:
     """The first two, three and four experts of a group that were merged, with the references of their tasks."""
     by_count: dict[int, list[Score]] = {}
     for line in read_lines(subset_file(folder, group.suite)):
-        if (line["regime"], line["settings"]) == (group.regime, group.scores[0].settings) and line["experts"] < FEW:
+        if (line["regime"], line["settings"]) == (group.regime, group.scores[0].settings) and line["experts"] <= MOST_OF_SUBSETS:
             facts = (line[key] for key in ("method", "task", "seed", "correct", "total"))
             by_count.setdefault(line["experts"], []).append(
                 _score(group.suite, f"{group.model}, {line['experts']} experts", *facts)

@@ -101,7 +101,7 @@ def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
         found.append([name, *("" if one is None else f"{factor * one:.2f}" for one in known)])
     for row in ("base", "experts", "average"):
         found.append([row, *(f"{interval(group.points(row)).mean:.1f}" for group in some)])
-    rows = list(dict.fromkeys(row for group in some for row in (*group.rows(), *group.rows(varied=True))))
+    rows = list(dict.fromkeys(row for group in some for row in group.rows()))
     gaps = {row: [paired(group.points(row), group.points("average")) for group in some] for row in rows}
     rows = [row for row in rows if row != "average" and gaps[row].count(None) < 2]
     rows.sort(key=lambda row: -mean(gap.mean for gap in gaps[row] if gap is not None))

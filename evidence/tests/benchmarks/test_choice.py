@@ -33,7 +33,7 @@ from benchmarks.evidence.intervals import paired
 from benchmarks.evidence.sets import ELSEWHERE, ExpertSet, every_set, expert_sets, left_out_rows
 
 from actmat.methods import all_methods, get_method
-from actmat.run.automatic import APART, FEW, HOT, ON_ADAPTERS, SHARED, SHARED_START, SOLVING, TABLE
+from actmat.run.automatic import APART, HOT, ON_ADAPTERS, SHARED, SHARED_START, SOLVING, TABLE
 from actmat_experiments.harness.results import Score, append_scores
 
 

@@ -22,8 +22,8 @@ from actmat.run.adapters import size_and_overlap
 from actmat.run.locate import Located
 
 AUTO = "auto"
-ModelForm = Literal["full", "few", "gentle", "adapters", "unknown", "other", "changes", "mixed"]
-"""All experts are checkpoints; so, but fewer than `FEW`, and no decoders; all are adapters with factors, whose deltas
+ModelForm = Literal["full", "gentle", "adapters", "unknown", "other", "changes", "mixed"]
+"""All experts are checkpoints; all are adapters with factors, whose deltas
 are below `GENTLE`, below `HOT` and start from different `A`, or are so but of unknown size, or neither; all are
 adapters, and some have no factors; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
@@ -32,8 +32,6 @@ ModelKind = Literal["encoder", "decoder", "any"]
 GENTLE, HOT = 0.0074, 0.058
 """Mean of `||D|| / ||W_0||` below which adapters are gentle, and from which they are larger than common ones."""
 
-FEW = 5
-"""Number of checkpoints from which a method that shares directions out among them is taken."""
 LARGEST: Mapping[str, int] = {"encoder": 50_000_000, "decoder": 200_000_000}
 LARGEST_OF_ADAPTERS: Mapping[str, int] = {"encoder": 150_000_000, "decoder": 700_000_000}
 """Parameters from which models are larger than those that were measured: 22 and 135 million, adapted 109 and 494."""
@@ -72,7 +70,6 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
     ("full", "encoder"): AutoChoice("dc_merge", sets=3, gain=3.8, worst=0.9),
     ("full", "decoder"): AutoChoice("actmat_ridge", sets=2, gain=23.8, worst=11.3),
     ("full", "any"): AutoChoice("dc_merge", sets=6, gain=9.9, worst=0.7),
-    ("few", "any"): AutoChoice("actmat_ridge", sets=2, gain=7.2, worst=7.1),
     ("gentle", "any"): AutoChoice("dc_merge", sets=4, gain=8.4, worst=2.6),
     ("adapters", "any"): AutoChoice("ct_merging", sets=3, gain=5.7, worst=2.4),
     ("mixed", "any"): AutoChoice("average", sets=7, gain=0.0, worst=0.0),
@@ -151,10 +148,8 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     kind, size, start = _kind(located.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
         form, size, start = _by_size(located)
-    elif form == "full" and kind != "decoder" and len(located.experts) < FEW:
-        form = "few"
     choice = choice_for(form, kind)
-    words = {"full": "checkpoints", "few": f"fewer than {FEW} checkpoints", "mixed": "checkpoints and adapters"}
+    words = {"full": "checkpoints", "mixed": "checkpoints and adapters"}
     what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     beyond = _beyond(located, kind) if form != "mixed" else ""
