@@ -83,7 +83,12 @@ def main() -> None:
     given = parser.parse_args()
     for path in collect(given.cache, fresh=given.fresh):
         suite = path.stem.removesuffix("-gram").removesuffix("-sizes").removeprefix(f"{given.fresh}-")
-        record(path, f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}", note=NOTE, commit_of=COLLECTED)
+        record(
+            path,
+            f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}",
+            note=NOTE,
+            commit_of=COLLECTED,
+        )
         print(path)
 
 

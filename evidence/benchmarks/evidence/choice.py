@@ -3,14 +3,14 @@
     python -m benchmarks.evidence.choice
 
 Sets are those of `sets.expert_sets`. Candidates of a row of the table are those of `CANDIDATES` that were measured in
-every set of the row, at their defaults. The row takes the one with the largest mean gain over the average that is in no set and seed more than a point below the average or the
-base; where none holds that, the one whose worst set is best. The mean is over bases, of each over its sets and the
-seeds that all candidates have. The method in force stays where another is less than `LEVEL` points better.
-Adapters have rows by the size of their deltas relative to the base's weights. Both
-borders are fitted, too, and whether adapters above the first that share the start of `A` are with the largest, for
-which nothing is safe.
-For every base, all this is fitted without its sets, which show what that table gives. Which rows were measured in them
-decides nothing: where one was chosen that they lack, the table is not tested there.
+every set of the row, at their defaults. The row takes the one with the largest mean gain over the average that is in
+no set and seed more than a point below the average or the base; where none holds that, the one whose worst set is
+best. The mean is over bases, of each over its sets and the seeds that all candidates have. The method in force stays
+where another is less than `LEVEL` points better. Adapters have rows by the size of their deltas relative to the
+base's weights. Both borders are fitted, too, and whether adapters above the first that share the start of `A` are
+with the largest, for which nothing is safe. For every base, all this is fitted without its sets, which show what that
+table gives. Which rows were measured in them decides nothing: where one was chosen that they lack, the table is not
+tested there.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ RULE_HEAD = [
 ]
 WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
-    "gentle": ("LoRA adapters", f"below {100 * GENTLE:g} % of the base's weights"),
-    "adapters": ("LoRA adapters from different `A`", f"{100 * GENTLE:g} to {100 * HOT:g} %"),
+    "gentle": ("LoRA adapters", f"below about {100 * GENTLE:.1g} % of the base's weights"),
+    "adapters": ("LoRA adapters from different `A`", f"about {100 * GENTLE:.1g} to {100 * HOT:.1g} %"),
     "mixed": ("all else: adapters that are larger, from one `A`, without a base or factors, or with models", ""),
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from actmat.run.automatic import GENTLE, HOT
-from benchmarks.evidence.choice import IN_FORCE, HeldOut, by_base, form_of, held_out, mean_of
+from benchmarks.evidence.choice import IN_FORCE, WITH_INPUTS, HeldOut, by_base, form_of, held_out, mean_of
 from benchmarks.evidence.intervals import Interval
 
 WIDTH, EDGE, TOP, ROW = 440, 16, 84, 37
@@ -20,8 +20,8 @@ LOW, HIGH = 10, 90
 WORDS = {"base": "base", "average": "average", "auto": "auto", "regmean": "with inputs", "experts": "each expert"}
 FORMS = {
     "full": "full fine-tuning",
-    "gentle": f"LoRA below {100 * GENTLE:g} %",
-    "adapters": f"LoRA, {100 * GENTLE:g} to {100 * HOT:g} %",
+    "gentle": f"LoRA below {100 * GENTLE:.1g} %",
+    "adapters": f"LoRA, {100 * GENTLE:.1g} to {100 * HOT:.1g} %",
     "other": "LoRA, larger or from one A",
 }
 """Form of a set -> its words."""
@@ -69,8 +69,9 @@ def _accuracies(some: Sequence[HeldOut]) -> dict[str, float]:
         seeds, average = held.one.group.points(held.row), held.one.group.points("average")
         for word, row in (("base", "base"), ("average", "average"), ("auto", held.row), ("experts", "experts")):
             found.setdefault(word, []).append(mean_of(held.one.group.points(row), seeds))
-        if (points := held.one.group.points("regmean")).keys() >= seeds.keys():
-            gains.append(mean_of(points, seeds) - mean_of(average, seeds))
+        for points in filter(None, map(held.one.group.points, WITH_INPUTS)):
+            if points.keys() >= seeds.keys():
+                gains.append(mean_of(points, seeds) - mean_of(average, seeds))
     places = {word: mean(values) for word, values in found.items()}
     return places | ({"regmean": places["average"] + mean(gains)} if gains else {})
 

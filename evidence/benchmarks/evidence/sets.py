@@ -156,7 +156,9 @@ def _subsets(group: Group, folder: Path) -> list[Group]:
     """The first two, three and four experts of a group that were merged, with the references of their tasks."""
     by_count: dict[int, list[Score]] = {}
     for line in read_lines(subset_file(folder, group.suite)):
-        if (line["regime"], line["settings"]) == (group.regime, group.scores[0].settings) and line["experts"] <= MOST_OF_SUBSETS:
+        if (line["regime"], line["settings"]) == (group.regime, group.scores[0].settings) and line[
+            "experts"
+        ] <= MOST_OF_SUBSETS:
             facts = (line[key] for key in ("method", "task", "seed", "correct", "total"))
             by_count.setdefault(line["experts"], []).append(
                 _score(group.suite, f"{group.model}, {line['experts']} experts", *facts)

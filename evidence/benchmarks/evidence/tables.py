@@ -147,10 +147,13 @@ def task_rows(group: Group) -> list[list[str]]:
 
 
 def claim_rows(some: Sequence[Group]) -> list[list[str]]:
-    """`actmat` less the average, TSV and the sum, by group."""
+    """`actmat` less the average, TSV and the sum, by group; with the number of tasks, and of trainings that it has."""
     others = ("average", "tsv", "task_arithmetic_1")
-    gaps = [[difference(g.points("actmat"), g.points(other)) or "not run" for other in others] for g in some]
-    return [[g.title, f"{len(g.tasks)}, {len(g.seeds)}", *own] for g, own in zip(some, gaps, strict=True)]
+    lines = []
+    for group in some:
+        gaps = [difference(group.points("actmat"), group.points(other)) or "not run" for other in others]
+        lines.append([group.title, f"{len(group.tasks)}, {len(group.points('actmat'))}", *gaps])
+    return lines
 
 
 def larger_rows(folder: Path) -> tuple[list[str], Callable[[], list[list[str]]]]:
@@ -198,9 +201,10 @@ def rank(some: Sequence[Candidate]) -> float:
 def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `claims`, `ct`, `rule`, `held`, `borders`, `out`, `rows`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `texts`,
-    `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
-    "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a table is of those files.
+    Names: `references`, `claims`, `ct`, `rule`, `held`, `borders`, `out`, `rows`, `gram`, `sweep`, `subsets`,
+    `shapes`, `candidates`, `texts`, `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision",
+    "text", "llm" or "tasks", "full" or "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a
+    table is of those files.
     """
     suites = MORE.get(name.partition("_")[0], SUITES)
     some = groups(folder, suites)
@@ -214,8 +218,8 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "texts": _regimes(folder, "text"),
         "images": _regimes(folder, "vision"),
         "claims": (
-            ["experts", "tasks, seeds", "`actmat` - average", "- TSV", "- sum"],
-            lambda: claim_rows([*some, *groups(folder, (*REGIMES, *CONTROLS))]),
+            ["experts", "tasks, trainings", "`actmat` - average", "- TSV", "- sum"],
+            lambda: claim_rows([*some, *groups(folder, (*REGIMES, *CONTROLS, *LARGER))]),
         ),
         "rule": (auto.RULE_HEAD, auto.rule_rows),
         "held": (auto.HELD_HEAD, lambda: auto.held_rows(folder)),

@@ -12,7 +12,6 @@ from benchmarks.common import RESULTS
 from benchmarks.evidence.choice import (
     CANDIDATES,
     IN_FORCE,
-    LEVEL,
     TOLERATED,
     Cuts,
     HeldOut,

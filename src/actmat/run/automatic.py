@@ -67,19 +67,19 @@ class AutoChoice:
 
 
 TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
-    ("full", "encoder"): AutoChoice("dc_merge", sets=3, gain=3.8, worst=0.9),
-    ("full", "decoder"): AutoChoice("actmat_ridge", sets=2, gain=23.8, worst=11.3),
-    ("full", "any"): AutoChoice("dc_merge", sets=6, gain=9.9, worst=0.7),
+    ("full", "encoder"): AutoChoice("dc_merge", sets=5, gain=2.7, worst=-0.2),
+    ("full", "decoder"): AutoChoice("actmat_ridge", sets=1, gain=11.3, worst=11.3),
+    ("full", "any"): AutoChoice("dc_merge", sets=7, gain=3.6, worst=-0.2),
     ("gentle", "any"): AutoChoice("dc_merge", sets=4, gain=8.4, worst=2.6),
-    ("adapters", "any"): AutoChoice("ct_merging", sets=3, gain=5.7, worst=2.4),
-    ("mixed", "any"): AutoChoice("average", sets=7, gain=0.0, worst=0.0),
+    ("adapters", "any"): AutoChoice("ct_merging", sets=4, gain=11.1, worst=2.4),
+    ("mixed", "any"): AutoChoice("average", sets=10, gain=0.0, worst=0.0),
 }
 
 
 ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
     "gentle": AutoChoice("actmat", sets=4, gain=6.8, worst=-4.0),
-    "adapters": AutoChoice("actmat", sets=3, gain=-8.7, worst=-17.9),
-    "unknown": AutoChoice("actmat", sets=5, gain=-6.5, worst=-33.4),
+    "adapters": AutoChoice("actmat", sets=4, gain=-8.8, worst=-17.9),
+    "unknown": AutoChoice("actmat", sets=6, gain=-6.9, worst=-33.4),
     "other": AutoChoice("actmat", sets=4, gain=-32.7, worst=-55.0),
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""

@@ -19,8 +19,8 @@ from actmat_experiments.analyses.angles import cosine
 from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
-from actmat_experiments.harness.origin import commit
 from actmat_experiments.harness.models import is_adapter, read_tensors
+from actmat_experiments.harness.origin import commit
 from actmat_experiments.harness.sizes import adapter_size
 
 
