@@ -17,11 +17,16 @@ from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
+from actmat.identity.reading import read_configs
 from actmat.layout.components import component_configs, parts_of, single_file_of
+from actmat.layout.in_memory import names_in_memory
 from actmat.recipe import Recipe
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Start of the names of diffusers' weight files."""
+
+
+COARSE = ("bfloat16", "float16")
 
 
 def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> dict[str, str]:
@@ -51,6 +56,30 @@ def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:
     if components is None:
         return _stem(base.config), {}
     return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
+
+
+def output_dtypes(recipe: Recipe, base: Model) -> tuple[dict[str, str], list[str]]:
+    """Tensor of the base -> its dtype in the output, and notes.
+
+    A coarser dtype than float32 is that of the model. Tensors keep theirs that the base stores apart from most of its
+    entries, or that the class of the model keeps in float32: rounded, a bias near 10 of a router chooses other experts.
+    """
+    chosen, notes = recipe.dtype, list[str]()
+    dtypes = {n: chosen if chosen and s.is_floating else s.dtype for n, s in base.specs.items()}
+    parts = {f"{n}.": c for n, c in (component_configs(base.config) or {}).items()} or {"": base.config or {}}
+    for prefix, config in parts.items() if chosen in COARSE else ():
+        specs = [s for n, s in base.specs.items() if n.startswith(prefix) and s.is_floating]
+        wide = {s.name: s.dtype for s in specs if s.dtype in ("float32", "float64")}
+        if wide and 2 * sum(s.numel for s in specs if s.name in wide) > sum(s.numel for s in specs):
+            [reading] = read_configs([config])
+            patterns = "|".join(p for p, is_strict in reading.float32 if is_strict or chosen == "float16")
+            names = names_in_memory(base)[0] if patterns else {}
+            wide = {n: d for n, d in wide.items() if patterns and re.search(patterns, names.get(n, n)[len(prefix) :])}
+        dtypes |= wide
+        if wide:
+            shown = first_of([f"{n} ({d})" for n, d in wide.items()], SHOWN)
+            notes.append(f"not written in {chosen}, as base or class of the model keep their dtype: {shown}")
+    return dtypes, notes
 
 
 def part_notes(base: Model) -> list[str]:
