@@ -16,7 +16,7 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
-from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
+from actmat.identity.accounted import adapter_warnings, file_warnings
 from actmat.identity.reading import read_configs
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.layout.in_memory import names_in_memory
@@ -35,7 +35,8 @@ def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) 
     An expert that is one component of a pipeline has its names without the component's prefix.
     """
     out: dict[str, str] = {}
-    for part, prefix in parts_of(base.specs, base.config).items():
+    modules = {folder: prefix for prefix, folder in base.folder.parts.items()}
+    for part, prefix in (parts_of(base.specs, base.config) | modules).items():
         names = [n for n in base.specs if n.startswith(prefix)]
         lacking = [
             label
@@ -54,7 +55,9 @@ def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:
     """Name of the output's weight files; and for a pipeline, prefix of a component -> folder and name of its files."""
     components = component_configs(base.config)
     if components is None:
-        return _stem(base.config), {}
+        stem = _stem(base.config)
+        stems = {prefix: f"{folder}/model" for prefix, folder in base.folder.parts.items()}
+        return stem, {"": stem, **stems} if stems else {}
     return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
 
 
@@ -118,11 +121,7 @@ def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas
     named = list(zip(recipe.labels, experts, strict=True))
     full = {label: e.model.folder for label, e in named if not e.needs_base}
     if base is not None:
-        of_base, files = base.folder.side_files(), {label: folder.side_files() for label, folder in full.items()}
-        if of_base.modules or any(of_expert.modules for of_expert in files.values()):
-            of_experts = {label: (files[label], folder.fetch()) for label, folder in full.items()}
-            found += module_warnings((of_base, base.folder.fetch()), of_experts)
-        found += file_warnings(of_base, files)
+        found += file_warnings(base.folder.side_files(), {label: folder.side_files() for label, folder in full.items()})
     for label, expert in named:
         if (stored := expert.stored) is not None:
             names = {n for f in expert.model.folder.files for n in f.whole().names}
