@@ -1,10 +1,10 @@
-"""Neighbours: tiny models of many classes, one thing changed at a time; the plan says it, or the model computes the same.
+"""Neighbours: tiny models of many classes, one thing changed at a time; the plan says it or it is harmless.
 
     python -m benchmarks.families.neighbours --every 5 | tee rows.txt     # every fifth class, and the result is written
     python -m benchmarks.families.neighbours --only Llama T5 --changes 40  # these classes, printed, nothing written
 
-A change is of an entry of a config or of settings, of tokens, of a file, of the names of tensors; in the expert or in the
-base. Its verdict is `said` (a note that the plan of the unchanged models does not have), `refused`, `harmless` (what
+A change is of an entry of a config or of settings, of tokens, of a file, of the names of tensors; in the expert or in
+the base. Its verdict is `said` (a note that the plan of the unchanged models does not have), `refused`, `harmless` (what
 the class, its tokenizer and its settings give is as before), `unusable` (its own library does not load it) or `silent`,
 which is a fault.
 """
@@ -217,6 +217,8 @@ class Family:
             texts, doing = self.plan(command, base, expert)
         except actmat.MergeError:
             return "refused"
+        except Exception as error:  # noqa: BLE001 - a fault as well
+            return f"silent ({type(error).__name__})"
         if texts - before:
             return "said"
         if neighbour.kind == "names" and doing == done:
@@ -278,9 +280,9 @@ def check(architecture: Architecture, changes: int, seconds: float = float("inf"
             for command in COMMANDS:
                 if side == "expert" or command != "average":
                     verdict = family.verdict(command, side, neighbour, changed)
-                    counts[verdict] += 1
-                    if verdict == "silent":
-                        silent.append(f"{command}, {side}: {neighbour.kind}, {neighbour.what}")
+                    counts[verdict.split()[0]] += 1
+                    if verdict.startswith("silent"):
+                        silent.append(f"{command}, {side}: {neighbour.kind}, {neighbour.what}{verdict[6:]}")
             shutil.rmtree(changed)
     return row | {"verdicts": dict(sorted(counts.items())), "silent": sorted(silent)}
 
