@@ -13,7 +13,7 @@ from typing import Any
 
 from actmat.engine.executors.base import ExecutorFactory
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
@@ -41,7 +41,7 @@ class RayExecutor:
     def __init__(
         self,
         inputs: Inputs,
-        writers: Sequence[SinkSource],
+        writers: Sequence[Writer | None],
         resources: Resources,
         *,
         address: str = "",
@@ -70,7 +70,7 @@ class RayExecutor:
         """See `Executor`."""
         if device == "cpu":
             return None
-        return f"merges on CPUs only; found the device '{device}'. Fix: remove --device, or use --executor threads."
+        return f"merges on CPUs only; found the device '{device}'. Fix: remove --device, or use --set executor=threads."
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
