@@ -4,9 +4,9 @@
     python -m benchmarks.families.neighbours --only Llama T5 --changes 40  # these classes, printed, nothing written
 
 A change is of an entry of a config or of settings, of tokens, of a file, of the names of tensors; in the expert or in
-the base. Its verdict is `said` (a note that the plan of the unchanged models does not have), `refused`, `harmless` (what
-the class, its tokenizer and its settings give is as before), `unusable` (its own library does not load it) or `silent`,
-which is a fault.
+the base. Its verdict is `said` (a note that the plan of the unchanged models does not have), `refused`, `harmless`
+(the class, its tokenizer and its settings give the same as before), `unusable` (its own library does not load it) or
+`silent`, which is a fault.
 """
 
 from __future__ import annotations
