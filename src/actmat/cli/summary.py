@@ -156,7 +156,9 @@ def print_answers(report: MergeReport) -> None:
     if report.answers:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
-        of_images = report.plan.stems or are_image_files(i.location for i in report.plan.inputs)
+        of_images = (report.plan.stems and "" not in report.plan.stems) or are_image_files(
+            i.location for i in report.plan.inputs
+        )
         how = (
             "compare its images with the experts'"
             if of_images
