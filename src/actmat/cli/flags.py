@@ -155,7 +155,7 @@ class InputFlags(ReadingFlags):
             "--data",
             metavar="NAME=INPUTS",
             help="Inputs of expert NAME's task, without labels: a prompt, better eight in a file (.jsonl, .csv, "
-            ".txt), or images. 'auto' measures; a quarter compares answers.",
+            ".txt), or images. 'auto' measures them; each judges a merge without it.",
         ),
     ] = None
     check: Annotated[
@@ -168,7 +168,7 @@ class InputFlags(ReadingFlags):
     ] = None
     label_column: str | None = None
     samples: int = 64
-    new_tokens: int = 16
+    new_tokens: int = 32
     model_class: str | None = None
     model_dtype: RunDtype = "float32"
     keep_statistics: bool = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,19 +71,25 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
-    from actmat.cli.screen import print_result
+    from actmat.cli.screen import console, escape, print_result
+    from actmat.errors import CheckpointError
     from actmat.experts.locate import locate
     from actmat.experts.lora.adapter import Adapter
     from actmat.layout.resolve import resolve_layout
+    from actmat.report.manifest import read_manifest
 
     with locate(checkpoint) as located:
         if isinstance(located, Adapter):
             data, show = _describe_adapter(located), _print_adapter
         else:
             data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
+    with contextlib.suppress(CheckpointError):
+        data |= {k: v for k, v in read_manifest(Path(checkpoint)).items() if k == "verdict"}
     if json:
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
+        if "verdict" in data:
+            console.print(escape(data["verdict"]))
         show(data, every=every)
 
 
