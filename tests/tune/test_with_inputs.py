@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -179,17 +180,17 @@ def test_the_verdict_on_merges_of_known_quality(
     """One expert's weights, asked its own questions, the other's, and far out; no check contradicts the answers."""
     words = ["one", "two", "three", "def", "x", "for", "while", "import", "seven", "eight", "return", "ten"]
     (tmp_path / "t.jsonl").write_text(
-        "".join(json.dumps({"text": f"{w} {v}"}) + "\n" for w, v in zip(words, words[1:]))
+        "".join(json.dumps({"text": f"{w} {v}"}) + "\n" for w, v in itertools.pairwise(words))
     )
-    experts = [x for n, w in zip(TEXTS, weights, strict=True) for x in ("-e", f"{n}={family / 'experts' / n}*{w}")]
-    flags = ["-b", str(family / "base"), *experts, "-m", "linear", "--scale", str(scale)]
+    flags = [*model_flags(family), *(x for w in weights for x in ("--weight", str(w)))]
+    flags += ["-m", "linear", "--scale", str(scale)]
     out = merged(family, tmp_path / "m", *flags, "--check", f"math={tmp_path / 't.jsonl'}", "--diagnose")
     manifest = read_manifest(tmp_path / "m")
     assert manifest["verdict"].startswith(says)
     assert not {n["code"] for n in manifest["notes"]} & {*GUESSES}
     assert out["warnings"] == []
     found = {c.code: c.verdict for c in read_diagnosis(tmp_path / "m").checks}
-    assert [found[code] for code in GUESSES] == ["muted"] * 3
+    assert "found" not in {found[code] for code in GUESSES}
 
 
 def test_statistics_are_kept_on_request_and_repeat_the_merge(family: Path, tmp_path: Path) -> None:
