@@ -21,11 +21,11 @@ from actmat.diagnostics.answers import GUESSES
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError
 from actmat.extras.models.loading import load_model
-from actmat.extras.tune.evaluate import default_predict
-from actmat.extras.tune.kept import InputSettings, is_prompt
+from actmat.extras.tune.evaluate import AnswerComparison, default_predict
+from actmat.extras.tune.kept import Compared, InputSettings, is_prompt
 from actmat.extras.tune.progress import TuneProgress
-from actmat.extras.tune.with_inputs import merge_with_inputs
-from actmat.recipe import Recipe, make_recipe
+from actmat.extras.tune.with_inputs import choose, merge_with_inputs
+from actmat.recipe import ExpertRef, Recipe, make_recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
 
@@ -57,6 +57,8 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert (found["method"], found["kind"]) == ("regmean", "adapter")
     notes = [n["text"] for n in found["notes"]]
     assert "inputs of 'math': 6 measured; answers compared on 6 (each by a merge without it, of 2)" in notes
+    (compared,) = [n for n in notes if n.startswith("auto: of 12 answers, a merge by inputs keeps ")]
+    assert "average without inputs" in compared, compared
     assert "auto: inputs of the experts: regmean with a ridge of 0.001 and a prior that counts as 4 inputs" in notes
     assert [p.name for p in out.parent.iterdir()] == ["merged"], "no statistics and no average are left"
     for name in TEXTS:
@@ -191,6 +193,19 @@ def test_the_verdict_on_merges_of_known_quality(
     assert out["warnings"] == []
     found = {c.code: c.verdict for c in read_diagnosis(tmp_path / "m").checks}
     assert "found" not in {found[code] for code in GUESSES}
+
+
+@pytest.mark.parametrize(("others", "method"), [(2, "auto"), (3, "auto"), (4, "ties")])
+def test_auto_takes_inputs_unless_its_own_choice_keeps_more_answers(others: int, method: str) -> None:
+    def kept(number: int) -> dict[str, Compared]:
+        return {"a": Compared(AnswerComparison(differing=(0,) * number + (1,) * (5 - number)))}
+
+    recipe = Recipe(experts=(ExpertRef(path="x"),), method="auto")
+    rivals = {"without": (("ties", {"density": 0.5}, "full"), kept(others))}
+    chosen, compared = choose(recipe, kept(3), rivals)
+    assert (chosen.method, compared) == (method, kept(max(3, others)))
+    assert chosen.notes == (f"auto: of 5 answers, a merge by inputs keeps 3, ties without inputs {others}",)
+    assert choose(recipe.model_copy(update={"method": "average"}), kept(3), rivals)[0].method == "average"
 
 
 def test_statistics_are_kept_on_request_and_repeat_the_merge(family: Path, tmp_path: Path) -> None:

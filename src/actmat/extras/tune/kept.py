@@ -324,17 +324,18 @@ class Asking:
             self.progress.done(number)
         return compared
 
+    @property
+    def asked(self) -> dict[str, Question]:
+        """The question that judges each expert's answers."""
+        return {**self.dealt, **self.questions}
+
     def rows(
-        self, merges: Sequence[tuple[Recipe, Mapping[str, Compared]]], folder: Path
+        self, merges: Sequence[tuple[Recipe, Mapping[str, Compared]]], rivals: Mapping[str, RivalMerge]
     ) -> list[tuple[AgreementRow, ...]]:
-        """Rows of each merge of the same experts, with its recipe; rivals are made in `folder`, and compared too."""
-        both = {**self.dealt, **self.questions}
-        questions = {label: both[label] for label in merges[0][0].labels if label in both}
-        if not questions:
-            return [()] * len(merges)
-        rivals = self._rivals(merges[0][0], questions, folder)
+        """Rows of each merge of the same experts, with its recipe."""
         rows = []
         for recipe, compared in merges:
+            questions = {label: self.asked[label] for label in recipe.labels if label in self.asked}
             others = {name: found for name, (choice, found) in rivals.items() if choice != choice_of(recipe)}
             rows.append(
                 tuple(
@@ -344,15 +345,13 @@ class Asking:
             )
         return rows
 
-    def _rivals(
-        self, recipe: Recipe, questions: Mapping[str, Question], folder: Path
-    ) -> dict[str, tuple[Choice, dict[str, Compared]]]:
-        """Choice and comparison of the merge that `auto` makes without inputs, and of the plain average.
+    def rivals(self, recipe: Recipe, folder: Path) -> dict[str, RivalMerge]:
+        """The merge that `auto` makes without inputs, and the plain average, made in `folder` and compared.
 
         One is missing where it would be large, or cannot be made.
         """
-        rivals: dict[str, tuple[Choice, dict[str, Compared]]] = {}
-        for name, method in (("without", AUTO), ("average", "average")):
+        rivals: dict[str, RivalMerge] = {}
+        for name, method in (("without", AUTO), ("average", "average")) if self.asked else ():
             with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=".rival.", dir=folder) as inside:
                 rival = plain_merge(recipe, method).model_copy(update={"out": str(Path(inside) / name)})
                 plan = plan_recipe(rival)
@@ -363,13 +362,15 @@ class Asking:
                     continue
                 if compared is None:
                     run_recipes([rival], RunSettings(durable=False))
-                    compared = self.compare(str(rival.out), plan.recipe.method, questions)
+                    compared = self.compare(str(rival.out), plan.recipe.method, self.asked)
                 rivals[name] = (choice_of(plan.recipe), compared)
         return rivals
 
 
 Choice = tuple[str, Mapping[str, Any], str]
 """Method, options and space."""
+RivalMerge = tuple[Choice, dict[str, Compared]]
+"""Another merge of the same experts, and its comparison with each."""
 
 
 def choice_of(recipe: Recipe) -> Choice:
@@ -490,7 +491,8 @@ def agreement(
             asking.ask(label, asking.loader.load(location), sources[label])
         except StatisticsError as error:
             raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
-    (rows,) = asking.rows([(recipe, asking.compare(place, "the merge", asking.questions))], place.parent)
+    compared = asking.compare(place, "the merge", asking.questions)
+    (rows,) = asking.rows([(recipe, compared)], asking.rivals(recipe, place.parent))
     return rows
 
 

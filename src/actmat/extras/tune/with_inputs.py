@@ -27,7 +27,16 @@ from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
-from actmat.extras.tune.kept import FEWEST, SMALL_BYTES, Asking, Compared, DataRows, InputSettings, read_sources
+from actmat.extras.tune.kept import (
+    FEWEST,
+    SMALL_BYTES,
+    Asking,
+    Compared,
+    DataRows,
+    InputSettings,
+    RivalMerge,
+    read_sources,
+)
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
@@ -69,38 +78,70 @@ def merge_with_inputs(
     outs = [str(r.out) for r in recipes]
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
-    with locate_inputs(recipes[0]) as given, contextlib.ExitStack() as stack:
-        adapters = settings.as_adapter and given.only_adapters and given.have_factors
-        kinds = kinds_of(recipes, given) if data else frozenset()
-        both = ((data, True), (check, False))
-        given_data, checked = (
-            read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both
-        )
-        folds = count_folds(given_data, _specs_under(given, stack), as_adapter=adapters) if kinds else 1
-    folder = Path(f"{outs[0]}.statistics")
+    sources = read_inputs(recipes, data, check, settings)
+    adapters, folder = sources.as_adapter, Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
-    measuring = InputMeasuring(asking, kinds, folder, folds)
+    measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
     removed = not (settings.keep_statistics or folder.exists())
     try:
         for expert in recipes[0].experts:
-            measuring.add(expert, given_data.get(expert.label), checked.get(expert.label))
+            measuring.add(expert, sources.data.get(expert.label), sources.check.get(expert.label))
         notes = tuple(dict.fromkeys(asking.notes))
-        if kinds and removed:
+        if sources.kinds and removed:
             notes += (
                 "statistics of these inputs are removed after the merge; --set keep_statistics=true keeps them, to "
                 "merge again from the recipe",
             )
         judged = _judge(recipes, measuring, run, as_adapter=adapters)
-        ready = measuring.ready(recipes, notes, as_adapter=adapters)
+        plain = _ready(recipes[0], {}, (), as_adapter=adapters, fewest=0, mute=())
+        measuring.work.mkdir(parents=True, exist_ok=True)
+        rivals = asking.rivals(plain, measuring.work)
+        chosen = [choose(r, seen, rivals) for r, seen in zip(recipes, judged, strict=True)]
+        ready = measuring.ready([r for r, _ in chosen], notes, as_adapter=adapters)
         reports = run_recipes(ready, run, MergingProgress(progress, "merging"), draw=write_html)
         merges = [
             (r.plan.recipe, {**seen, **asking.compare(r.out, str(r.out), asking.questions)})
-            for r, seen in zip(reports, judged, strict=True)
+            for r, (_, seen) in zip(reports, chosen, strict=True)
         ]
-        rows = asking.rows(merges, Path(outs[0]).parent)
+        rows = asking.rows(merges, rivals)
         return [_finished(r, own, removed=removed) for r, own in zip(reports, rows, strict=True)]
     finally:
         shutil.rmtree(folder if removed else measuring.work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of statistics that are kept
+            folder.rmdir()
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeSources:
+    """Inputs of a merge, and decisions that depend on them.
+
+    Args:
+        data, check: by expert.
+        kinds: of statistics that the merges use.
+        specs: tensors of the base.
+        folds: see `count_folds`.
+        as_adapter: the merges are adapters.
+    """
+
+    data: Mapping[str, DataRows]
+    check: Mapping[str, DataRows]
+    kinds: frozenset[str]
+    specs: Mapping[str, TensorSpec]
+    folds: int
+    as_adapter: bool
+
+
+def read_inputs(
+    recipes: Sequence[Recipe], data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
+) -> MergeSources:
+    """Read the inputs; raises the errors of `read_sources`."""
+    with locate_inputs(recipes[0]) as given, contextlib.ExitStack() as stack:
+        kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
+        rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
+        specs = _specs_under(given, stack)
+        as_adapter = settings.as_adapter and given.only_adapters and given.have_factors
+        folds = count_folds(rows, specs, as_adapter=as_adapter) if kinds else 1
+        return MergeSources(rows, checked, kinds, specs, folds, as_adapter)
 
 
 def _judge(
@@ -119,6 +160,22 @@ def _judge(
             judged[n] = {label: judged[n][label] + compared[label] for label in asking.dealt}
             shutil.rmtree(report.out, ignore_errors=True)
     return judged
+
+
+def choose(
+    recipe: Recipe, judged: dict[str, Compared], rivals: Mapping[str, RivalMerge]
+) -> tuple[Recipe, dict[str, Compared]]:
+    """The recipe of `auto` by inputs, or without where that keeps more answers of the folds; and its comparison."""
+    if recipe.method != AUTO or not judged or "without" not in rivals:
+        return recipe, judged
+    (method, options, space), without = rivals["without"]
+    by_inputs, others = (sum(sum(c[label].kept) for label in judged) for c in (judged, without))
+    count = sum(len(compared.kept) for compared in judged.values())
+    said = f"auto: of {count} answers, a merge by inputs keeps {by_inputs}, {method} without inputs {others}"
+    fields: dict[str, Any] = {"notes": (*recipe.notes, said)}
+    if others <= by_inputs:
+        return recipe.model_copy(update=fields), judged
+    return recipe.model_copy(update=fields | {"method": method, "options": options, "space": space}), without
 
 
 def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *, as_adapter: bool) -> int:
@@ -154,24 +211,18 @@ def plan_inputs(
     Raises:
         RecipeError, StatisticsError: inputs or data that cannot be used.
     """
-    with locate_inputs(recipe) as given, contextlib.ExitStack() as stack:
-        kinds = kinds_of([recipe], given) if data else frozenset()
-        both = ((data, True), (check, False))
-        measured, checked = (read_sources(recipe, d, settings, given.config, measured=m) if d else {} for d, m in both)
-        specs = _specs_under(given, stack)
-        adapters = settings.as_adapter and given.only_adapters and given.have_factors
-        folds = count_folds(measured, specs, as_adapter=adapters) if kinds else 1
-        method = "regmean" if recipe.method == AUTO and kinds else recipe.method
-        lines = [f"{method}, with inputs of {len({**measured, **checked})} experts"]
-        for label in recipe.labels:
-            rows = measured.get(label)
-            dealt = deal(rows, folds, checks=label in checked) if rows and kinds else []
-            few = sum(n is not None for n in dealt)
-            asked = (
-                len(checked[label].rows) if label in checked else dealt.count(None) or (len(rows.rows) if rows else 0)
-            )
-            by = f", by merges of the others ({folds} folds)" if len(set(dealt)) > 1 and None not in dealt else ""
-            lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}{by}")
+    sources = read_inputs([recipe], data, check, settings)
+    checked, kinds, specs = sources.check, sources.kinds, sources.specs
+    method = "regmean" if recipe.method == AUTO and kinds else recipe.method
+    lines = [f"{method}, with inputs of {len({**sources.data, **checked})} experts"]
+    for label in recipe.labels:
+        rows = sources.data.get(label)
+        dealt = deal(rows, sources.folds, checks=label in checked) if rows and kinds else []
+        few = sum(n is not None for n in dealt)
+        asked = len(checked[label].rows) if label in checked else dealt.count(None) or (len(rows.rows) if rows else 0)
+        lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}")
+    if sources.folds > 1:
+        lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
     if "gram" in kinds:
         size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
         lines.append(f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,")
@@ -283,7 +334,8 @@ class InputMeasuring:
     ) -> list[Recipe]:
         """The recipes with statistics of all inputs that were measured, or of those `without` a fold."""
         chosen = {k: [n for n in counts if n != without] or list(counts) for k, counts in self._measured.items()}
-        statistics = {label: str(self._sum(label, folds, without)) for label, folds in chosen.items()}
+        used = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
+        statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if used else {}
         fewest = min((sum(self._measured[k][n] for n in folds) for k, folds in chosen.items()), default=0)
         mute = GUESSES if self.asking.dealt or self.asking.questions else ()
         return [_ready(r, statistics, notes, as_adapter=as_adapter, fewest=fewest, mute=mute) for r in recipes]
