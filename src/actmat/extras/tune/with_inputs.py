@@ -227,7 +227,7 @@ def plan_inputs(
         size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
         lines.append(f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,")
         lines.append("  removed after the merge")
-    model = format_size(_model_bytes(specs, settings.dtype))
+    model = format_size(_model_bytes(specs, settings.model_dtype))
     return [*lines, f"  memory: one model of {model} at a time; nothing was run"]
 
 
