@@ -92,13 +92,13 @@ def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank
     return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
 
 
-def inner(one: LowRank, two: LowRank) -> float:
+def inner(first: LowRank, second: LowRank) -> float:
     """`<D_1, D_2>_F` over all batch elements, from products of the factors.
 
     >>> inner(LowRank(torch.ones(2, 1), torch.ones(1, 3)), LowRank(torch.eye(2), torch.ones(2, 3)))
     6.0
     """
-    return float(((one.b_OR.mT @ two.b_OR) * (one.a_RI @ two.a_RI.mT)).sum())
+    return float(((first.b_OR.mT @ second.b_OR) * (first.a_RI @ second.a_RI.mT)).sum())
 
 
 def frobenius_norm(delta: LowRank) -> float:
@@ -135,10 +135,12 @@ def truncate(delta: LowRank, rank: int) -> Truncated:
     missing = max(0, rank - a_RI.shape[-2])
     b_OR, a_RI = torch.nn.functional.pad(b_OR, (0, missing)), torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
     top = s_K.amax(-1, keepdim=True) if s_K.shape[-1] else s_K
-    found = int(((s_K > 2.0**-40 * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
+    directions = int(((s_K > 2.0**-40 * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
     dtype = delta.b_OR.dtype
     value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
-    return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found, retries)
+    return Truncated(
+        value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), directions, retries
+    )
 
 
 def orthogonal_core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,8 +59,8 @@ def merge(
     Source:
         "DC-Merge", CVPR 2026 (public code: Tobeginwith/DC-Merge).
     """
-    slots, kept = _sizes(shape or deltas[0].shape, len(deltas), k, density)
-    rule = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
+    slots, entries = _sizes(shape or deltas[0].shape, len(deltas), k, density)
+    rule = partial(_merge, slots=slots, entries=entries, smoothing=smoothing, rho=rho, rtol=rtol)
     value, stats = each_matrix(rule, deltas)
     return Merged(value.to(deltas[0].dtype), stats | {"k": slots})
 
@@ -90,7 +90,7 @@ def _sizes(shape: Sequence[int], n_experts: int, k: int | None, density: float) 
 
 
 def _merge(
-    deltas: Sequence[Tensor], *, slots: int, kept: int, smoothing: Smoothing, rho: float, rtol: float
+    deltas: Sequence[Tensor], *, slots: int, entries: int, smoothing: Smoothing, rho: float, rtol: float
 ) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
     accuracy = accuracy_of(deltas[0])
@@ -104,7 +104,7 @@ def _merge(
     blocks, entries_kept = [], 0
     for part in parts:
         rows_JK = (left.factor_MN.mT @ part.u_OK) * smoothed(part.s_K, smoothing, rho)
-        core_JJ = _top(rows_JK @ (right.factor_MN.mT @ part.v_IK).mT, kept, rtol)
+        core_JJ = _top(rows_JK @ (right.factor_MN.mT @ part.v_IK).mT, entries, rtol)
         entries_kept += int(core_JJ.count_nonzero())
         blocks.append(core_JJ.view(count, size, count, size).diagonal(dim1=0, dim2=2).clone())
     merged_KKT = _agreeing_mean(torch.stack(blocks))
@@ -114,13 +114,13 @@ def _merge(
     return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries, [p.way for p in parts])
 
 
-def _top(core_JJ: Tensor, kept: int, rtol: float) -> Tensor:
-    """The entries whose magnitude reaches that of the `kept`-th, except those within rounding error of the largest.
+def _top(core_JJ: Tensor, entries: int, rtol: float) -> Tensor:
+    """The entries whose magnitude reaches that of the `entries`-th, except those within rounding error of the largest.
 
     Rounding errors have a sign and would count as votes: disjoint experts would halve one another.
     """
     size_JJ = core_JJ.abs()
-    top = size_JJ.flatten().topk(min(kept, size_JJ.numel())).values
+    top = size_JJ.flatten().topk(min(entries, size_JJ.numel())).values
     return core_JJ * ((size_JJ >= top[-1]) & (size_JJ > rtol * top[0]))
 
 

@@ -31,7 +31,7 @@ def test_election_equals_its_definition(n_experts: int, reduce: Any, zero_sign: 
     for seed in range(4):
         deltas = awkward_deltas(n_experts, 7, 9, seed)
         weights = [0.5, 0.25, 1.0, 2.0, 0.5][:n_experts] if weighted else [1.0] * n_experts
-        trims = [top_trims(d.reshape(-1), [20], exact=True)[0][0] for d in deltas]
+        trims = [trim for ((trim, _),) in top_trims(deltas, [[20]] * len(deltas), exact=True)]
         votes = [w * naive_top(d, 20, exact=True) for w, d in zip(weights, deltas, strict=True)]
         found = elect(deltas, trims, scales=weights, counts=weights, reduce=reduce, zero_sign=zero_sign)
         assert relative_error(found, naive_elect(votes, weights, reduce=reduce, zero_sign=zero_sign)) < 1e-15
@@ -85,7 +85,7 @@ def test_sign_balance_counts_elected_signs() -> None:
 @pytest.mark.parametrize("n_experts", [1, 3])
 def test_weighted_sum_equals_its_definition(n_experts: int) -> None:
     deltas = random_deltas(n_experts, 5, 9)
-    trims = [top_trims(d.reshape(-1), [13], exact=True)[0][0] for d in deltas]
+    trims = [trim for ((trim, _),) in top_trims(deltas, [[13]] * len(deltas), exact=True)]
     scales = [0.5, -2.0, 3.0][:n_experts]
     expected = sum(s * naive_top(d, 13, exact=True) for s, d in zip(scales, deltas, strict=True))
     assert relative_error(masked_sum(deltas, trims, scales), expected) < 1e-15

@@ -167,7 +167,7 @@ def _by_entry(
         cuts = list(survey)
     else:
         rank = _kept(kept, parts_RI[0][on_R].numel())
-        cuts = [kth_magnitudes(part_RI[on_R].reshape(-1), [rank])[0].value for part_RI in parts_RI]
+        cuts = [kth_magnitudes([part_RI[on_R].reshape(-1)], [[rank]])[0][0].value for part_RI in parts_RI]
     ones = [1.0] * len(parts_RI)
     masks = [Trim.at(cut, parts_RI[0].dtype) for cut in cuts]
     return elect(parts_RI, masks, scales=ones, counts=ones, zero_sign="zero")

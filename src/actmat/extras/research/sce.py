@@ -77,7 +77,7 @@ def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]
             mean_P.add_(step_P, alpha=1 / (t + 1))
             sum_P.addcmul_(step_P, chunk_P - mean_P)
         different += int(torch.count_nonzero(sum_P.div_(len(deltas))))
-    ((trim, _),) = top_trims(variance_N, [int(fraction * different)], exact=True)
+    (((trim, _),),) = top_trims([variance_N], [[int(fraction * different)]], exact=True)
     return variance_N, trim
 
 

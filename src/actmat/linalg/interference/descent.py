@@ -46,7 +46,7 @@ class Descent:
     gram_BII: Tensor
     residual_BOI: Tensor
     shape: torch.Size
-    norms: tuple[float, ...]
+    norms: list[float]
 
 
 def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Descent:
@@ -58,13 +58,12 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
         ValueError, NumericalError: as `interference.solver.prepare`.
     """
     out: Descent | None = None
-    norms: list[float] = []
     for delta, share, squared_norms in checked_deltas(deltas, weights):
         items = batch_items(delta)
         if out is None:
             width = delta.shape[-1]
             zeros = torch.zeros_like(items, memory_format=torch.contiguous_format)
-            out = Descent(zeros, items.new_zeros(len(items), width, width), zeros.clone(), delta.shape, ())
+            out = Descent(zeros, items.new_zeros(len(items), width, width), zeros.clone(), delta.shape, [])
         for item, delta_OI in enumerate(items):
             if squared_norms[item] == 0:
                 continue
@@ -77,9 +76,9 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
                 residual_OI.addmm_(delta_OI, term_II, alpha=share - 1.0)
             sum_OI.add_(delta_OI, alpha=share)
             gram_II.add_(term_II)
-        norms.append(math.sqrt(sum(squared_norms)))
+        out.norms.append(math.sqrt(sum(squared_norms)))
     assert out is not None
-    return Descent(out.sum_BOI, out.gram_BII, out.residual_BOI, out.shape, tuple(norms))
+    return out
 
 
 def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:

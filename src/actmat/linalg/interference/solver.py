@@ -302,12 +302,12 @@ def _add(
     unit = -state.exponents[item]
     delta_OI = scaled(delta_OI, unit)
     # the normalizer brings every expert's estimate to the same size, so that each is formed in a unit of its own
-    own = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
+    shift = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
     if given_RI is None:
-        factor_RI, new = estimate.factor(scaled(delta_OI, -own))
+        factor_RI, new = estimate.factor(scaled(delta_OI, -shift))
     else:
-        factor_RI, new = estimate.powered(scaled(given_RI, unit - own))
-    weight = share * estimate.weight(squared_norm * 4.0 ** (unit - own)) * 2.0 ** (own * estimate.degree)
+        factor_RI, new = estimate.powered(scaled(given_RI, unit - shift))
+    weight = share * estimate.weight(squared_norm * 4.0 ** (unit - shift)) * 2.0 ** (shift * estimate.degree)
     accumulator.add(delta_OI, factor_RI, checked_weight(weight, delta_OI.dtype))
     state.retries += new
     return delta_OI
@@ -365,14 +365,14 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
     """One record for the tensor: that of its only item, or the extremes over the batch."""
     out: Stats = {}
     for name in dict.fromkeys(name for record in records for name in record):
-        found = [r[name] for r in records if name in r]
-        numbers = [float(x) for x in found if not isinstance(x, str)]
-        if len(numbers) == len(found) and min(numbers) != max(numbers):
+        values = [r[name] for r in records if name in r]
+        numbers = [float(x) for x in values if not isinstance(x, str)]
+        if len(numbers) == len(values) and min(numbers) != max(numbers):
             out[name], out[f"{name}_max"] = min(numbers), max(numbers)
-        elif len(set(found)) > 1:
-            out[name] = " | ".join(sorted({str(x) for x in found}))
+        elif len(set(values)) > 1:
+            out[name] = " | ".join(sorted({str(x) for x in values}))
         else:
-            out[name] = found[0]
+            out[name] = values[0]
     norm = frobenius_norm64(value)
     if not math.isfinite(norm):
         raise NumericalError(

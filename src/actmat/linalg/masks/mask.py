@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import chunks_of, shape_and_dtype
-from actmat.linalg.masks.threshold import Cut, cuts_each, kth_magnitudes, true_indices
+from actmat.linalg.masks.threshold import Cut, kth_magnitudes, true_indices
 
 
 class Mask(Protocol):
@@ -72,23 +72,14 @@ class Trim:
         late_L.addcmul_(late_L, equal_P[late:], value=-1)  # x - x takes a fifteenth of the time of `masked_fill_`
 
 
-def top_trims(flat_N: Tensor, ranks: Sequence[int], *, exact: bool) -> list[tuple[Trim, Cut]]:
-    """The mask of the `k` largest magnitudes, and its threshold, for each `k` of `ranks`.
+def top_trims(deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]], *, exact: bool) -> list[list[tuple[Trim, Cut]]]:
+    """The masks of the `k` largest magnitudes of each delta, and their thresholds, for every `k` of its own `ranks`.
 
-    `exact` keeps exactly `k`, the first in storage order among equal magnitudes; else all that equal the k-th.
-    """
-    return [(_trim_at(cut, flat_N.dtype, exact=exact), cut) for cut in kth_magnitudes(flat_N, ranks)]
-
-
-def top_trims_each(
-    deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]], *, exact: bool
-) -> list[list[tuple[Trim, Cut]]]:
-    """The masks of the `k` largest magnitudes of each delta, for every `k` of its own `ranks`; deltas may be streamed.
-
-    All deltas share their passes; see `threshold.cuts_each`.
+    `exact` keeps exactly `k`, the first in storage order among equal magnitudes; else all that equal the k-th. Deltas
+    may be streamed, and share their passes; see `threshold.kth_magnitudes`.
     """
     dtype = shape_and_dtype(deltas)[1]
-    return [[(_trim_at(cut, dtype, exact=exact), cut) for cut in own] for own in cuts_each(deltas, ranks)]
+    return [[(_trim_at(cut, dtype, exact=exact), cut) for cut in cuts] for cuts in kth_magnitudes(deltas, ranks)]
 
 
 def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
@@ -98,8 +89,8 @@ def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
     does not depend on the order of equal entries.
     """
     flat_N = delta_OI.reshape(-1)
-    kept = min(max(round(fraction * flat_N.numel()), 1), flat_N.numel())
-    ((trim, _),) = top_trims(flat_N, [kept], exact=False)
+    count = min(max(round(fraction * flat_N.numel()), 1), flat_N.numel())
+    (((trim, _),),) = top_trims([flat_N], [[count]], exact=False)
     out_N = torch.empty_like(flat_N)
     trim.apply(flat_N, 0, out_N)
     return out_N.view(delta_OI.shape)
