@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.experts.lora.fields import AXES, ORDERS, StackWord
 from actmat.flag import Flag
-from actmat.recipe.values import Strict, Weight, numbers, read_option, read_value
+from actmat.recipe.values import Strict, Weight, read_option, read_value
 
 
 def _finite(value: Any) -> Any:
@@ -28,12 +28,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-OptionValues = Annotated[
-    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]], BeforeValidator(numbers)
-]
-OwnOptions = Annotated[
-    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]], BeforeValidator(numbers)
-]
+OptionValues = dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]]
+OwnOptions = dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]]
 
 
 RESERVED = {"base": "the base", "union": "the tokens of all models"}

@@ -5,7 +5,6 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -34,6 +33,7 @@ from actmat.recipe.output import (
     ModelOutput,
     from_text,
 )
+from actmat.recipe.text import UnreadableError, parse_yaml
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -120,19 +120,16 @@ class PostRef(Strict):
         name, colon, rest = value.partition(":")
         options: dict[str, Any] = {}
         for text in rest.split(",") if colon else ():
-            option, equals, found = text.partition("=")
-            if not equals or not option.strip() or not found.strip():
+            option, equals, setting = text.partition("=")
+            if not equals or not option.strip() or not setting.strip():
                 raise ValueError(f"found '{value[:200]}', expected NAME or NAME:OPTION=VALUE,OPTION=VALUE")
-            options[option.strip()] = _scalar(found.strip())
+            try:
+                options[option.strip()] = parse_yaml(setting)[1]
+            except UnreadableError as error:
+                raise ValueError(
+                    f"found '{setting[:200]}' as the value of '{option.strip()}': {error.problem}"
+                ) from None
         return {"name": name.strip(), "options": options}
-
-
-def _scalar(text: str) -> Any:
-    """The number that the text is, else the text."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 class Recipe(Strict):
@@ -339,7 +336,7 @@ def add_statistics(
 def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:
     """Validate `fields` into a `Recipe`.
 
-    >>> recipe = make_recipe({"base": "base", "experts": ["math", "org/code"], "options": {"rtol": "1e-6"}})
+    >>> recipe = make_recipe({"base": "base", "experts": ["math", "org/code"], "options": {"rtol": 1e-6}})
     >>> recipe.labels, recipe.options, recipe.scope
     (('math', 'code'), {'rtol': 1e-06}, 'linear')
 
@@ -366,19 +363,20 @@ _MODELS: dict[str, type[BaseModel]] = {
 }
 
 
+_OF_VALUES = ("literal_error", "less_than_equal", "greater_than", "greater_than_equal")
+"""Kinds of pydantic's errors that are shown with the value."""
 _QUOTED = re.compile(r"'([^']*)'")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 """Other names of dtypes -> ours."""
 
 
 def _with_value(error: Mapping[str, Any]) -> str:
-    """The message of an error, with the value if it is short and not one of the choices."""
-    shown = error["type"] == "literal_error" and isinstance(error["input"], str | int | float | bool)
-    if not shown:
+    """The message of an error, with the value if it is not one of the choices, or beyond a bound."""
+    if error["type"] not in _OF_VALUES or not isinstance(error["input"], str | int | float | bool):
         return str(error["msg"])
-    found = str(error["input"])[:200]
-    near = f" Did you mean '{_DTYPES[found]}'?" if found in _DTYPES and error["loc"][-1:] == ("dtype",) else ""
-    return f"{error['msg']}; found {found!r}.{near or did_you_mean(found, _QUOTED.findall(error['msg']))}"
+    value = str(error["input"])[:200]
+    near = f" Did you mean '{_DTYPES[value]}'?" if value in _DTYPES and error["loc"][-1:] == ("dtype",) else ""
+    return f"{error['msg']}; found {value!r}.{near or did_you_mean(value, _QUOTED.findall(error['msg']))}"
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from actmat import plugins
 from actmat.recipe.values import Strict
@@ -41,7 +41,7 @@ class Vocabulary(Strict):
     tokens: dict[str, TokenRow] = Field(
         default_factory=dict, description="token -> its row; tokens that the source lacks are added"
     )
-    pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
+    pad_to_multiple_of: Annotated[int, Field(gt=0, le=MOST_PADDING)] | None = Field(
         default=None,
         description="round the number of rows up to a multiple, 16384 at most; padding rows are the mean of the others",
     )
@@ -50,16 +50,6 @@ class Vocabulary(Strict):
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
-
-    @field_validator("pad_to_multiple_of")
-    @classmethod
-    def _is_a_padding(cls, value: int | None) -> int | None:
-        if value is not None and value > MOST_PADDING:
-            raise ValueError(
-                f"expected at most {MOST_PADDING}, which 128 devices with tiles of 128 rows each need, found {value}: "
-                "it is rounded up to a multiple, and more would be mostly rows of padding. Is it a number of rows?"
-            )
-        return value
 
 
 @runtime_checkable

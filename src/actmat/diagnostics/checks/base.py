@@ -44,8 +44,8 @@ class Facts:
 
     def median_relative_norm(self, t: int) -> float | None:
         """Median of `||D_t|| / ||W_0||` over the matrices that the expert changed; None without a base."""
-        found = [m.relative_norms[t] for m in self.measures if m.relative_norms is not None and m.norms[t] > 0]
-        return statistics.median(found) if found else None
+        sizes = [m.relative_norms[t] for m in self.measures if m.relative_norms is not None and m.norms[t] > 0]
+        return statistics.median(sizes) if sizes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,16 +203,16 @@ def overlap_words(labels: Sequence[str], gram: Sequence[Sequence[float]]) -> str
     if not pairs or min(cosines) < SHARED or 1 - max(cosines) < SAME:
         return ""
     low, high = min(cosines), max(cosines)
-    found = f"the deltas of all experts overlap (cosines {low:.2f} to {high:.2f}; unrelated ones stay below 0.3)"
+    overlap = f"the deltas of all experts overlap (cosines {low:.2f} to {high:.2f}; unrelated ones stay below 0.3)"
     origins = [s for s in changed if all(abs(gram[s][t] / gram[s][s] - 1) < WHOLE_SHARE for t in changed)]
     if len(origins) == 1:
         name = labels[origins[0]]
         return (
-            f"{found}: seen from '{name}', the others change unrelated directions. The base looks like an expert, and "
-            f"'{name}' like the base, or the others were trained from it. Fix: give '{name}' as the base"
+            f"{overlap}: seen from '{name}', the others change unrelated directions. The base looks like an expert, "
+            f"and '{name}' like the base, or the others were trained from it. Fix: give '{name}' as the base"
         )
     return (
-        f"{found}: the base looks like an expert, whose negative all deltas hold, or the experts share training that "
+        f"{overlap}: the base looks like an expert, whose negative all deltas hold, or the experts share training that "
         "the base lacks. Fix: give the checkpoint that all of them were trained from as the base"
     )
 

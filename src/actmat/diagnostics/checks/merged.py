@@ -17,8 +17,8 @@ LOST = 0.1
 
 def unequal_words(labels: Sequence[str], norms: Sequence[float]) -> str:
     """Sentence on experts of unequal size; empty if they are not."""
-    there = [t for t, n in enumerate(norms) if n > 0] or [0]
-    low, top = min(there, key=norms.__getitem__), max(there, key=norms.__getitem__)
+    present = [t for t, n in enumerate(norms) if n > 0] or [0]
+    low, top = min(present, key=norms.__getitem__), max(present, key=norms.__getitem__)
     if norms[top] <= UNEQUAL * norms[low]:
         return ""
     return (
@@ -43,12 +43,12 @@ def _cut_away(facts: Facts) -> Outcome:
     said, names, worst = [], [], 0.0
     for t, label in enumerate(facts.labels):
         whole = math.fsum(m.norms[t] ** 2 for m, _ in rows)
-        lost = math.fsum(m.norms[t] ** 2 * (1 - kept[t]) for m, kept in rows)
+        lost = math.fsum(m.norms[t] ** 2 * (1 - shares[t]) for m, shares in rows)
         share = lost / whole if whole else 0.0
         worst = max(worst, share)
         if share > LOST:
             said.append(f"'{label}' {percent(share)}")
-            names += [m.name for m, kept in rows if kept[t] < 1 - LOST]
+            names += [m.name for m, shares in rows if shares[t] < 1 - LOST]
     if said:
         return found(
             f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "
@@ -102,13 +102,13 @@ def _plain_sum(facts: Facts) -> Outcome:
 
 
 def _orthogonal_and_low_rank(m: MatrixRow) -> bool:
-    there = [t for t, n in enumerate(m.norms) if n > 0]
+    present = [t for t, n in enumerate(m.norms) if n > 0]
     limit = min(m.shape) / LOW_RANK
-    if len(there) < 2 or any(m.numerical_rank[t] > limit for t in there):
+    if len(present) < 2 or any(m.numerical_rank[t] > limit for t in present):
         return False
-    if m.probes is not None and any(m.numerical_rank[t] >= m.probes for t in there):
+    if m.probes is not None and any(m.numerical_rank[t] >= m.probes for t in present):
         return False
-    return max(m.subspace_overlap[s][t] for s in there for t in there if s != t) <= ORTHOGONAL
+    return max(m.subspace_overlap[s][t] for s in present for t in present if s != t) <= ORTHOGONAL
 
 
 def _far_out(facts: Facts) -> Outcome:
