@@ -215,18 +215,20 @@ NoteSeverity = Literal["note", "warning"]
 class Note:
     """A message of a plan or of a finished merge.
 
-    >>> print(Note("warning", "the adapter is 0", "AM404"))
+    >>> print(Note("warning", "AM404", "the adapter is 0"))
     warning AM404: the adapter is 0
 
     Args:
         severity: commands show warnings first.
-        text: begins with a small letter.
-        code: of the check that warns, if one does.
+        code: of a check, or what code reads of other messages; empty for those that only people read.
+        text: for people; begins with a small letter.
+        subject: the input or entry that it is about, if code needs it.
     """
 
     severity: NoteSeverity
+    code: str
     text: str
-    code: str = ""
+    subject: str = ""
 
     def __str__(self) -> str:
         return f"{f'warning {self.code}'.strip()}: {self.text}" if self.severity == "warning" else self.text

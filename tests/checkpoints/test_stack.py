@@ -22,7 +22,7 @@ UP = "model.layers.{}.mlp.up_proj.weight"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Models `a` and `b` of four layers."""
-    types = ["full", "sliding", "full", "sliding"]
+    types = ["full_attention", "sliding_attention"] * 2
     save_checkpoint(tmp_path / "a", llama_tensors(4, seed=1), CONFIG | {"num_hidden_layers": 4, "layer_types": types})
     save_checkpoint(tmp_path / "b", llama_tensors(4, seed=2), CONFIG | {"num_hidden_layers": 4, "layer_types": types})
     monkeypatch.chdir(tmp_path)
@@ -74,7 +74,7 @@ def test_the_config_has_the_new_depth(folder: Path) -> None:
     with open_model("a[1:4] + b[0:1]") as stack:
         assert stack.config is not None
         assert stack.config["num_hidden_layers"] == 4
-        assert stack.config["layer_types"] == ["sliding", "full", "sliding", "full"]
+        assert stack.config["layer_types"] == ["sliding_attention", "full_attention"] * 2
         assert stack.folder.written == {"config.json": stack.config}
 
 

@@ -14,7 +14,9 @@ import torch
 
 import actmat
 from actmat.errors import MergeError
+from actmat.extras.stack import layers as stack_layers
 from actmat.extras.stack.layers import Slice, restacked
+from actmat.identity.reading import ConfigReading
 
 SMALL: dict[str, Any] = dict(  # noqa: C408
              vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=4,
@@ -25,6 +27,7 @@ MIXTURE: dict[str, Any] = dict(  # noqa: C408
                shared_expert_intermediate_size=8, n_shared_experts=1, n_group=1, topk_group=1, moe_num_experts=4,
                moe_k=2, moe_num_shared_experts=1)  # fmt: skip
 MIXED_KINDS = [0, 1, 2, 2, 3, 5]
+FULL, LINEAR = ["full_attention"], "linear_attention"
 LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type", "attention_layers")
 
 CASES: list[tuple[str, dict[str, Any], list[str], list[int]]] = [
@@ -108,9 +111,9 @@ def test_a_stack_is_the_model_with_these_layers(
         ({"model_type": "gemma3n_text"}, [0, 1, 2], "depends on its number"),
         ({"model_type": "modernbert"}, [3, 4], "layer 0 of modernbert"),
         ({"model_type": "albert"}, [0, 0], "share their weights"),
-        ({"model_type": "kimi_linear"}, [0, 2], "has no 'layer_types'"),
         ({"model_type": "gemma4_text", "layer_types": ["full_attention", "sliding_attention"] * 3,
-          "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, [0, 1], "makes it 'full_attention'"),
+          "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, [0, 1],
+         "the class of gemma4_text makes it ['full_attention', 'full_attention']"),
         ({"model_type": "own", "global_layer_every_n": 4}, [0, 2], "speak of layers by number"),
     ],
 )  # fmt: skip
@@ -127,7 +130,9 @@ def test_layers_that_a_config_cannot_say_are_refused(config: dict[str, Any], ord
     [
         ({"model_type": "llama"}, [0, 0, 5], {"num_hidden_layers": 3}),
         ({"model_type": "gpt2", "n_layer": 6}, [0, 2], {"n_layer": 2}),
-        ({"model_type": "qwen2", "layer_types": ["full"] * 6}, [0, 2], {"layer_types": ["full"] * 2}),
+        ({"model_type": "qwen2", "layer_types": FULL * 6}, [0, 2], {"layer_types": FULL * 2}),
+        ({"model_type": "kimi_linear"}, [0, 4, 2],
+         {"layer_types": [LINEAR, *FULL, LINEAR], "mlp_layer_types": ["dense", "sparse", "sparse"]}),
         ({"model_type": "own", "moe_layers": [1, 4]}, [1, 1, 4, 2], {"moe_layers": [0, 1, 2]}),
         ({"model_type": "own", "layer_kinds": list("abcdef"), "eos_token_id": [1, 2, 3, 4, 5, 6]}, [5, 0],
          {"layer_kinds": ["f", "a"], "eos_token_id": [1, 2, 3, 4, 5, 6]}),
@@ -140,7 +145,18 @@ def test_entries_of_stacks(config: dict[str, Any], order: list[int], entries: di
     found, problems = restacked([Slice(given, i, i + 1) for i in order])
     assert not problems
     assert {k: found[k] for k in entries} == entries
-    assert found.keys() == given.keys()
+    assert found.keys() == given.keys() | entries.keys()
+
+
+def test_without_the_class_layers_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        stack_layers, "read_configs", lambda configs: [ConfigReading(obstacle="it is not there")] * len(configs)
+    )
+    whole = {"model_type": "gemma2", "num_hidden_layers": 6}
+    assert restacked([Slice(whole, 0, 6)]) == (whole, [])
+    assert restacked([Slice(whole, 0, 3), Slice(whole, 2, 6)])[1] == [
+        "config.json: whether its layers depend on their numbers cannot be told: it is not there"
+    ]
 
 
 def test_a_nested_config_is_stacked() -> None:

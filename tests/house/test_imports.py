@@ -71,12 +71,19 @@ def test_a_command_imports_no_other_command() -> None:
 
 
 def test_a_merge_imports_what_it_uses(tmp_path: Path) -> None:
-    """No client of the hub or the web for local files, no reader of other tools' recipes."""
-    tensor = torch.ones(2, 2)
-    for name in ("base", "expert"):
-        save_checkpoint(tmp_path / name, {"w": tensor})
+    """No client of the hub or the web for local files, no reader of other tools' recipes, no classes of configs."""
+    for name, config in {"base": {"rope_theta": 1e4}, "expert": {}}.items():
+        save_checkpoint(tmp_path / name, {"w": torch.ones(2, 2)}, {"model_type": "llama", **config})
     arguments = ("-b", tmp_path / "base", "-e", tmp_path / "expert", "--out", tmp_path / "out", "--quiet")
-    foreign = ("huggingface_hub", "httpx", "fsspec", "ray", "actmat.extras.mergekit", "actmat.report.schema")
+    foreign = (
+        "huggingface_hub",
+        "httpx",
+        "fsspec",
+        "ray",
+        "transformers",
+        "actmat.extras.mergekit",
+        "actmat.report.schema",
+    )
     code = called("merge", *map(str, arguments), "-m", "average", "--set", "scope=all", "--threads", "1")
     assert imported_by(code, foreign) == []
     assert (tmp_path / "out" / "model.safetensors").exists()

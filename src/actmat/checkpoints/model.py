@@ -89,7 +89,7 @@ class ModelFolder:
 
     def noted(self, *texts: str, severity: NoteSeverity = "note") -> ModelFolder:
         """The folder with more remarks."""
-        return replace(self, notes=(*self.notes, *(Note(severity=severity, text=text) for text in texts)))
+        return replace(self, notes=(*self.notes, *(Note(severity, "", text) for text in texts)))
 
     def with_config(self, change: Callable[[Config], Config]) -> ModelFolder:
         """The folder with a changed config, also where it is written or copied."""

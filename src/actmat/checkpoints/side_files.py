@@ -18,7 +18,7 @@ from typing import Any
 
 from actmat.bounds import parse_json, read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, Note
 
 LARGEST = 200_000_000
 """Bytes of the largest side file; the largest tokenizers take 50 MB."""
@@ -64,12 +64,12 @@ class SideFiles:
 
     Args:
         kept: to be copied, sorted.
-        left_out: path of a file, or of a whole folder with a slash at its end -> why.
+        left_out: path of a file, or of a whole folder with a slash at its end -> why; the code is its kind.
         modules: folders of modules outside of the merged model, kept with their weights.
     """
 
     kept: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, Note] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
 
 
@@ -121,15 +121,16 @@ def sort_side_files(
         modules: folders that are kept with their weights, which belong to no merged tensor.
         parts: folders of a pipeline's components: kept without their weights.
 
-    >>> sort_side_files({"model.safetensors": 9, "tekken.json": 5, "optimizer.pt": 9}, ["model.safetensors"])
-    SideFiles(kept=('tekken.json',), left_out={'optimizer.pt': 'weights that are not merged, or a pickle'}, modules=())
+    >>> found = sort_side_files({"model.safetensors": 9, "tekken.json": 5, "optimizer.pt": 9}, ["model.safetensors"])
+    >>> found.kept, found.left_out["optimizer.pt"].text
+    (('tekken.json',), 'weights that are not merged, or a pickle')
     """
     folders: dict[str, list[str]] = {}
     for path in sizes:
         top, slash, _ = path.partition("/")
         if slash and top not in modules:
             folders.setdefault(top, []).append(path)
-    left_out: dict[str, str] = {}
+    left_out: dict[str, Note] = {}
     for top, paths in folders.items():
         if (why := _why_not_folder(top, paths, top in parts)) is not None:
             left_out[f"{top}/"] = why
@@ -141,43 +142,43 @@ def sort_side_files(
         why = _why_not_file(path, sizes[path], weights_too=bool(slash) and top in modules)
         if why is None:
             kept.append(path)
-        elif why:
+        elif why.text:
             left_out[path] = why
     return SideFiles(tuple(kept), dict(sorted(left_out.items())), tuple(sorted(modules)))
 
 
-def _why_not_folder(top: str, paths: list[str], is_part: bool) -> str | None:
+def _why_not_folder(top: str, paths: list[str], is_part: bool) -> Note | None:
     """The reason why no file of a folder is kept, or None."""
     if top.startswith("."):
-        return "hidden"
+        return Note("note", "hidden", "hidden")
     if any(fnmatch.fnmatchcase(top, pattern) for pattern in _TRAINING):
-        return "training records"
+        return Note("note", "training", "training records")
     weights = next((p for p in paths if is_weights(p)), None)
     if weights is not None and not is_part:
-        return f"a folder with weights of its own, such as {PurePosixPath(weights).name}"
+        return Note("note", "weights", f"a folder with weights of its own, such as {PurePosixPath(weights).name}")
     if len(paths) > MOST_IN_FOLDER:
-        return f"a folder of {len(paths)} files"
+        return Note("note", "large", f"a folder of {len(paths)} files")
     return None
 
 
-def _why_not_file(path: str, size: int, *, weights_too: bool) -> str | None:
-    """The reason why a file is left out; empty for an index of weights, which is not mentioned; None if it is kept."""
+def _why_not_file(path: str, size: int, *, weights_too: bool) -> Note | None:
+    """The reason why a file is left out, without words for an index of weights; None if it is kept."""
     name = PurePosixPath(path).name
     if name.startswith("."):
-        return "hidden"
+        return Note("note", "hidden", "hidden")
     if path in OWN:
-        return "written anew"
+        return Note("note", "output", "written anew")
     if name == ADAPTER_CONFIG:
-        return "file of an adapter, whose weights loaders would look for"
+        return Note("note", "adapter", "file of an adapter, whose weights loaders would look for")
     if is_weights(name) and not weights_too:
-        return "" if name.endswith(".json") else "weights that are not merged, or a pickle"
+        return Note("note", "weights", "" if name.endswith(".json") else "weights that are not merged, or a pickle")
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TRAINING):
-        return "training record"
+        return Note("note", "training", "training record")
     kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
     if kind in _MEDIA or name.endswith(".pdf"):
-        return "an image, audio or video file"
+        return Note("note", "media", "an image, audio or video file")
     if size > LARGEST and not weights_too:
-        return f"{size} bytes, more than the {LARGEST} of a side file"
+        return Note("note", "large", f"{size} bytes, more than the {LARGEST} of a side file")
     return None
 
 

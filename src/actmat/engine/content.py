@@ -87,10 +87,10 @@ def check_probes(inputs: Inputs) -> None:
         who = "the base" if expert.needs_base else f"expert '{label}'"
         known = file.header.model.tensors
         names = sorted((n for n in source.specs if n in known), key=lambda n: (source.specs[n].nbytes, n))
-        found = {n: content_hash(source, n) for n in names[:PROBES]}
-        other = [n for n in found if found[n] != known[n]]
+        contents = {n: content_hash(source, n) for n in names[:PROBES]}
+        other = [n for n in contents if contents[n] != known[n]]
         if other:
-            problems.append(_foreign(other[0], who, found[other[0]], label, file))
+            problems.append(_foreign(other[0], who, contents[other[0]], label, file))
     if problems:
         raise StatisticsError(FOREIGN, problems)
 
@@ -109,10 +109,10 @@ def foreign_tensors(item: Item, inputs: Inputs, base_hash: str, expert_hashes: S
         on_base = source.kind != "stored"
         if expert.needs_base and not on_base:
             continue  # the adapter's own tensor: its hash was compared with the adapter's
-        name, found = (item.name, base_hash) if on_base else (source.name, digest)
+        name, content = (item.name, base_hash) if on_base else (source.name, digest)
         expected = file.header.model.tensors.get(name)
-        if expected is not None and expected != found:
-            problems.append(_foreign(name, "the base" if on_base else f"expert '{label}'", found, label, file))
+        if expected is not None and expected != content:
+            problems.append(_foreign(name, "the base" if on_base else f"expert '{label}'", content, label, file))
     return problems
 
 
@@ -127,10 +127,10 @@ def check_adapters(inputs: Inputs) -> None:
         adapter = expert.adapter
         if adapter is None or file is None or file.header.model.adapter is None:
             continue
-        expected, found = file.header.model.adapter.content, adapter_content(adapter)
-        if expected != found:
+        expected, content = file.header.model.adapter.content, adapter_content(adapter)
+        if expected != content:
             problems.append(
-                f"the adapter '{label}' ({adapter.location}) has content {found}; its statistics ({file.location}) "
+                f"the adapter '{label}' ({adapter.location}) has content {content}; its statistics ({file.location}) "
                 f"were measured with {expected} ({file.header.model.adapter.location})"
             )
     if problems:
@@ -139,8 +139,8 @@ def check_adapters(inputs: Inputs) -> None:
         )
 
 
-def _foreign(name: str, who: str, found: str, label: str, file: Statistics) -> str:
+def _foreign(name: str, who: str, content: str, label: str, file: Statistics) -> str:
     return (
-        f"tensor '{name}' of {who} has content {found}; the statistics of '{label}' ({file.location}) were measured "
+        f"tensor '{name}' of {who} has content {content}; the statistics of '{label}' ({file.location}) were measured "
         f"with {file.header.model.tensors[name]}"
     )

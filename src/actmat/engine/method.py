@@ -48,7 +48,7 @@ def merge_region(task: Task, deltas: RegionDeltas) -> Tensor | LowRank:
         if task.item.is_module:
             return _merge_module(task, deltas)
         if task.item.is_factored:
-            factored = (_merge_factors(task, deltas, region, k, own) for k, own in enumerate(deltas.factors))
+            factored = (_merge_factors(task, deltas, region, k, matrices) for k, matrices in enumerate(deltas.factors))
             values = [value.dense().to(task.compute_dtype) for value in factored]
             value = region.layout.from_matrices(values, region.shape)
         elif task.method.acts_on == "matrix":
@@ -117,8 +117,8 @@ def _merge_block(task: Task, deltas: RegionDeltas, region: Region, k: int, facto
     if factors[0].b_OR.ndim == 3 and (task.method.is_random or task.call.space != "full"):
         values = []
         for e in range(factors[0].b_OR.shape[0]):
-            own = [LowRank(d.b_OR[e], d.a_RI[e]) for d in factors]
-            values.append(_merge_block(task, deltas, dataclasses.replace(region, label=str(e)), k, own))
+            of_matrix = [LowRank(d.b_OR[e], d.a_RI[e]) for d in factors]
+            values.append(_merge_block(task, deltas, dataclasses.replace(region, label=str(e)), k, of_matrix))
         return stacked(values)
     if task.item.is_factored:
         return _merge_factors(task, deltas, region, k, factors)
@@ -141,8 +141,8 @@ def _merge_stored(task: Task, deltas: RegionDeltas) -> Tensor:
     flat = [(d.mT if turned else d).reshape(-1) for d in dense]
     out = torch.empty_like(flat[0])
     for region in cut(item.target.spec.shape, item.layout, task.method.acts_on):
-        own = [f[region.start : region.stop].view(region.shape) for f in flat]
-        merged = task.method.merge(own, **_needs_of(task, deltas, region, 0, region.label), **task.call.options)
+        pieces = [f[region.start : region.stop].view(region.shape) for f in flat]
+        merged = task.method.merge(pieces, **_needs_of(task, deltas, region, 0, region.label), **task.call.options)
         if task.method.acts_on == "tensor":
             task.note(region.label, merged.stats)
         out[region.start : region.stop] = merged.value.reshape(-1)
@@ -232,10 +232,10 @@ def _statistics(task: Task, deltas: RegionDeltas, region: Region, k: int) -> Map
             return torch.zeros((width, width), dtype=dtype, device=device)
         return files[t].gram(key, dtype=dtype).to(device)
 
-    found = {"gram": _kept(method, len(files), gram)}
+    values = {"gram": _kept(method, len(files), gram)}
     if all(key is not None and file.holds_rows(key) for file, key in zip(files, keys, strict=True)):
-        found["root"] = LazySequence(len(files), lambda t: files[t].root(str(keys[t]), dtype=dtype).to(device))
-    return found
+        values["root"] = LazySequence(len(files), lambda t: files[t].root(str(keys[t]), dtype=dtype).to(device))
+    return values
 
 
 def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:
@@ -263,9 +263,9 @@ def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: R
         return merged
     out = torch.empty_like(merged).reshape(-1)
     for region in cut(whole.shape, whole.layout, "matrix"):
-        value, *own = (region.layout.to_matrices(narrow(x, region).view(region.shape)) for x in (merged, *deltas))
+        value, *rest = (region.layout.to_matrices(narrow(x, region).view(region.shape)) for x in (merged, *deltas))
         finished = [
-            finish_matrix(task, matrix, [matrices[k] for matrices in own], matrix_label(region, k))
+            finish_matrix(task, matrix, [matrices[k] for matrices in rest], matrix_label(region, k))
             for k, matrix in enumerate(value)
         ]
         out[region.start : region.stop].copy_(region.layout.from_matrices(finished, region.shape).reshape(-1))
@@ -277,30 +277,30 @@ def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label:
     steps = task.call.steps
     if not steps:
         return limit_factors(task, value, deltas, label)
-    found = []
-    for own_label, (one, *own) in _each(label, value, *deltas):
-        changed = apply_steps_lowrank(one, own, steps)
-        task.note(own_label, changed.stats)
-        found.append(changed.value)
-    return limit_factors(task, found[0] if value.b_OR.ndim == 2 else stacked(found), deltas, label)
+    finished = []
+    for each_label, (merged, *rest) in _each(label, value, *deltas):
+        changed = apply_steps_lowrank(merged, rest, steps)
+        task.note(each_label, changed.stats)
+        finished.append(changed.value)
+    return limit_factors(task, finished[0] if value.b_OR.ndim == 2 else stacked(finished), deltas, label)
 
 
 def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label: str) -> LowRank:
     """Caps of one merged delta whose steps are done; of each of a stack."""
     value, stack = value.to(torch.float64), value.b_OR.ndim > 2
     if (cap := task.caps.norm_cap) is not None:
-        capped = [cap_lowrank(one, own, cap) for _, (one, *own) in _each(label, value, *deltas)]
-        value = stacked([one for one, _ in capped]) if stack else capped[0][0]
+        capped = [cap_lowrank(merged, rest, cap) for _, (merged, *rest) in _each(label, value, *deltas)]
+        value = stacked([merged for merged, _ in capped]) if stack else capped[0][0]
         task.note(label, {"caps": {str(e): stats for e, (_, stats) in enumerate(capped)}} if stack else capped[0][1])
     return value
 
 
-def stacked(found: Sequence[LowRank]) -> LowRank:
+def stacked(matrices: Sequence[LowRank]) -> LowRank:
     """Matrices as one stack; zeros make their ranks equal."""
-    pad, top = torch.nn.functional.pad, max(f.rank for f in found)
+    pad, top = torch.nn.functional.pad, max(f.rank for f in matrices)
     return LowRank(
-        torch.stack([pad(f.b_OR, (0, top - f.rank)) for f in found]),
-        torch.stack([pad(f.a_RI, (0, 0, 0, top - f.rank)) for f in found]),
+        torch.stack([pad(f.b_OR, (0, top - f.rank)) for f in matrices]),
+        torch.stack([pad(f.a_RI, (0, 0, 0, top - f.rank)) for f in matrices]),
     )
 
 
@@ -331,8 +331,8 @@ def _as_factors(delta_OI: Tensor) -> LowRank:
     """The delta times an identity, float64."""
     delta_OI = delta_OI.to(torch.float64)
     rows, columns = delta_OI.shape[-2:]
-    one = torch.eye(min(rows, columns), dtype=delta_OI.dtype).expand(*delta_OI.shape[:-2], -1, -1)
-    return LowRank(delta_OI, one) if columns <= rows else LowRank(one, delta_OI)
+    identity = torch.eye(min(rows, columns), dtype=delta_OI.dtype).expand(*delta_OI.shape[:-2], -1, -1)
+    return LowRank(delta_OI, identity) if columns <= rows else LowRank(identity, delta_OI)
 
 
 @contextlib.contextmanager

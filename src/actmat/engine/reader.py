@@ -141,11 +141,11 @@ class ItemReader:
             delta = self.buffer(region)
         changed = False
         for low in range(0, region.numel, CHUNK):
-            there = delta[low : low + CHUNK]
-            piece = there if self.on_host else self.scratch.delta(t).take(there.numel(), self.compute_dtype)
+            target = delta[low : low + CHUNK]
+            piece = target if self.on_host else self.scratch.delta(t).take(target.numel(), self.compute_dtype)
             changed |= self.read_chunk(t, region.start + low, base_raw[low : low + CHUNK], piece)
             if not self.on_host:
-                there.copy_(piece)
+                target.copy_(piece)
         return delta.view(region.shape), changed
 
     def buffer(self, region: Region) -> Tensor:
@@ -240,9 +240,9 @@ class ItemReader:
         bad = ~torch.isfinite(raw)
         bad_base = ~torch.isfinite(base_raw)
         if raw.dtype == base_raw.dtype:  # the same non-finite bits in both are unchanged, not an error
-            kept = bad & (_bits(raw) == _bits(base_raw))
-            delta.masked_fill_(kept, 0.0)
-            bad, bad_base = bad & ~kept, bad_base & ~kept
+            same = bad & (_bits(raw) == _bits(base_raw))
+            delta.masked_fill_(same, 0.0)
+            bad, bad_base = bad & ~same, bad_base & ~same
         if note and (n := int((bad & ~bad_base).sum())):
             self.findings.nonfinite[self.item.name, f"expert '{self.inputs.labels[t]}'"] += n
         if note and t == 0 and (n := int(bad_base.sum())):
@@ -256,16 +256,16 @@ class ItemReader:
         """
         if not self.item.has_base:
             return "", ()
-        found = []
+        digests = []
         for t, source in enumerate(self._sources):
             if source.kind != "stored":
-                found.append(self.inputs.experts[t].content(source.name))
+                digests.append(self.inputs.experts[t].content(source.name))
                 continue
             width = torch_dtype(source.dtype).itemsize
             while (start := self._hashes[t + 1].size // width) < self.item.numel:
                 self._read(t, start, min(CHUNK, self.item.numel - start))
-            found.append(self._hashes[t + 1].hexdigest())
-        return self._hashes[0].hexdigest(), tuple(found)
+            digests.append(self._hashes[t + 1].hexdigest())
+        return self._hashes[0].hexdigest(), tuple(digests)
 
     def factors(self, region: Region) -> list[list[LowRank]]:
         """Per logical matrix of the region, every expert's delta in factored form, float64; none is stored whole."""

@@ -76,12 +76,12 @@ OPTIONAL = {"observed", "size", "products"}
 """Optional fields of a record."""
 
 
-def _size(found: Any) -> Mapping[str, Any] | None:
+def _size(data: Any) -> Mapping[str, Any] | None:
     """Sizes from a journal's line, or None if they do not have the form of `engine.size.size_of`."""
-    if not isinstance(found, dict) or not isinstance(found.get("expert_norms"), list):
+    if not isinstance(data, dict) or not isinstance(data.get("expert_norms"), list):
         return None
-    numbers = [found.get("norm"), found.get("sum_norm"), found.get("sampled"), *found["expert_norms"]]
-    return found if all(_is_a(n, float) for n in numbers) else None
+    numbers = [data.get("norm"), data.get("sum_norm"), data.get("sampled"), *data["expert_norms"]]
+    return data if all(_is_a(n, float) for n in numbers) else None
 
 
 _TYPES: Mapping[str, type] = {

@@ -164,8 +164,10 @@ class Session:
             records = merge_item(tasks, self._opened(unit, findings))
             for task, record in zip(tasks, records, strict=False):
                 self._check(task, record, findings, tasks)
-        kept = () if findings.fatal or self.inspect_only else records
-        return UnitResult(unit, tuple((member[0], r) for member, r in zip(unit.members, kept, strict=False)), findings)
+        written = () if findings.fatal or self.inspect_only else records
+        return UnitResult(
+            unit, tuple((member[0], r) for member, r in zip(unit.members, written, strict=False)), findings
+        )
 
     def prefetch(self, unit: Unit) -> None:
         """Ask the system to read ahead what a unit needs."""

@@ -352,8 +352,8 @@ def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> No
         return
     largest = f"{item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
     how = f"after merging with '{item.call.method}'" if item.call else "in the base"
-    found = float(value[lost][0])
-    such = f", such as {found:g}" if math.isfinite(found) else ""
+    value_lost = float(value[lost][0])
+    such = f", such as {value_lost:g}" if math.isfinite(value_lost) else ""
     wider = "bfloat16 or float32" if cast.dtype == torch.float16 else "float64"
     raise NumericalError(
         f"tensor '{item.name}' has values beyond {largest} {how}{such}; write with --dtype {wider}, or lower the scale"

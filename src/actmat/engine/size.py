@@ -235,8 +235,8 @@ def products_of(deltas: Sequence[Tensor | LowRank]) -> tuple[float, ...]:
     return tuple(float(f"{_product(a, b):.10g}") for a, b in pairs)
 
 
-def _product(one: Tensor | LowRank, two: Any) -> float:
-    if isinstance(one, LowRank):
-        return inner(one, two)
-    assert isinstance(one, Tensor), "deltas are all of one form"
-    return float((one * two).sum())
+def _product(first: Tensor | LowRank, second: Any) -> float:
+    if isinstance(first, LowRank):
+        return inner(first, second)
+    assert isinstance(first, Tensor), "deltas are all of one form"
+    return float((first * second).sum())

@@ -81,7 +81,7 @@ class Task:
             self.stats = join_stats(self.stats, stats)
 
 
-def join_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def join_stats(stats: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Join the numbers of two records; retries are listed for both."""
-    retries = [name for stats in (one, other) if "retries" in stats for name in stats["retries"].split(", ")]
-    return {**one, **other, **retry_stats(retries)}
+    retries = [name for part in (stats, more) if "retries" in part for name in part["retries"].split(", ")]
+    return {**stats, **more, **retry_stats(retries)}

@@ -53,7 +53,7 @@ def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str
     """Warnings on weights in the folders of full experts that are not of their model, and not in that of the base."""
     found = []
     for label, files in experts.items():
-        left = [p for p, why in files.left_out.items() if "weights" in why and p not in base.left_out]
+        left = [p for p, why in files.left_out.items() if why.code == "weights" and p not in base.left_out]
         if others := [p for p in left if may_be_weights(p) and _PART.fullmatch(p)]:
             found.append(
                 f"expert '{label}' has weights beside its model that are not merged: {first_names(others)}. If it "

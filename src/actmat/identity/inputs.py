@@ -18,8 +18,8 @@ from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.identity.compare import FIX, InputAgreement, agree, words_of
-from actmat.identity.meaning import differing
+from actmat.identity.configs import FIX, InputAgreement, agree, words_of
+from actmat.identity.entries import differing
 from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, compare_tokens, tokenizer_file
 from actmat.identity.usable import PROCESSORS
 from actmat.layout.ties import is_output_head, is_token_table

@@ -22,7 +22,7 @@ from actmat.checkpoints.sentencepiece import pieces
 from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
-from actmat.identity.compare import words_of
+from actmat.identity.configs import words_of
 from actmat.identity.usable import TOKENIZERS
 
 TOKENIZER = "tokenizer.json"

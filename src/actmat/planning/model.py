@@ -32,12 +32,6 @@ SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
 
 
-FROM_FIRST = "no base is given, and"
-"""Begin of the note on a merge whose deltas are measured from the first expert."""
-FROM_LAST = "files and buffers come from the last checkpoint"
-"""Begin of the note on an average, whose deltas are measured from the last one."""
-
-
 @dataclass(frozen=True, slots=True)
 class InputSummary(Plain):
     """One input as the plan saw it.
@@ -223,7 +217,7 @@ class MergePlan(Plain):
             "output": [self.output, self.adapter_config, dict(self.metadata)],
             "device": self.device.partition(":")[0],
             "versions": dict(self.versions),
-            "statistics": self.statistics_identity,
+            "statistics": self.statistics_identity if times else [dict(s) for s in self.statistics],
         }
         content = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
         content.update(_ITEMS.dump_json(self.items))

@@ -26,7 +26,7 @@ def all_notes(
     of_inputs += [(f"expert '{label}'", note) for label, e in pairs for note in e.model.folder.notes]
     warnings = (*recipe.warnings, *likely, *_remarks(of_inputs, "warning"))
     notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions)
-    return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
+    return (*(Note("warning", "", text) for text in warnings), *(Note("note", "", text) for text in notes))
 
 
 def _remarks(inputs: Iterable[tuple[str, Note]], severity: NoteSeverity) -> list[str]:

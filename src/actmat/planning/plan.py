@@ -433,7 +433,7 @@ def _plan(
         kept=scope.kept,
         notes=all_notes(recipe, base, experts, decisions, likely),
         configs=scope.configs if is_model else {},
-        left_out=left_out,
+        left_out={path: why.text for path, why in left_out.items()},
         device=room.device,
         device_memory=room.memory,
         versions=versions_of(items),

@@ -14,7 +14,7 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
-from actmat.errors import CheckpointError, first_of
+from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
 from actmat.layout.components import component_configs, parts_of, single_file_of
@@ -68,11 +68,11 @@ def _stem(config: Mapping[str, object] | None) -> str:
 
 SHOWN = 8
 """Files that a note names."""
-UNSAID = ("hidden", "written anew")
-"""Reasons that need no note: nobody looks for such files in an output."""
+UNSAID = ("hidden", "output")
+"""Kinds of files that need no note: nobody looks for them in an output."""
 
 
-def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> dict[str, str]:
+def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> dict[str, Note]:
     """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
     if base is None:
         return {}
@@ -102,13 +102,13 @@ def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas
     return found
 
 
-def left_out_note(left_out: Mapping[str, str]) -> list[str]:
+def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
     """One sentence about these files; empty without any.
 
-    >>> left_out_note({"optimizer.pt": "a pickle", ".git/": "hidden"})
+    >>> left_out_note({"optimizer.pt": Note("note", "weights", "a pickle"), ".git/": Note("note", "hidden", "hidden")})
     ['not copied with the output: optimizer.pt (a pickle)']
     """
-    told = [f"{path} ({why})" for path, why in left_out.items() if why not in UNSAID]
+    told = [f"{path} ({why.text})" for path, why in left_out.items() if why.code not in UNSAID]
     more = [f"and {len(told) - SHOWN} more, see the manifest"] if len(told) > SHOWN else []
     return [f"not copied with the output: {', '.join(told[:SHOWN] + more)}"] if told else []
 

@@ -137,7 +137,8 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     return {**found, "output": {"kind": kind, **merged}}
 
 
-STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", "notes", "warnings", "executor", "kind", "layout"})
+_OF_OTHER_FLAGS = {"measured_from", "notes", "warnings", "executor", "kind", "layout"}
+STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", *_OF_OTHER_FLAGS})
 """Fields that --set does not take: lists of mappings, and those that other flags decide."""
 
 

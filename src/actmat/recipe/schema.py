@@ -223,6 +223,9 @@ class Recipe(Strict):
         default=None, description="folder or URL of the output; in a recipe file, relative to its folder"
     )
 
+    measured_from: str | None = Field(
+        default=None, description="expert that is the base, where the result depends on none; set where none is given"
+    )
     notes: tuple[str, ...] = Field(default=(), description="remarks that plans and summaries repeat")
     warnings: tuple[str, ...] = Field(default=(), description="remarks on likely mistakes, which are shown first")
     executor: str | None = Field(
@@ -265,6 +268,8 @@ class Recipe(Strict):
             raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
         if self.model.config_from not in (None, "base", *labels):
             raise ValueError(f"config_from names '{self.model.config_from}'; it must be 'base' or one of {labels}")
+        if self.measured_from not in (None, *labels):
+            raise ValueError(f"measured_from names '{self.measured_from}'; it must be one of {labels}")
         source = vocabulary.source if vocabulary is not None else "base"
         if source not in ("base", "union", *labels):
             raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
 
 from actmat.diagnostics.checks.deltas import overlap_words
 from actmat.diagnostics.checks.merged import unequal_words
 from actmat.engine.record import Record
 from actmat.planning.item import Item
-from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
+from actmat.planning.model import MergePlan
 
 SAME = 1e-9
 """Squared relative distance of two deltas below which they are equal; inner products have ten digits."""
 ROUNDED = 2.0**-16
 """The same of adapters of which some are stored in bfloat16, others not."""
+BASE = -1
+"""Number of the base among the inputs; experts count from 0."""
 
 BY_SQUARES = ("actmat", "actmat_ridge")
 """Methods that weight experts by the squares of their sizes."""
@@ -23,39 +26,78 @@ BY_SQUARES = ("actmat", "actmat_ridge")
 
 def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[tuple[str, str], ...]:
     """Codes and words: an expert that is the base, an expert given twice, a base like an expert, unequal sizes."""
-    labels = plan.recipe.labels
     rows = [(i, records[i.name]) for i in plan.items if i.action in ("merge", "average") and i.name in records]
-    gram = _gram([r.products for _, r in rows if r.products], len(labels))
-    measured_from_first = any(n.startswith((FROM_FIRST, FROM_LAST)) for n in plan.recipe.notes)
-    zero = [
-        label
-        for t, label in enumerate(labels)
-        if not measured_from_first and _same(rows, -1, t, gram is not None and gram[t][t] == 0)
-    ]
-    found = []
-    if zero:
+    merge = _MergedInputs(plan, rows, _gram([r.products for _, r in rows if r.products], len(plan.recipe.labels)))
+    checks = {
+        "AM201": merge.without_effect,
+        "AM202": merge.given_twice,
+        "AM205": merge.with_other_base,
+        "AM301": merge.of_unequal_size,
+    }
+    return tuple((code, words) for code, check in checks.items() if (words := check()))
+
+
+@dataclass(frozen=True)
+class _MergedInputs:
+    """A merge with what its records tell of its inputs. Each check gives words for what it has found, if anything.
+
+    Args:
+        rows: items that merge experts, with their records.
+        gram: inner products of the experts' deltas; None if they were not computed.
+    """
+
+    plan: MergePlan
+    rows: Sequence[tuple[Item, Record]]
+    gram: Sequence[Sequence[float]] | None
+
+    def without_effect(self) -> str:
+        """Experts that equal the base."""
+        if not (zero := self._zero()):
+            return ""
+        has_models = any(e.label in zero and e.kind == "model" for e in self.plan.experts)
+        what = "equals the base" if has_models else "has a delta of zero (factors or lora_alpha of 0)"
         names = ", ".join(f"'{label}'" for label in zero)
-        models = [e.label in zero and e.kind == "model" for e in plan.experts]
-        what = "equals the base" if any(models) else "has a delta of zero (factors or lora_alpha of 0)"
-        found.append(("AM201", f"{names} {what}: it changes nothing, and counts in a mean. Check its path, or leave "
-                      "it out"))  # fmt: skip
-    if gram is not None and len(labels) > 1:
-        bound = ROUNDED if len({d for i, _ in rows for d in i.expert_dtypes} - {""}) > 1 else SAME
-        bound = SAME if any(e.kind == "model" for e in plan.experts) else bound
-        near = [(s, t) for s, t in combinations(range(len(labels)), 2) if _same(rows, s, t, _equal(gram, s, t, bound))]
-        twins = [f"'{labels[s]}' and '{labels[t]}'" for s, t in near if labels[s] not in zero]
-        if twins:
-            found.append(("AM202", f"{'; '.join(twins)} are the same expert, given twice: it counts twice. Leave one "
-                          "out, or use weights"))  # fmt: skip
-        is_full = plan.base is not None and all(e.kind == "model" for e in plan.experts)
-        if is_full and not measured_from_first and (words := overlap_words(labels, gram)):
-            found.append(("AM205", words))
-        sizes = [math.sqrt(gram[t][t]) for t in range(len(labels))]
-        has_weights = any("weight" in e.model_fields_set for e in plan.recipe.experts)
-        by_squares = plan.recipe.method in BY_SQUARES and plan.recipe.options.get("normalize", "none") == "none"
-        if by_squares and not has_weights and (words := unequal_words(labels, sizes)):
-            found.append(("AM301", words))
-    return tuple(found)
+        return f"{names} {what}: it changes nothing, and counts in a mean. Check its path, or leave it out"
+
+    def given_twice(self) -> str:
+        """Pairs of equal experts."""
+        if self.gram is None:
+            return ""
+        labels, zero, gram = self.plan.recipe.labels, self._zero(), self.gram
+        dtypes = {d for item, _ in self.rows for d in item.expert_dtypes} - {""}
+        bound = ROUNDED if len(dtypes) > 1 and not any(e.kind == "model" for e in self.plan.experts) else SAME
+        twins = []
+        for s, t in combinations(range(len(labels)), 2):
+            sizes = gram[s][s] + gram[t][t]
+            is_near = sizes - 2 * gram[s][t] <= bound * sizes
+            if labels[s] not in zero and _are_same(self.rows, s, t, measured=is_near):
+                twins.append(f"'{labels[s]}' and '{labels[t]}'")
+        words = "are the same expert, given twice: it counts twice. Leave one out, or use weights"
+        return f"{'; '.join(twins)} {words}" if twins else ""
+
+    def with_other_base(self) -> str:
+        """A base that looks like an expert."""
+        is_full = self.plan.base is not None and all(e.kind == "model" for e in self.plan.experts)
+        if self.gram is None or len(self.gram) < 2 or not is_full or self.plan.recipe.measured_from:
+            return ""
+        return overlap_words(self.plan.recipe.labels, self.gram)
+
+    def of_unequal_size(self) -> str:
+        """Experts of which some are much larger than others, for a method that counts them by the squares."""
+        recipe = self.plan.recipe
+        has_weights = any("weight" in e.model_fields_set for e in recipe.experts)
+        by_squares = recipe.method in BY_SQUARES and recipe.options.get("normalize", "none") == "none"
+        if self.gram is None or len(self.gram) < 2 or not by_squares or has_weights:
+            return ""
+        return unequal_words(recipe.labels, [math.sqrt(row[t]) for t, row in enumerate(self.gram)])
+
+    def _zero(self) -> list[str]:
+        """Labels of experts that equal the base; none where an expert stands in for it."""
+        if self.plan.recipe.measured_from:
+            return []
+        norms = [None if self.gram is None else self.gram[t][t] for t in range(len(self.plan.recipe.labels))]
+        is_zero = (_are_same(self.rows, BASE, t, measured=norm == 0) for t, norm in enumerate(norms))
+        return [label for label, zero in zip(self.plan.recipe.labels, is_zero, strict=True) if zero]
 
 
 def _gram(products: Sequence[Sequence[float]], count: int) -> list[list[float]] | None:
@@ -69,27 +111,21 @@ def _gram(products: Sequence[Sequence[float]], count: int) -> list[list[float]] 
     return out
 
 
-def _equal(gram: Sequence[Sequence[float]], s: int, t: int, bound: float) -> bool:
-    return gram[s][s] + gram[t][t] - 2 * gram[s][t] <= bound * (gram[s][s] + gram[t][t])
-
-
-def _same(rows: Sequence[tuple[Item, Record]], s: int, t: int, measured: bool) -> bool:
-    """True if two inputs are equal (the base is -1): by the hashes of what both store alike, else as measured."""
+def _are_same(rows: Sequence[tuple[Item, Record]], s: int, t: int, *, measured: bool) -> bool:
+    """True if two inputs are equal: by the hashes of what both store alike, else as measured."""
     equal = 0
-    for item, record in rows:
-        if not record.expert_hashes:
-            continue
-        one, two = (_stored(item, record, k) for k in (s, t))
-        if one and two and one[0] == two[0]:
-            if one != two:
+    for item, record in (row for row in rows if row[1].expert_hashes):
+        first, second = (_stored(item, record, k) for k in (s, t))
+        if first and second and first[0] == second[0]:
+            if first != second:
                 return False
             equal += 1
     return measured or (0 < equal == len(rows))
 
 
 def _stored(item: Item, record: Record, t: int) -> tuple[str, str] | None:
-    """dtype and hash of a tensor as an input stores it; the base is -1."""
-    if t < 0:
+    """dtype and hash of a tensor as an input stores it."""
+    if t == BASE:
         return item.base_dtype, record.base_hash
     source = item.sources[t]
     return (source.dtype, record.expert_hashes[t]) if source is not None and source.kind == "stored" else None

@@ -86,6 +86,7 @@ def build_manifest(
     experts: Sequence[Deltas],
     *,
     out: Path | None,
+    fingerprint: str,
     seconds: float,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -99,6 +100,7 @@ def build_manifest(
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
             None for an output in a bucket.
+        fingerprint: of the plan, without the times of its inputs' files, by which the same call knows the output.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
     """
@@ -115,11 +117,11 @@ def build_manifest(
     cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
     output |= {"relative_error": relative_error(cut)} if is_adapter else copied
     modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
-    adapter = {"kept": dict(plan.kept), "modules": modules} if is_adapter else {}
     return {
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
         "recipe": plan.recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
+        "plan": fingerprint,
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
@@ -128,7 +130,7 @@ def build_manifest(
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": [dataclasses.asdict(note) for note in plan.notes],
-        **adapter,
+        **({"kept": dict(plan.kept), "modules": modules} if is_adapter else {}),
         "tensors": tensors,
         "timing": {
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -121,8 +121,9 @@ class _Statistics(_StrictRow):
 
 class _NoteRow(_StrictRow):
     severity: Literal["note", "warning"]
+    code: str
     text: str
-    code: str = ""
+    subject: str = ""
 
 
 class _Timing(_StrictRow):

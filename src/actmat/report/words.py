@@ -128,7 +128,7 @@ def size_finding(norms: Norms | None, plan: MergePlan) -> tuple[str, str] | None
 def warnings_of(totals: Totals, plan: MergePlan) -> list[Note]:
     """Warnings on all problems that the totals of a merge show, without muted codes."""
     found = (*totals.findings, size_finding(totals.norms, plan), truncation_warning(totals.relative_error))
-    return [Note("warning", words, code) for code, words in filter(None, found) if code not in plan.recipe.mute]
+    return [Note("warning", code, words) for code, words in filter(None, found) if code not in plan.recipe.mute]
 
 
 def are_image_files(places: Iterable[str]) -> bool:

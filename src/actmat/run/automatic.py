@@ -172,8 +172,8 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
 def _by_size(located: Located) -> tuple[ModelForm, str, str]:
     """The form of adapters with factors; their size in words, and those on the starts of `A`, empty if apart."""
     size, overlap = size_and_overlap(located) or (None, 0.0)
-    shared, found = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
-    start = f"; they share {shared} of A (overlap {overlap:.2f}; {found})" if overlap >= APART else ""
+    shared, measured = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
+    start = f"; they share {shared} of A (overlap {overlap:.2f}; {measured})" if overlap >= APART else ""
     if size is None:
         return "other" if start else "unknown", " of unknown size", start
     words = f" that change the weights by {100 * size:.2g} %" + ", more than any measured ones" * (size > HOTTEST)
@@ -221,11 +221,11 @@ def check_options(recipe: Recipe) -> None:
     """
     if recipe.method != AUTO:
         return
-    found = [", ".join(recipe.options)] if recipe.options else []
-    found += [f"{', '.join(e.options)} of expert '{e.label}'" for e in recipe.experts if e.options]
+    listed = [", ".join(recipe.options)] if recipe.options else []
+    listed += [f"{', '.join(e.options)} of expert '{e.label}'" for e in recipe.experts if e.options]
     rules = [(i, r) for i, r in enumerate(recipe.rules) if r.options and r.method is None]
-    if found := found + [f"{', '.join(r.options)} of rules.{i}" for i, r in rules]:
+    if listed := listed + [f"{', '.join(r.options)} of rules.{i}" for i, r in rules]:
         raise RecipeError(
-            f"Options belong to a method, but none is named (auto): found {'; '.join(found)}. Fix: name the method "
+            f"Options belong to a method, but none is named (auto): found {'; '.join(listed)}. Fix: name the method "
             "that they are meant for (--method NAME, 'method' in a recipe; leave -m out for mergekit's), or drop them"
         )

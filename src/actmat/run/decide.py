@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError
 from actmat.methods import METHODS, get_method
-from actmat.planning.model import FROM_FIRST
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput, ExtractedOutput, ModelOutput
 from actmat.recipe.schema import Postprocess
@@ -78,11 +77,11 @@ def _on_first(recipe: Recipe, full: Sequence[str]) -> Recipe:
         )
     first = recipe.experts[0]
     note = (
-        f"{FROM_FIRST} {recipe.method} needs none: deltas are measured from expert '{first.label}', which "
+        f"no base is given, and {recipe.method} needs none: deltas are measured from expert '{first.label}', which "
         "does not change the result; its config and tokenizer files, and unmerged tensors, go into the output"
     )
-    changes = {"base": first.path, "output": recipe.output or ModelOutput(), "notes": (*recipe.notes, note)}
-    return recipe.model_copy(update=changes)
+    changes = {"base": first.path, "measured_from": first.label, "notes": (*recipe.notes, note)}
+    return recipe.model_copy(update={**changes, "output": recipe.output or ModelOutput()})
 
 
 def base_problems(recipe: Recipe) -> list[str]:
@@ -136,9 +135,9 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
         for r in recipes
     ]
     for name in rows[0]:
-        found = {str(row[name]) for row in rows}
-        if len(found) > 1:
+        values = {str(row[name]) for row in rows}
+        if len(values) > 1:
             raise RecipeError(
-                f"Recipes of one run share {', '.join(rows[0])}, but '{name}' differs: {' and '.join(sorted(found))}. "
+                f"Recipes of one run share {', '.join(rows[0])}, but '{name}' differs: {' and '.join(sorted(values))}. "
                 "Run them one after the other."
             )

@@ -51,7 +51,7 @@ def open_inputs(
     began, problems, of_inputs, settings = time.perf_counter(), Problems(), Problems(), settings or RunSettings()
     with locate_recipes(recipes, settings.held, of_inputs) as located, contextlib.ExitStack() as stack:
         decided = _decide_all(located, problems, of_inputs)
-        chosen = decided or tuple(one.recipe for one in located)
+        chosen = decided or tuple(inputs.recipe for inputs in located)
         check_shared(chosen)
         paths = located[0].paths if decided else {}
         places = find_places(chosen, settings, writes, problems, inputs=paths, here=here)

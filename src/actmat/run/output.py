@@ -133,7 +133,7 @@ class Output:
         Raises:
             OutputError: writing failed.
         """
-        folder = self._staging
+        folder, fingerprint = self._staging, self.plan.fingerprint(times=False)
         if isinstance(self.writer, SpoolWriter):
             changed = {n for n, r in self.records.items() if not r.unchanged and r.stats.get("norm") != 0.0}
             self.plan = settled_plan(self.plan, changed)
@@ -151,23 +151,24 @@ class Output:
             elif self.plan.output == "model":
                 assert inputs.base is not None, "a model is merged into a base"
                 folder_of_base = inputs.base.folder
-                written, own = {**folder_of_base.written, **self.plan.configs}, folder_of_base.texts
+                written, texts = {**folder_of_base.written, **self.plan.configs}, folder_of_base.texts
                 template = self.plan.recipe.model.chat_template
                 if template == "auto":
                     template = most_frequent_template((inputs.base, *inputs.experts))
                 if template is not None:
-                    own = {**own, "chat_template.jinja": template}
+                    texts = {**texts, "chat_template.jinja": template}
                 copied = copy_sidecars(*folders, out=folder.path, dtype=self.plan.recipe.dtype, configs=written)
-                if not has_files("tokenizer", (*copied, *own)):
-                    own = {**folder_of_base.converted_tokenizer(), **own}
-                for name, text in own.items():
+                if not has_files("tokenizer", (*copied, *texts)):
+                    texts = {**folder_of_base.converted_tokenizer(), **texts}
+                for name, text in texts.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
-                self._note_missing(inputs, (*copied, *own))
+                self._note_missing(inputs, (*copied, *texts))
             manifest = build_manifest(
                 self.plan,
                 self.records,
                 inputs.experts,
                 out=None if isinstance(self.out, str) else self.out,
+                fingerprint=fingerprint,
                 seconds=seconds,
                 files=copied,
             )
@@ -185,8 +186,8 @@ class Output:
             return
         others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
         config = self.plan.configs.get("config.json", inputs.base.config)
-        found = missing_notes(config, written, others, inputs.base.location)
-        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
+        texts = missing_notes(config, written, others, inputs.base.location)
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", "", text) for text in texts)))
 
     def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
@@ -261,14 +262,14 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: J
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
     """Keep unfinished outputs with finished items, remove the others; the error gets a note of their number."""
     useless = isinstance(error, MergeError) and error.recurs
-    kept = total = 0
+    n_kept = total = 0
     for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
         if useless or not stage.finished:
             stage.discard()
-        kept += stage.finished
+        n_kept += stage.finished
         total += 0 if stage.committed else sum(i.action != "tie" for i in plan.items)
-    if kept:
-        error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
+    if n_kept:
+        error.add_note(f"{n_kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
 def intact_items(
@@ -307,8 +308,8 @@ def _is_record_of(record: Record, item: Item) -> bool:
 
 def most_frequent_template(inputs: Sequence[Model | Deltas]) -> str | None:
     """The chat template that most inputs have, the first of several; None if no input has one."""
-    found = [text for one in inputs if (text := chat_template(files_of(one), name="default"))]
-    return Counter(found).most_common(1)[0][0] if found else None
+    templates = [text for each_input in inputs if (text := chat_template(files_of(each_input), name="default"))]
+    return Counter(templates).most_common(1)[0][0] if templates else None
 
 
 def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:
@@ -325,14 +326,14 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
         needs = plan.write_bytes * (2 if plan.is_extracted else 1)  # its tensors are joined while they lie there
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
     for rows in by_disk.values():
-        there = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
+        reusable = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
         folder = rows[0][1]
         with disk_errors(folder):
             free = shutil.disk_usage(folder).free
         needed = sum(nbytes for *_, nbytes in rows)
-        if free + there < needed:
+        if free + reusable < needed:
             names = ", ".join(str(out) for out, *_ in rows)
             raise OutputError(
-                f"{names}: needs {format_size(needed)}, but the disk has only {format_size(free + there)} free. "
+                f"{names}: needs {format_size(needed)}, but the disk has only {format_size(free + reusable)} free. "
                 "Free some space or choose another place with --out; the inputs are untouched."
             )

@@ -166,8 +166,8 @@ SYNONYMS = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "local": "file"}
 def _input_problems(out: str, inputs: Mapping[str, Path | str]) -> list[str]:
     """Problems of a URL that is, contains or lies inside an input."""
     problems, place = [], _folder_of(out)
-    for label, given in inputs.items():
-        source = _folder_of(f"file://{os.path.realpath(given)}" if isinstance(given, Path) else given)
+    for label, path in inputs.items():
+        source = _folder_of(f"file://{os.path.realpath(path)}" if isinstance(path, Path) else path)
         if source.startswith(place):
             problems.append(f"{out} is, or contains, an input of this merge ({label}); write somewhere else")
         elif place.startswith(source):

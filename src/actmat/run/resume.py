@@ -22,11 +22,11 @@ from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item
-from actmat.report.manifest import input_location, input_row, read_manifest
+from actmat.report.manifest import input_location, read_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.verify import verify
 from actmat.report.words import size_words, warnings_of
-from actmat.run.places import plain, present_output
+from actmat.run.places import present_output
 from actmat.run.run import Run
 from actmat.settings import RunSettings
 
@@ -58,14 +58,14 @@ class MergeReport:
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
         what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
-        kept = ", ".join(f"{row.expert} {1 - row.disagreement:.0%}" for row in self.answers)
-        of_merge = f"answers kept: {kept}" if kept else size_words(self.totals.norms)
+        answers = ", ".join(f"{row.expert} {1 - row.disagreement:.0%}" for row in self.answers)
+        of_merge = f"answers kept: {answers}" if answers else size_words(self.totals.norms)
         said = [of_merge, *map(str, warnings_of(self.totals, self.plan))]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
 
     def _repr_html_(self) -> str:
-        found = "" if self.diagnosis is None else self.diagnosis._repr_html_()
-        return str(html_table(repr(self), (), ())) + found + self.plan._repr_html_()
+        diagnosis = "" if self.diagnosis is None else self.diagnosis._repr_html_()
+        return str(html_table(repr(self), (), ())) + diagnosis + self.plan._repr_html_()
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:
@@ -134,53 +134,34 @@ def _check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Ru
 
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
     """Files of an output at a URL that are missing, or of another size than the merge wrote."""
-    there = storage_of(url).sizes(url)
+    sizes = storage_of(url).sizes(url)
     side = {n: row["size"] for n, row in manifest["output"]["side_files"].items()}
     for name, size in {**manifest["output"]["files"], **side}.items():
-        if name not in there:
+        if name not in sizes:
             yield f"file '{name}' is missing"
-        elif there[name] != size:
-            yield f"file '{name}' has {there[name]} bytes, the merge wrote {size}"
+        elif sizes[name] != size:
+            yield f"file '{name}' has {sizes[name]} bytes, the merge wrote {size}"
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:
     """Reasons why a finished output is not that of the plan, apart from the bytes of its tensors and inputs."""
-    output, rows = manifest["output"], manifest.get("modules", manifest["tensors"])
+    rows = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
     if manifest.get("versions") != dict(plan.versions):
         yield f"it was made with the versions {manifest.get('versions')}, these are {dict(plan.versions)}"
-    made_on = str(manifest.get("device", plan.device))
-    if made_on.partition(":")[0] != plan.device.partition(":")[0]:
-        yield f"it was made on {made_on}"
-    used = [{k: v for k, v in r.items() if k not in ("from_here", "removed")} for r in manifest.get("statistics", [])]
-    if used != plain([dict(s) for s in plan.statistics]):
-        yield "the statistics differ"
-    found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
-    if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
+    elif len(rows) != len(plan.inputs) or not all(map(_is_there, plan.inputs, rows, [out] * len(rows))):
         yield "the inputs differ, or are in another place"
-    if len(rows) != len(plan.items) or not all(map(_is_item, plan.items, rows)):
-        yield "other tensors would be merged"
-    if not plan.is_extracted and output.get("files") != {s.file: s.size for s in plan.shards}:
-        yield "its weight files differ"
-    if settings.sha256 and "sha256" not in output:
+    elif manifest.get("plan") != plan.fingerprint(times=False):
+        yield "files of its inputs or their statistics have changed, or it was made on another kind of device"
+    if settings.sha256 and "sha256" not in manifest["output"]:
         yield "it was made without --set sha256=true"
     if settings.diagnose and not (out / REPORT_NAME).is_file():
         yield "it was made without --diagnose"
 
 
-def _is_item(item: Item, row: Mapping[str, Any]) -> bool:
-    """True if a row of the manifest is of this item, made by the same call."""
-    planned = {"name": item.name, "shape": list(item.shape), "action": item.action}
-    if item.call is not None and "method" in row:  # none of a tensor that adapters trained in full
-        planned |= plain(item.call.to_json())
-    return all(row.get(key) == value for key, value in planned.items())
-
-
-def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
-    """True if an entry of the manifest is this input, in the same place."""
-    now = plain(input_row(summary, None))
-    is_same = isinstance(row, Mapping) and all(row.get(k) == v for k, v in now.items())
+def _is_there(summary: InputSummary, row: Mapping[str, Any], out: Path) -> bool:
+    """True if an input that a manifest records lies in the place of this one; on the hub, its commit tells."""
     pinned = bool(summary.commit or summary.pinned)
-    return is_same and (pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location))
+    return pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location)
 
 
 def find_unchanged(plan: MergePlan, out: Path | str, inputs: Inputs) -> Journal | None:
@@ -223,9 +204,9 @@ def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> boo
             continue
         if source.kind == "stored":
             twins = item.target.twins[t] if t < len(item.target.twins) else ()
-            found = {content_hash(expert, name) for name in (source.name, *twins)}
+            contents = {content_hash(expert, name) for name in (source.name, *twins)}
         else:
-            found = {expert.content(source.name)}
-        if found != {record.expert_hashes[t]}:
+            contents = {expert.content(source.name)}
+        if contents != {record.expert_hashes[t]}:
             return False
     return True

@@ -50,8 +50,8 @@ def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
     problem = getattr(kind, "device_problem", None)
     if problem is not None and (why := problem(device)):
         raise RecipeError(f"The executor '{name}' {why}")
-    found: ExecutorFactory = kind if at is None else at(address)
-    return found
+    factory: ExecutorFactory = kind if at is None else at(address)
+    return factory
 
 
 def computes_here(text: str) -> bool:

@@ -117,8 +117,6 @@ def average_recipe(
     """
     if not places:
         raise RecipeError("An average needs at least two checkpoints: give more.")
-    from actmat.planning.model import FROM_LAST
-
     text = weights if isinstance(weights, str) else ",".join(repr(float(w)) for w in weights)
     ordered = list(places) if as_given else in_order(places)
     share, formula = trajectory_weights(text, len(places))
@@ -134,8 +132,8 @@ def average_recipe(
     kind = "numbers" if has_numbers else text
     notes = (
         f"weights '{kind}' ({formula}), oldest first: {listed}",
-        f"{FROM_LAST}, {names[-1]}; deltas are relative to it, which does not change the average",
+        f"files and buffers come from the last checkpoint, {names[-1]}; deltas are relative to it, which does not "
+        "change the average",
     )
-    return make_recipe(
-        {"base": ordered[-1], "experts": experts, "method": "linear", "scope": "all", **fields, "notes": notes}
-    )
+    last = {"base": ordered[-1], "measured_from": names[-1]}
+    return make_recipe({**last, "experts": experts, "method": "linear", "scope": "all", **fields, "notes": notes})

@@ -140,7 +140,7 @@ def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]],
         said = {k: sorted({m[k] for m in given if k in m}) for k in OF_MODEL}
         other = [f"{k} ({' and '.join(found)})" for k, found in said.items() if len(found) > 1]
         text = f"header metadata differ, and are not written: {'; '.join(other)}. Are these adapters of one model?"
-        notes = (*report.plan.notes, *([Note("warning", text)] if other else []))
+        notes = (*report.plan.notes, *([Note("warning", "", text)] if other else []))
         report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, notes=notes))
     with whole_file(out, may_replace=lambda: overwrite and _is_ours(out)) as building:
         _copy(weights, building, {**metadata, KEY: json.dumps(made)})

@@ -28,7 +28,7 @@ from actmat.checkpoints.formats.safetensors import PARALLEL_REQUESTS
 from actmat.checkpoints.formats.torch_files import TORCH_SUFFIXES
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.side_files import SideFiles, code_files, side_files_in
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, Note
 from actmat.extras.remote.claims import RemoteFile, check_same
 from actmat.extras.remote.files import RemoteFiles
 from actmat.extras.remote.objects import open_store
@@ -38,7 +38,7 @@ from actmat.system import temporary_folder
 
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-UNLISTED = "the web server cannot list its files: only well-known names were requested"
+UNLISTED = Note("note", "unlisted", "the web server cannot list its files: only well-known names were requested")
 
 SIDECAR_NAMES = (
     "LICENSE", "modules.json", "tekken.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

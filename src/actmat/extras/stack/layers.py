@@ -1,18 +1,19 @@
 """Entries of a config that speak of layers by number, for models whose layers are put in another order.
 
 Some have an entry per layer (`layer_types`), some list numbers of layers (`mlp_only_layers`), some give a rule on the
-number (`first_k_dense_replace`, periods and offsets). Lists that a config leaves to its class follow from the rules of
-the generated table.
+number (`first_k_dense_replace`, periods and offsets). A config is read by its class first, which makes the lists that
+the file leaves out; the config of a stack is read again, and refused if its class makes other layers of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actmat.identity.tables import DEPTH_KEYS, class_of, expand, is_ignored
+from actmat.identity.entries import DEPTH_KEYS, LISTED, is_harmless
+from actmat.identity.reading import read_configs
 
 _PER_LAYER: Final = re.compile(
     r"layer|^(attention_window|moe_topk|num_experts|intermediate_size|num_attention_heads|num_key_value_heads"
@@ -43,8 +44,6 @@ _WHOLE: Final = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """Lists of layers whose length is the depth of configs without such a number."""
 _OWN_FIRST: Final = re.compile(r"^(modernbert|modernbert-decoder|t5|mt5|longt5|switch_transformers|pop2piano|udop)$")
 """Model types whose first layer has other tensors than the others."""
-_LAST_IS_FULL: Final = ("gemma4", "diffusion_gemma", "embedding_gemma2")
-"""Beginnings of model types whose class makes the last layer attend in full, whatever the config says."""
 _RESAVE: Final = (
     "Fix: save the config with a current release of transformers, which writes the entries of all layers "
     "(AutoConfig.from_pretrained(MODEL).save_pretrained(MODEL))"
@@ -72,94 +71,105 @@ def restacked(slices: Sequence[Slice]) -> tuple[dict[str, Any], list[str]]:
     >>> config["num_hidden_layers"], [t[:4] for t in config["layer_types"]]
     (7, ['slid', 'full', 'slid', 'slid', 'full', 'slid', 'full'])
     """
-    first = slices[0].config
-    name = next((k for k in _nested_names(first) if not any(d in first for d in DEPTH_KEYS)), None)
-    if name is None:
-        parts, kind = list(slices), ""
-    else:
-        parts = [Slice(s.config.get(name) or {}, s.start, s.stop) for s in slices]
-        kind = str((class_of(first) or {}).get("nested", {}).get(name, ""))
     try:
-        inner = _ConfigStack(parts, kind).config()
+        return _ConfigStack(slices).config(), []
     except _CannotStackError as error:
-        return dict(first), [f"config.json: {error}"]
-    return (inner if name is None else {**first, name: inner}), []
+        return dict(slices[0].config), [f"config.json: {error}"]
 
 
-def without_layers(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The config without its number of layers and the entries for each of them; None for None."""
-    if config is None:
-        return None
-    part = _Part(Slice(config, 0, 0), "")
-    found = {k: v for k, v in config.items() if k not in DEPTH_KEYS and not part.is_list(k) and not _NUMBERS.search(k)}
-    inner = {k: without_layers(found[k]) for k in _nested_names(config) if isinstance(found.get(k), Mapping)}
-    return {**found, **inner}
+def without_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without its number of layers and the entries for each of them."""
+    depth = _depth_of(config)
+    out = {k: without_layers(v) if isinstance(v, Mapping) else v for k, v in config.items() if k not in DEPTH_KEYS}
+    return {k: v for k, v in out.items() if not (_is_list(k, v, depth) or _NUMBERS.search(k))}
 
 
-def _nested_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of nested configs that have a number of layers, that of the text model first."""
-    inner = [k for k, v in config.items() if isinstance(v, Mapping) and any(d in v for d in DEPTH_KEYS)]
-    nested = (class_of(config) or {}).get("nested", {})
-    found = [k for k in ("text_config", "llm_config", "language_config") if k in inner or k in nested]
-    yield from dict.fromkeys((*found, *inner))
+def _depth_of(config: Mapping[str, Any]) -> int | None:
+    numbers = [config[k] for k in DEPTH_KEYS if isinstance(config.get(k), int)]
+    return next(iter(numbers + [len(config[k]) for k in _WHOLE if isinstance(config.get(k), list | str)]), None)
+
+
+def _is_list(key: str, value: Any, depth: int | None) -> bool:
+    """True for an entry with a value for each layer."""
+    if not isinstance(value, list | str) or not value or len(value) != depth or is_harmless(key):
+        return False
+    return bool(_PER_LAYER.search(key)) and not _NUMBERS.search(key) and (isinstance(value, list) or "pattern" in key)
+
+
+def _text_key(config: Mapping[str, Any]) -> str:
+    """Key of the nested config that has the layers; empty if the config itself has them."""
+    inner = [k for k, v in config.items() if isinstance(v, Mapping) and _depth_of(v) is not None]
+    first = [k for k in ("text_config", "llm_config", "language_config") if k in inner]
+    return next(iter(first + inner), "") if _depth_of(config) is None else ""
 
 
 class _Part:
-    """Entries of one slice's config, with the lists that its class computes."""
+    """Entries of one slice's config, as its class reads them."""
 
-    def __init__(self, part: Slice, kind: str) -> None:
-        self.declared = class_of(part.config, kind)
-        declared: Mapping[str, Any] = self.declared or {}
-        names = declared.get("names", {})
-        self.known = {**declared.get("older", {}), **declared.get("keys", {})}
-        given = {names.get(k, k): v for k, v in part.config.items()}
-        self.filled = {**self.known, **{k: v for k, v in given.items() if v is not None}}
-        depth = next((self.filled[k] for k in DEPTH_KEYS if isinstance(self.filled.get(k), int)), None)
-        if depth is None:
-            depth = next((len(given[k]) for k in _WHOLE if isinstance(given.get(k), list | str)), None)
-        self.names, self.depth, self.given, self.layers = names, depth, given, range(part.start, part.stop)
-        self.rules: Mapping[str, Mapping[str, Any]] = declared.get("rules", {})
-        for key, rule in self.rules.items():
-            if self.filled.get(key) is None and depth is not None and rule:
-                self.filled[key] = expand(rule, self.filled, depth)
+    def __init__(self, part: Slice, values: Mapping[str, Any]) -> None:
+        self.filled = {k: v for k, v in values.items() if v is not None}
+        self.depth, self.layers = _depth_of(values), range(part.start, part.stop)
 
     def is_list(self, key: str) -> bool:
         """True for an entry with a value for each layer."""
-        value = self.filled.get(key)
-        if not isinstance(value, list | str) or not value or len(value) != self.depth or is_ignored(key):
-            return False
-        rule = self.rules.get(key)
-        listed = rule is not None or _PER_LAYER.search(key) is not None
-        return listed and not _NUMBERS.search(key) and (isinstance(value, list) or "pattern" in key)
+        return _is_list(key, self.filled.get(key), self.depth)
 
 
 class _ConfigStack:
     """Entries of the stack of some slices."""
 
-    def __init__(self, slices: Sequence[Slice], kind: str) -> None:
-        self.first = slices[0].config
-        self.parts = [_Part(s, kind) for s in slices]
-        self.lead = self.parts[0]
-        self.size = sum(len(p.layers) for p in self.parts)
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self.whole, self.slices = slices[0].config, slices
+        self.name = _text_key(self.whole)
+        self.first: Mapping[str, Any] = self.whole[self.name] if self.name else self.whole
+        self.size = sum(s.stop - s.start for s in slices)
 
     def config(self) -> dict[str, Any]:
         """The config of the first slice with the entries of the stack."""
-        out = dict(self.first)
-        for key in (k for k in DEPTH_KEYS if k in out):
-            out[key] = self.size
-        if not any(k in out for k in DEPTH_KEYS) and "num_hidden_layers" in self.lead.known:
-            out["num_hidden_layers"] = self.size
-        if [i for p in self.parts for i in p.layers] == list(range(self.lead.depth or -1)):
-            return out  # all layers of one model in their order
+        depth = _depth_of(self.first)
+        order = [i for s in self.slices for i in range(s.start, s.stop)]
+        if order == list(range(depth or -1)) and all(s.config == self.whole for s in self.slices):
+            return dict(self.whole)
+        self._read()
         self._refuse_bound()
-        done: set[str] = set()
-        for entries in (self._lists(), self._numbered(), self._rules_on_numbers()):
-            for key, value in entries:
-                done.add(key)
-                if value is not None:
-                    out[next((k for k in self.first if self.lead.names.get(k) == key), key)] = value
-        self._refuse_unknown(done)
-        return out
+        entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._rules_on_numbers())}
+        self._refuse_unknown(entries)
+        out = {k: self.size if k in DEPTH_KEYS else v for k, v in self.first.items()}
+        if _depth_of(out) is None and "num_hidden_layers" in self.lead.filled:
+            out["num_hidden_layers"] = self.size
+        short = {**out, **{k: v for k, v in entries.items() if out.get(k) is not None}}
+        # entries that the class has turned into others, such as a pattern into a list
+        turned = [k for k in out if k not in self.lead.filled and (_PER_LAYER.search(k) or _NUMBERS.search(k))]
+        full = {**{k: v for k, v in out.items() if k not in turned}, **entries}
+        return self._checked([short, full], entries)
+
+    def _read(self) -> None:
+        readings = read_configs([s.config for s in self.slices])
+        if obstacle := next((r.obstacle for r in readings if r.obstacle), ""):
+            raise _CannotStackError(f"whether its layers depend on their numbers cannot be told: {obstacle}")
+        values = [r.values or s.config for r, s in zip(readings, self.slices, strict=True)]
+        self.is_known = bool(readings[0].release)
+        if not self.name and _depth_of(self.whole) is None:
+            self.name = _text_key(values[0])
+            self.first = self.whole.get(self.name, {}) if self.name else self.whole
+        self.parts = [_Part(s, v[k] if (k := _text_key(v)) else v) for s, v in zip(self.slices, values, strict=True)]
+        self.lead = self.parts[0]
+
+    def _checked(self, candidates: Sequence[dict[str, Any]], entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The first of some configs of which the class makes the layers of the stack."""
+        configs = [{**self.whole, self.name: c} if self.name else c for c in candidates]
+        if not self.is_known or not entries:
+            return configs[-1]
+        made: Mapping[str, Any] = {}
+        for config, reading in zip(configs, read_configs(configs), strict=True):
+            made = reading.values[k] if (k := _text_key(reading.values)) else reading.values
+            if all(made.get(key) == value for key, value in entries.items()):
+                return config
+        key = next(key for key, value in entries.items() if made.get(key) != value)
+        raise _CannotStackError(
+            f"'{key}' of the stack is {entries[key]}, and the class of {self.whole.get('model_type')} makes it "
+            f"{made.get(key)}. Fix: take layers in an order that it keeps"
+        )
 
     @property
     def _layers(self) -> list[tuple[_Part, int]]:
@@ -168,45 +178,15 @@ class _ConfigStack:
 
     def _lists(self) -> Iterator[tuple[str, Any]]:
         """Entries with a value for each layer."""
-        keys = dict.fromkeys(k for p in self.parts for k in (*p.rules, *p.filled))
-        for key in keys:
-            if _NUMBERS.search(key):
-                continue
+        for key in dict.fromkeys(k for p in self.parts for k in p.filled):
             if not any(p.is_list(key) for p in self.parts):
-                if key in self.lead.rules and self.lead.filled.get(key) is None and not self._left_out(key):
-                    raise _CannotStackError(
-                        f"has no '{key}', which tells the kinds of its layers, and how they follow from other entries "
-                        f"is not known. {_RESAVE}"
-                    )
                 continue
             if not all(p.is_list(key) and p.layers.stop <= len(p.filled[key]) for p in self.parts):
                 raise _CannotStackError(f"'{key}' has an entry for each layer in some of the models only. {_RESAVE}")
             value: Any = [p.filled[key][i] for p, i in self._layers]
-            value = "".join(value) if isinstance(self.lead.filled[key], str) else value
-            yield key, value if self.lead.given.get(key) is not None or value != self._anew(key) else None
+            yield key, "".join(value) if isinstance(self.lead.filled[key], str) else value
             if key == "attention_layers":  # GPT-Neo's class expands them from pairs of a list and its repetitions
                 yield "attention_types", [[value, 1]]
-            if key == "layer_types" and str(self.first.get("model_type", "")).startswith(_LAST_IS_FULL):
-                self._refuse_last(value)
-
-    def _left_out(self, key: str) -> bool:
-        """True for a list that the class does not make by itself, or that another entry of the file stands for."""
-        others = {"layer_types": ("hybrid_override_pattern", "layers_block_type", "full_attn_idxs")}
-        return key not in (self.lead.declared or {}).get("derived", ()) or any(
-            self.lead.given.get(o) is not None for o in others.get(key, ())
-        )
-
-    def _anew(self, key: str) -> list[Any] | None:
-        """The list that the class makes for the stack, if the file has none."""
-        rule = self.lead.rules.get(key)
-        return expand(rule, self.lead.filled, self.size) if rule else None
-
-    def _refuse_last(self, value: Sequence[Any]) -> None:
-        if value[-1] != "full_attention":
-            raise _CannotStackError(
-                f"the last layer of the stack has '{value[-1]}', and the class of {self.first.get('model_type')} makes "
-                "it 'full_attention'. Fix: end with a layer of that kind"
-            )
 
     def _numbered(self) -> Iterator[tuple[str, Any]]:
         """Lists and mappings of numbers of layers."""
@@ -216,13 +196,12 @@ class _ConfigStack:
                 found = [_of_layer(p.filled.get(key), i) for p, i in self._layers]
                 yield key, {str(n): v for n, v in enumerate(found) if v}
             elif _NUMBERS.search(key) and any(isinstance(v, list) for v in values):
-                numbers = [n for n, (p, i) in enumerate(self._layers) if i in (p.filled.get(key) or ())]
-                yield key, numbers if self.lead.given.get(key) or numbers != self._anew(key) else None
+                yield key, [n for n, (p, i) in enumerate(self._layers) if i in (p.filled.get(key) or ())]
 
     def _rules_on_numbers(self) -> Iterator[tuple[str, Any]]:
         """Numbers from which the kinds of layers follow, where no list replaces them."""
-        listed = {r.get(k) for p in self.parts for r in p.rules.values() for k in ("start", "period", "below", "if")}
         filled = self.lead.filled
+        listed = {key for name, keys in LISTED.items() if filled.get(name) for key in keys}
         for key in (k for k in _FIRST if filled.get(k) is not None):
             inside = [i < (p.filled.get(key) or 0) for p, i in self._layers]
             count = sum(inside)
@@ -277,20 +256,20 @@ class _ConfigStack:
                     f"'{key}' is {self.lead.filled.get(key)}: what a layer computes depends on its number or on other "
                     "layers, so that layers in another order are not those of the model"
                 )
-        kind = str(self.first.get("model_type"))
+        kind = str(self.first.get("model_type") or self.whole.get("model_type"))
         if kind == "albert":
             raise _CannotStackError("ALBERT's layers share their weights: they cannot be stacked")
         if _OWN_FIRST.search(kind) and [n for n, (_, i) in enumerate(self._layers) if i == 0] != [0]:
             raise _CannotStackError(f"layer 0 of {kind} has other tensors than the others. Fix: begin with it")
 
-    def _refuse_unknown(self, done: set[str]) -> None:
-        if self.lead.declared is not None:
+    def _refuse_unknown(self, done: Collection[str]) -> None:
+        if self.is_known:
             return
-        for key, value in self.lead.given.items():
-            if _ON_INDEX.search(key) and key not in done and value not in (None, 0, 1, False) and not is_ignored(key):
+        for key, value in self.first.items():
+            if _ON_INDEX.search(key) and key not in done and value not in (None, 0, 1, False) and not is_harmless(key):
                 raise _CannotStackError(
                     f"'{key}' seems to speak of layers by number, and how is not known for model_type "
-                    f"'{self.first.get('model_type')}'. Fix: leave out the stack"
+                    f"'{self.whole.get('model_type')}'. Fix: leave out the stack"
                 )
 
 

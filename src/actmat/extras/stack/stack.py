@@ -18,7 +18,7 @@ from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.resolve import commit_of
 from actmat.errors import CheckpointError
 from actmat.extras.stack.layers import Slice, restacked, without_layers
-from actmat.identity.compare import agree
+from actmat.identity.configs import compare_configs, listed
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
@@ -137,10 +137,12 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Model]) -> list[s
 
 
 def _notes(models: Sequence[Model]) -> tuple[str, ...]:
-    """Notes on entries of config.json that differ between the parts, except those of each layer."""
-    first, *others = ((c.location, without_layers(c.config)) for c in models)
-    found = agree(first[1], others, "base")
-    return tuple(n.replace("base", f"'{first[0]}'").replace(" (config_from)", "") for n in found.notes)
+    """A note on entries of config.json that differ between the parts, except those of each layer."""
+    first, *others = [(m.location, without_layers(m.config)) for m in models if m.config is not None] or [("", {})]
+    differences, _ = compare_configs(first[1], dict(others))
+    owner = f"'{first[0]}'"
+    words = f"entries of the parts differ, and are written as in {owner}: {listed(differences, owner)}"
+    return (f"config.json: {words}",) if differences else ()
 
 
 def _disagreements(opened: Mapping[str, Model]) -> list[str]:
