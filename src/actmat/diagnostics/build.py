@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.diagnostics.checks import Facts, run_checks
+from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import (
     Diagnosis,
@@ -49,6 +50,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         twins=_twins(plan, records) if plan.base is not None else (),
         by_inputs=plan.by_inputs,
+        identity=dict(identity_findings(plan, records)),
     )
     recipe = plan.recipe
     return Diagnosis(

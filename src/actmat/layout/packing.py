@@ -89,10 +89,10 @@ def _by_heads(make: Callable[[Attention], Packing | str]) -> Scheme:
     return scheme
 
 
-def _alternating(one: str, two: str, words: str) -> Scheme:
+def _alternating(first: str, second: str, words: str) -> Scheme:
     """A scheme of two maps whose rows alternate."""
     words = f"{words} (alternating rows)"
-    return lambda rows, config: Packing(((one, 1), (two, 1)), groups=max(rows // 2, 1), unit=1, words=words)
+    return lambda rows, config: Packing(((first, 1), (second, 1)), groups=max(rows // 2, 1), unit=1, words=words)
 
 
 @_by_heads

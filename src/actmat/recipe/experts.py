@@ -117,5 +117,5 @@ class ExpertRef(Strict):
 @functools.lru_cache(maxsize=1024)  # a plan and a manifest ask for it at every tensor
 def _label_of(path: str) -> str:
     parts = dict.fromkeys(p.location for p in stack_parts(path)) or [path]
-    found = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
-    return f"{found}-expert" if found in RESERVED else found
+    label = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
+    return f"{label}-expert" if label in RESERVED else label

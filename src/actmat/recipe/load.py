@@ -45,9 +45,9 @@ class RecipeFile:
         Raises:
             RecipeError: every problem with `file:line`.
         """
-        given = dict(overrides or {})
-        fields = with_output(_with_local_paths(self.data, self.path.parent), given)
-        return make_recipe(fields, where={k: v for k, v in self.where.items() if k.partition(".")[0] not in given})
+        replaced = dict(overrides or {})
+        fields = with_output(_with_local_paths(self.data, self.path.parent), replaced)
+        return make_recipe(fields, where={k: v for k, v in self.where.items() if k.partition(".")[0] not in replaced})
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -137,8 +137,8 @@ def _read(file: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        found = f"found the byte 0x{content[error.start]:02x}, which is not UTF-8"
-        raise RecipeError(f"Cannot read the recipe {file}.", [f"{file}:{line}: {found}"]) from None
+        problem = f"found the byte 0x{content[error.start]:02x}, which is not UTF-8"
+        raise RecipeError(f"Cannot read the recipe {file}.", [f"{file}:{line}: {problem}"]) from None
 
 
 def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
@@ -183,8 +183,8 @@ def local_location(text: str, folder: Path) -> str:
         return text
     if (pair := adapted_parts(text)) and not os.path.lexists(folder / text):
         return "+".join(local_location(part, folder) for part in pair)
-    found = text.startswith(("./", "../")) or os.path.exists(folder / text)
-    return str(folder / text) if found and not Path(text).is_absolute() else text
+    is_local = text.startswith(("./", "../")) or os.path.exists(folder / text)
+    return str(folder / text) if is_local and not Path(text).is_absolute() else text
 
 
 def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

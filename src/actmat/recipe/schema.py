@@ -237,9 +237,9 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _written_out(cls, value: Any) -> Any:
-        found = with_real_method(value)
-        is_model = isinstance(found, Mapping) and found.get("base") and found.get("output") is None
-        return {**found, "output": {"kind": "model"}} if is_model else found
+        fields = with_real_method(value)
+        is_model = isinstance(fields, Mapping) and fields.get("base") and fields.get("output") is None
+        return {**fields, "output": {"kind": "model"}} if is_model else fields
 
     @model_serializer(mode="wrap")
     def _with_kind(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -403,8 +403,8 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
         hint = f" Write output: {{kind: {owner}, {loc[-1]}: ...}}." if owner else did_you_mean(str(loc[-1]), known)
         message = f"there is no field '{loc[-1]}'.{hint} Fields: {', '.join(known)}"
     elif kind == "union_tag_invalid":
-        found, kinds = next(iter(_QUOTED.findall(message)), ""), (*KINDS, *TO)
-        message = f"found '{found}', expected {', '.join(kinds)} (--to).{did_you_mean(found, kinds)}"
+        unknown, kinds = next(iter(_QUOTED.findall(message)), ""), (*KINDS, *TO)
+        message = f"found '{unknown}', expected {', '.join(kinds)} (--to).{did_you_mean(unknown, kinds)}"
     elif kind == "union_tag_not_found":
         message = f"name its kind: {', '.join(KINDS)}"
     elif kind == "missing":

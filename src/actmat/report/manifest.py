@@ -287,8 +287,8 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = 
     if sha256:
         output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
     known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", JOURNAL_NAME, *output["files"]}
-    there = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
-    rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in there.items() if n not in known}
+    files = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
+    rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in files.items() if n not in known}
     output["side_files"] = {n: row for n, row in rows.items() if n not in REPORTS}
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:
         manifest["timing"]["reports"] = reports
@@ -310,10 +310,10 @@ def manifest_content(manifest: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: nested too deeply to be written.
     """
-    kept = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
+    fields = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
     total = ContentHash()
     try:
-        for text in canonical_json(kept):
+        for text in canonical_json(fields):
             total.update(text.encode())
     except RecursionError:
         raise CheckpointError("the manifest is damaged: its values are nested too deeply") from None
@@ -345,8 +345,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if why:
         raise CheckpointError(f"{path} is damaged: {why}")
     if manifest.get("actmat_manifest") != FORMAT:
-        found = repr(manifest.get("actmat_manifest"))[:80]
-        raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
+        layout = repr(manifest.get("actmat_manifest"))[:80]
+        raise CheckpointError(f"{path} has layout {layout}; this version of actmat reads layout {FORMAT}.")
     from actmat.report.schema import manifest_problems  # a merge that writes one needs no schema
 
     if problems := manifest_problems(manifest):

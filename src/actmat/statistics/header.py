@@ -182,7 +182,7 @@ def amount(header: StatisticsHeader) -> str:
 
 def contents(header: StatisticsHeader) -> list[str]:
     """Kinds of statistics in words: `the Fisher of 15 tensors (drawn labels)`."""
-    found = [f"{len(header.grams)} Gram matrices for {len(header.places)} tensors"] if header.grams else []
+    words = [f"{len(header.grams)} Gram matrices for {len(header.places)} tensors"] if header.grams else []
     if header.fisher:
-        found.append(f"the Fisher of {len(header.fisher)} tensors ({header.fisher_labels} labels)")
-    return found
+        words.append(f"the Fisher of {len(header.fisher)} tensors ({header.fisher_labels} labels)")
+    return words

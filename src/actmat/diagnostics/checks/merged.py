@@ -5,35 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable, percent
+from actmat.diagnostics.checks.base import (
+    Check,
+    Facts,
+    Outcome,
+    check_of_every_merge,
+    clear,
+    found,
+    not_applicable,
+    percent,
+)
 from actmat.diagnostics.model import MatrixRow
-
-UNEQUAL = 2.0
-"""Norm of the largest expert against the smallest's; what was measured from here on stands in docs/evidence.md."""
 
 LOST = 0.1
 """Share of an expert's energy outside the kept directions."""
-
-
-def unequal_words(labels: Sequence[str], norms: Sequence[float]) -> str:
-    """Sentence on experts of unequal size; empty if they are not."""
-    present = [t for t, n in enumerate(norms) if n > 0] or [0]
-    low, top = min(present, key=norms.__getitem__), max(present, key=norms.__getitem__)
-    if norms[top] <= UNEQUAL * norms[low]:
-        return ""
-    return (
-        f"'{labels[top]}' changed the base {norms[top] / norms[low]:.2g} times as much as '{labels[low]}'. actmat and "
-        f"actmat_ridge weight experts by the square of that, and little may be left of '{labels[low]}': compare with "
-        "tsv or the average, or give weights"
-    )
-
-
-def _unequal(facts: Facts) -> Outcome:
-    norms = [facts.total_norm(t) for t in range(len(facts.labels))]
-    if sum(n > 0 for n in norms) < 2:
-        return not_applicable("fewer than two experts have deltas")
-    words = unequal_words(facts.labels, norms)
-    return found(words) if words else clear(f"no expert has more than {UNEQUAL:g} times the norm of another")
 
 
 def _cut_away(facts: Facts) -> Outcome:
@@ -59,7 +44,7 @@ def _cut_away(facts: Facts) -> Outcome:
 
 
 BALANCE_CHECKS = (
-    Check("AM301", "Experts of unequal size", "issue", _unequal),
+    check_of_every_merge("AM301", "Experts of unequal size", "issue", "no expert has too little weight for its size"),
     Check("AM302", "Cut-off removes an expert's energy", "issue", _cut_away),
 )
 
