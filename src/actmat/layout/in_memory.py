@@ -40,7 +40,7 @@ MULTIMODAL = (
 transformers."""
 
 
-def begun_otherwise(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+def replace_beginning(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """The name with another beginning: that of the first pair of an old and a new one that fits."""
     return next((new + name[len(old) :] for old, new in pairs if name.startswith(old)), name)
 
@@ -169,14 +169,14 @@ def _by_prefix(
     renamings += [pairs for known in MULTIMODAL for pairs in (known, [(new, old) for old, new in known])]
     renamed_by: dict[tuple[tuple[str, str], ...], str] = {}
     for pairs in renamings:
-        renamed = ((n, begun_otherwise(n, pairs)) for n in names)
+        renamed = ((n, replace_beginning(n, pairs)) for n in names)
         renamed_by.setdefault(tuple((n, r) for n, r in renamed if r in specs), "".join(pairs[0]))
     scores = {f: _score(specs, f, fits) for f in renamed_by if f}
     most = max(scores.values(), default=(0, 0))
     best = {f: renamed_by[f] for f, score in scores.items() if score == most}
     if len(best) > 1 and most[0] > 0:
         several = list(best.values())
-        chosen = part_called(part, several)
+        chosen = choose_part(part, several)
         if chosen is None:
             return {}, several
         best = {f: prefix for f, prefix in best.items() if prefix == chosen}
@@ -189,12 +189,12 @@ def _score(specs: Mapping[str, TensorSpec], renamed: Sequence[tuple[str, str]], 
     return fitting, fitting - len(renamed)
 
 
-def part_called(part: str, prefixes: Sequence[str]) -> str | None:
+def choose_part(part: str, prefixes: Sequence[str]) -> str | None:
     """The one of several prefixes that is of a part of a model, by the name of its class or component; else None.
 
-    >>> part_called("CLIPVisionModel", ["text_model.", "vision_model."])
+    >>> choose_part("CLIPVisionModel", ["text_model.", "vision_model."])
     'vision_model.'
-    >>> part_called("CLIPModel", ["text_model.", "vision_model."])
+    >>> choose_part("CLIPModel", ["text_model.", "vision_model."])
     """
     exact = [p for p in prefixes if p.rstrip(".") == part]
     words = {p: {w for w in re.split(r"[._]", p) if len(w) > 2} for p in prefixes}

@@ -98,13 +98,13 @@ def slots_per_expert(shape: Sequence[int], n_experts: int) -> int:
     return min(shape[-2:]) // n_experts
 
 
-def trimmed(parts: Sequence[ThinSVD]) -> list[ThinSVD]:
+def trim_parts(parts: Sequence[ThinSVD]) -> list[ThinSVD]:
     """The parts without the columns that are zero in all of them, beyond the largest rank; at least one column."""
     size = max(1, *(int((p.s_K > 0).sum(-1).max()) for p in parts))
     return [replace(p, u_OK=p.u_OK[..., :size], s_K=p.s_K[..., :size], v_IK=p.v_IK[..., :size]) for p in parts]
 
 
-def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
+def join_parts(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors, singular values and right vectors of all parts side by side: `O x J`, `J`, `I x J`."""
     u_OJ, s_J, v_IJ = (torch.cat(side, dim=-1) for side in zip(*((p.u_OK, p.s_K, p.v_IK) for p in parts), strict=True))
     return u_OJ, s_J, v_IJ

@@ -136,7 +136,7 @@ class Description:
     source: str = ""
 
 
-def described(doc: str) -> Description:
+def parse_description(doc: str) -> Description:
     """The parts of a method's docstring; its sections other than `Source:` and its examples are left out."""
     summary, *blocks = inspect.cleandoc(doc).split("\n\n")
     equation = source = ""
@@ -222,12 +222,12 @@ class MergeMethod:
     @cached_property
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
-        return declared_options(self.name, self.declared_by or self.merge)
+        return read_options(self.name, self.declared_by or self.merge)
 
     @cached_property
     def text(self) -> Description:
         """Description of the method, from its docstring."""
-        return described((self.declared_by or self.merge).__doc__ or "")
+        return parse_description((self.declared_by or self.merge).__doc__ or "")
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -298,7 +298,7 @@ class MergeMethod:
         Raises:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
-        return resolved_options(f"method '{self.name}'", self.options, chosen)
+        return overlay_options(f"method '{self.name}'", self.options, chosen)
 
 
 _FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost, "laws": frozenset} | {
@@ -310,7 +310,7 @@ _FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost,
 }
 
 
-def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
+def read_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
     """Options of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
     docs = _argument_docs(function.__doc__ or "")
     out: dict[str, Option] = {}
@@ -327,7 +327,7 @@ def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Optio
     return out
 
 
-def resolved_options(what: str, options: Mapping[str, Option], chosen: Mapping[str, Any]) -> dict[str, Any]:
+def overlay_options(what: str, options: Mapping[str, Option], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of `options` overlaid with `given`; `what` has them, such as "method 'ties'".
 
     Raises:

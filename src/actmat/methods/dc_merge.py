@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.singular import join, slots_per_expert, trimmed
+from actmat.linalg.singular import join_parts, slots_per_expert, trim_parts
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
@@ -65,10 +65,10 @@ def merge(
     return Merged(value.to(deltas[0].dtype), stats | {"k": slots})
 
 
-def smoothed(s_K: Tensor, smoothing: Smoothing, rho: float) -> Tensor:
+def smooth(s_K: Tensor, smoothing: Smoothing, rho: float) -> Tensor:
     """Singular values of the same sum, flatter; zeros at the end stay zero.
 
-    >>> smoothed(torch.tensor([8.0, 1.0, 0.0]), "linear", 5.0).tolist()
+    >>> smooth(torch.tensor([8.0, 1.0, 0.0]), "linear", 5.0).tolist()
     [7.5, 1.5, 0.0]
     """
     rank = int((s_K > 0).sum())
@@ -97,13 +97,13 @@ def _merge(
     if slots == 0:
         return OneMatrix(torch.zeros_like(deltas[0], dtype=torch.float64), {"entries_kept": 0})
     count = len(deltas)
-    parts = trimmed([thin_svd(delta, k=slots, rtol=rtol) for delta in deltas])
-    u_OJ, _, v_IJ = join(parts)
+    parts = trim_parts([thin_svd(delta, k=slots, rtol=rtol) for delta in deltas])
+    u_OJ, _, v_IJ = join_parts(parts)
     left, right = polar(u_OJ, accuracy=accuracy), polar(v_IJ, accuracy=accuracy)
     size = parts[0].s_K.shape[-1]  # fewer than the slots where no expert has so many directions
     blocks, entries_kept = [], 0
     for part in parts:
-        rows_JK = (left.factor_MN.mT @ part.u_OK) * smoothed(part.s_K, smoothing, rho)
+        rows_JK = (left.factor_MN.mT @ part.u_OK) * smooth(part.s_K, smoothing, rho)
         core_JJ = _top(rows_JK @ (right.factor_MN.mT @ part.v_IK).mT, entries, rtol)
         entries_kept += int(core_JJ.count_nonzero())
         blocks.append(core_JJ.view(count, size, count, size).diagonal(dim1=0, dim2=2).clone())

@@ -21,7 +21,15 @@ from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.singular import Polar, SpectrumMean, isotropic
 from actmat.linalg.svd import ThinSVD, thin_svd
-from actmat.methods.contract import Bounds, Description, Fraction, Option, declared_options, described, resolved_options
+from actmat.methods.contract import (
+    Bounds,
+    Description,
+    Fraction,
+    Option,
+    overlay_options,
+    parse_description,
+    read_options,
+)
 from actmat.methods.facets import Merged, MergedLowRank
 
 StepStats = dict[str, float | int | str]
@@ -43,16 +51,16 @@ class PostStep:
     @cached_property
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
-        return declared_options(self.name, self.apply)
+        return read_options(self.name, self.apply)
 
     @cached_property
     def text(self) -> Description:
         """Description of the step, from its docstring."""
-        return described(self.apply.__doc__ or "")
+        return parse_description(self.apply.__doc__ or "")
 
     def resolve_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with `given`; RecipeError with all problems."""
-        return resolved_options(f"post-processing '{self.name}'", self.options, chosen)
+        return overlay_options(f"post-processing '{self.name}'", self.options, chosen)
 
 
 Step = tuple[PostStep, Mapping[str, Any]]

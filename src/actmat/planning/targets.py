@@ -11,8 +11,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
-from actmat.layout.renamed import in_new_form
+from actmat.layout.in_memory import MULTIMODAL, choose_part, names_in_memory, replace_beginning
+from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
@@ -144,7 +144,7 @@ class _Match:
 
 def _match(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    there, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
+    there, new = rename_legacy(expert.specs), {old: name for name, old in rename_legacy(base.specs).items()}
     known = {n: expert.specs[s] for n, s in there.items()}
     renaming, ambiguous = _renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
     heads = tied_heads(expert.specs, base.specs, base.config)
@@ -210,7 +210,7 @@ class _Renaming:
     pairs: tuple[tuple[str, str], ...]
 
     def apply(self, name: str) -> str:
-        return begun_otherwise(name, self.pairs)
+        return replace_beginning(name, self.pairs)
 
     def describe(self) -> str:
         (old, new), *more = self.pairs
@@ -269,7 +269,7 @@ def _renaming(
     if len(found) > 1:
         several = {"".join(c.pairs[0]): c for c in reversed(found.values())}
         architecture = next(iter((config or {}).get("architectures") or ()), "")
-        part = part_called(str(architecture), list(several))
+        part = choose_part(str(architecture), list(several))
         return (several[part], ()) if part is not None else (None, tuple(several))
     return chosen[0], ()
 

@@ -170,10 +170,10 @@ WeightOrNone = Annotated[
 ]
 
 
-def shown_value(value: Value) -> str:
+def format_value(value: Value) -> str:
     """A value in a few words, for tables.
 
-    >>> shown_value(0.5), shown_value((0.0, 1.0))
+    >>> format_value(0.5), format_value((0.0, 1.0))
     ('0.5', '0 to 1 over depth')
     """
     if isinstance(value, tuple) and isinstance(value[0], Entry):

@@ -41,10 +41,10 @@ class ItemGroup:
     patterns: tuple[str, ...]
 
 
-def numberless(name: str) -> str:
+def mask_numbers(name: str) -> str:
     """A name with `*` for the numbers of its layers; kohya's names have underscores between their parts.
 
-    >>> numberless("h.3.fc"), numberless("lora_unet_down_blocks_1_attentions_0_proj_in")
+    >>> mask_numbers("h.3.fc"), mask_numbers("lora_unet_down_blocks_1_attentions_0_proj_in")
     ('h.*.fc', 'lora_unet_down_blocks_*_attentions_*_proj_in')
     """
     pattern = _KOHYA_NUMBER if name.startswith(("lora_", "lycoris_")) else _NUMBER
@@ -60,11 +60,11 @@ def item_groups(items: Iterable[Item], kept_modules: Mapping[str, str]) -> list[
     groups: dict[tuple[str, str], Counter[str]] = {}
     for item in items:
         sizes = "x".join(map(str, item.shape))
-        pattern = f"{numberless(item.name)}  {sizes}".rstrip()
+        pattern = f"{mask_numbers(item.name)}  {sizes}".rstrip()
         groups.setdefault((item.action, item.reason), Counter())[pattern] += 1
     for name, pattern in kept_modules.items():
         key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
-        groups.setdefault(key, Counter())[numberless(name)] += 1
+        groups.setdefault(key, Counter())[mask_numbers(name)] += 1
     return [
         ItemGroup(action, reason, patterns.total(), tuple(p for p, _ in patterns.most_common()))
         for (action, reason), patterns in groups.items()

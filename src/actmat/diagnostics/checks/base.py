@@ -85,7 +85,7 @@ class Check:
         )
 
 
-def found(message: str, tensors: Iterable[str] = ()) -> Outcome:
+def finding(message: str, tensors: Iterable[str] = ()) -> Outcome:
     """Outcome "found"; `tensors` are listed once each, in their order."""
     return Outcome("found", message, tuple(dict.fromkeys(tensors)))
 
@@ -102,7 +102,7 @@ def not_applicable(message: str) -> Outcome:
 
 def check_of_every_merge(code: str, title: str, severity: Severity, otherwise: str) -> Check:
     """A check that every merge makes, see `diagnostics.identity`; `otherwise`: the words of a clear one."""
-    return Check(code, title, severity, lambda f: found(f.identity[code]) if code in f.identity else clear(otherwise))
+    return Check(code, title, severity, lambda f: finding(f.identity[code]) if code in f.identity else clear(otherwise))
 
 
 def percent(part: float) -> str:

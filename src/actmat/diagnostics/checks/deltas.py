@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-from actmat.diagnostics.checks.base import Check, Facts, Outcome, check_of_every_merge, clear, found, not_applicable
+from actmat.diagnostics.checks.base import Check, Facts, Outcome, check_of_every_merge, clear, finding, not_applicable
 
 MOST = 0.5
 """Least share of an expert's tensors at which the expert is reported."""
@@ -30,7 +30,7 @@ def _below_rounding(facts: Facts) -> Outcome:
             said.append(f"'{label}' in {len(below)} of {len(changed)} matrices (median {middle:.2g} half ulps)")
             names += below
     if said:
-        return found(
+        return finding(
             f"Deltas are smaller than half a unit in the last place of the stored weights: {'; '.join(said)}. The "
             "deltas there are mostly rounding. Merge experts saved in float32, or adapters before they are merged in",
             names,
@@ -51,7 +51,7 @@ def _resaved(facts: Facts) -> Outcome:
             said.append(f"'{label}'")
             names += same
     if said:
-        return found(
+        return finding(
             f"{', '.join(said)}: the first entries of every tensor equal the base rounded to another dtype. It is "
             "the base saved again, and its delta is only rounding error; leave the expert out, or find the trained one",
             names,
@@ -71,7 +71,7 @@ def _quantized(facts: Facts) -> Outcome:
             said.append(f"'{label}' in {len(hits)} of {len(samples)} tensors")
             names += hits
     if said:
-        return found(
+        return finding(
             f"{'; '.join(said)}: weights take as few values as a 4- or 8-bit format has: they were quantized and "
             "dequantized, and the delta contains that error. Merge the expert from before its quantization",
             names,
@@ -118,7 +118,7 @@ def _foreign(facts: Facts) -> Outcome:
         names = "; ".join(f"'{label}' by {size:.2g} of its norm (median)" for label, size in far)
         first = facts.labels.index(far[0][0])
         tensors = [m.name for m in facts.measures if m.relative_norms and m.relative_norms[first] > FOREIGN]
-        return found(
+        return finding(
             f"The weights differ from the base as much as unrelated weights do: {names}. These experts do not come "
             "from this base (another size, version or initialization); merging them gives noise",
             tensors,
@@ -141,7 +141,7 @@ def _shared_direction(facts: Facts) -> Outcome:
         if mean > PARALLEL:
             near.append(f"'{facts.labels[s]}' and '{facts.labels[t]}' ({mean:.2f})")
     if near:
-        return found(
+        return finding(
             f"Deltas point the same way, mean cosine over {PARALLEL}: {'; '.join(near)}. The experts share a training "
             "stage that the base lacks; with the checkpoint after that stage as the base, their differences would count"
         )

@@ -11,7 +11,7 @@ from actmat.diagnostics.checks.base import (
     Outcome,
     check_of_every_merge,
     clear,
-    found,
+    finding,
     not_applicable,
     percent,
 )
@@ -35,7 +35,7 @@ def _cut_away(facts: Facts) -> Outcome:
             said.append(f"'{label}' {percent(share)}")
             names += [m.name for m, shares in rows if shares[t] < 1 - LOST]
     if said:
-        return found(
+        return finding(
             f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "
             "smaller than the others: normalize, lower rtol, or use actmat_ridge",
             names,
@@ -75,7 +75,7 @@ def _plain_sum(facts: Facts) -> Outcome:
     hits = [m for m in able if m.merged_norm >= ABOUT_SUM * m.sum_norm]
     if 2 * len(hits) >= len(able):
         merged, total, mean = _sizes(hits)
-        return found(
+        return finding(
             f"In {len(hits)} of {len(facts.measures)} matrices the experts are low-rank with nearly orthogonal row "
             f"spaces. An interference method has nothing to weigh there and gives about the plain sum: the merged norm "
             f"is {merged / total:.3g} of the sum's, {merged / mean:.3g} of the mean expert's. Such merges of adapters "
@@ -104,7 +104,7 @@ def _far_out(facts: Facts) -> Outcome:
         return not_applicable("the merge is made for the experts' inputs: answers kept on them judge it, not its size")
     words = f"{merged / mean:.3g} times the mean expert's norm, {merged / total:.3g} times the sum's" if total else ""
     if merged > FAR * mean:
-        return found(
+        return finding(
             f"The merged delta has {words}: the model is moved farther than any expert was. Compare, on inputs of the "
             "tasks ('actmat tune', no labels needed), with a lower scale, or with a cap (postprocess: norm_cap: "
             "average)",
@@ -135,7 +135,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
     if burst:
         said.append(f"above {EXPLODED:g} times that of the largest expert in {len(burst)} of {len(facts.measures)}")
     if said:
-        return found(
+        return finding(
             f"The merged delta is {' and '.join(said)} matrices. Look at the rank and the cut-off there, and at the "
             "scale; solver=stacked or --set compute_dtype=float64 tell whether rounding is to blame",
             gone + burst,
@@ -178,7 +178,7 @@ def _truncated(facts: Facts) -> Outcome:
         return not_applicable("no merged delta is written as factors")
     norm, lost = (math.hypot(*(r.stats[key] for r in rows)) for key in ("norm", "error_norm"))
     if (warning := truncation_warning(lost / norm)) is not None:
-        return found(
+        return finding(
             f"{warning[1][0].upper()}{warning[1][1:]}",
             [r.name for r in rows if r.stats["error_norm"] > TRUNCATED * r.stats["norm"]],
         )
@@ -227,7 +227,7 @@ def _tables_move(facts: Facts) -> Outcome:
                 said.append(f"'{label}' changes {row.name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
                 names.append(row.name)
     if said:
-        return found(
+        return finding(
             f"Tables move more than the layers: {'; '.join(said[:3])}. New or re-initialized tokens do "
             "that, and the mean over experts dilutes them. Keep the base's table (--keep), or write a rule for it",
             names,
@@ -246,7 +246,7 @@ def _untied_twins(facts: Facts) -> Outcome:
         return not_applicable("no two large tensors hold the same bytes in every checkpoint")
     if apart:
         pairs = "; ".join(f"{a} and {b}" for a, b in apart[:3])
-        return found(
+        return finding(
             f"These hold the same bytes in the base and in every expert, but are merged in different ways and will "
             f"differ afterwards: {pairs}. If the model ties them, config.json should say so (tie_word_embeddings); "
             "else merge both by one method",

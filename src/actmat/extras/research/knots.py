@@ -22,7 +22,7 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.singular import SpectrumMean, isotropic, join, orthogonalized_sum, slots_per_expert
+from actmat.linalg.singular import SpectrumMean, isotropic, join_parts, orthogonalized_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost, products
@@ -67,7 +67,7 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
 
     Args:
         survey: each expert's threshold over the whole model; without it, these deltas are the model.
-        rule: `ties`, mean of the trimmed coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
+        rule: `ties`, mean of the trim_parts coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
             randomly dropped and rescaled coordinates; `tsv`, TSV-M; `iso_c`, Iso-C (mean over `min(O, I)` values).
         order: the coordinates carry the singular values (`official`) or do not (`actmat`).
         density: fraction of coordinates that `ties` (default 0.2) or `dare` (default 0.1) keeps.
@@ -190,7 +190,7 @@ def _by_spectrum(
     if rule == "tsv":
         slots = slots_per_expert((directions, directions), len(parts_RI))
         triplets = [thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]
-        left, right, retries = orthogonalized_sum(*join(triplets), accuracy=accuracy)
+        left, right, retries = orthogonalized_sum(*join_parts(triplets), accuracy=accuracy)
         retries += tuple(name for part in triplets for name in part.retries)
         return left @ right, retries, tuple(part.way for part in triplets)
     total_RI = torch.stack(list(parts_RI)).sum(0)

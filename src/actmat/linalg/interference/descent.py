@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.solver import batch_items, checked_deltas, checked_weight
+from actmat.linalg.interference.solver import batch_items, check_deltas, check_weight
 from actmat.linalg.interference.spectral_solve import Stats
 from actmat.linalg.scaling import exponent_of, scaled
 
@@ -58,7 +58,7 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
         ValueError, NumericalError: as `interference.solver.prepare`.
     """
     out: Descent | None = None
-    for delta, share, squared_norms in checked_deltas(deltas, weights):
+    for delta, share, squared_norms in check_deltas(deltas, weights):
         items = batch_items(delta)
         if out is None:
             width = delta.shape[-1]
@@ -70,7 +70,7 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
             sum_OI, gram_II, residual_OI = out.sum_BOI[item], out.gram_BII[item], out.residual_BOI[item]
             exponent = exponent_of(math.sqrt(squared_norms[item]))  # its square would leave float32's range
             unit_OI, weight = scaled(delta_OI, -exponent), share / (squared_norms[item] * 4.0**-exponent)
-            term_II = (unit_OI.mT @ unit_OI).mul_(checked_weight(weight, delta_OI.dtype))
+            term_II = (unit_OI.mT @ unit_OI).mul_(check_weight(weight, delta_OI.dtype))
             residual_OI.addmm_(sum_OI, term_II).addmm_(delta_OI, gram_II, alpha=share)
             if share != 1.0:
                 residual_OI.addmm_(delta_OI, term_II, alpha=share - 1.0)
