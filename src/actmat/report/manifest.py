@@ -8,7 +8,6 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,10 @@ from actmat.report.totals import relative_error
 from actmat.system import replace_file
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Hashes as `hashing.hash_names` gives them.
-
-    Args:
-        output: over the tensors of the merged model.
-        base, experts: over the tensors that were read.
-    """
-
-    output: str
-    base: str
-    experts: tuple[str, ...]
-
-
-def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
+def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
     """Hashes over the tensors of a model, and over those that were read from its base and from each expert.
+
+    They are those of `hashing.hash_names`.
 
     A record is read from the disk once for all that list it at the same place: names that differ in a prefix have the
     same order.
@@ -67,7 +54,7 @@ def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
             record = records[items[n].tied_to or items[n].name]
             for t in listed:
                 experts[t].add(_name_in(items[n], t) or "", record.expert_hashes[t])
-    return Contents(output.hexdigest(), base.hexdigest(), tuple(e.hexdigest() for e in experts))
+    return output.hexdigest(), base.hexdigest(), tuple(e.hexdigest() for e in experts)
 
 
 def _name_in(item: Item, t: int) -> str | None:
@@ -105,17 +92,17 @@ def build_manifest(
         files: copied from the inputs.
     """
     is_adapter = plan.output == "adapter"
-    contents = None if is_adapter else model_contents(plan, records)
-    read = [None] * len(experts) if contents is None else contents.experts
-    rows = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
-    tensors = _written_tensors(plan, records) if is_adapter else rows
-    output: dict[str, Any] = {
-        "content": contents.output if contents else hash_names((t["name"], t["hash"]) for t in tensors),
-        "files": {s.file: s.size for s in plan.shards},
-    }
-    copied = {"copied_files": list(files), "left_out": dict(plan.left_out)}
-    cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
-    output |= {"relative_error": relative_error(cut)} if is_adapter else copied
+    of_base: str | None
+    of_experts: Sequence[str | None]
+    if is_adapter:
+        tensors = _written_tensors(plan, records)
+        cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
+        made: dict[str, Any] = {"relative_error": relative_error(cut)}
+        content, of_base, of_experts = hash_names((t["name"], t["hash"]) for t in tensors), None, [None] * len(experts)
+    else:
+        tensors = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
+        made = {"copied_files": list(files), "left_out": dict(plan.left_out)}
+        content, of_base, of_experts = model_contents(plan, records)
     modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
     return {
         "actmat_manifest": FORMAT,
@@ -125,10 +112,10 @@ def build_manifest(
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
-        "base": _base(plan, records, None if contents is None else contents.base, out),
-        "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
+        "base": _base(plan, records, of_base, out),
+        "experts": [_expert(plan, t, c, _hashes(plan, records, experts, t), out) for t, c in enumerate(of_experts)],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
-        "output": output,
+        "output": {"content": content, "files": {s.file: s.size for s in plan.shards}, **made},
         "notes": [dataclasses.asdict(note) for note in plan.notes],
         **({"kept": dict(plan.kept), "modules": modules} if is_adapter else {}),
         "tensors": tensors,
