@@ -24,9 +24,9 @@ _KOHYA_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 """A layer's or an expert's number in a name."""
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
+def plural(count: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {noun if count == 1 else noun + 's'}"
 
 
 @dataclass(frozen=True, slots=True)

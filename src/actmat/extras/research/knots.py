@@ -67,7 +67,7 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
 
     Args:
         survey: each expert's threshold over the whole model; without it, these deltas are the model.
-        rule: `ties`, mean of the trim_parts coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
+        rule: `ties`, mean of the trimmed coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
             randomly dropped and rescaled coordinates; `tsv`, TSV-M; `iso_c`, Iso-C (mean over `min(O, I)` values).
         order: the coordinates carry the singular values (`official`) or do not (`actmat`).
         density: fraction of coordinates that `ties` (default 0.2) or `dare` (default 0.1) keeps.
