@@ -316,7 +316,7 @@ class Recipe(Strict):
 
 
 def add_statistics(
-    experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str], field: str = "statistics"
+    experts: Sequence[Mapping[str, Any]], places: Mapping[str, Any] | Sequence[str], field: str = "statistics"
 ) -> list[dict[str, Any]]:
     """Add statistics, or another field, to experts, by their names, or one for each in their order; plain data.
 
@@ -327,15 +327,15 @@ def add_statistics(
         RecipeError: a name that no expert has, or another number than there are experts.
     """
     labels = [ExpertRef.model_validate(e).label for e in experts]
-    if not isinstance(given, Mapping):
-        if len(given) != len(labels):
-            raise RecipeError(f"{len(labels)} experts, but {len(given)} {field}: give one each, or by name.")
-        given = dict(zip(labels, given, strict=True))
-    if unknown := [n for n in given if n not in labels]:
+    if not isinstance(places, Mapping):
+        if len(places) != len(labels):
+            raise RecipeError(f"{len(labels)} experts, but {len(places)} {field}: give one each, or by name.")
+        places = dict(zip(labels, places, strict=True))
+    if unknown := [n for n in places if n not in labels]:
         hint = did_you_mean(unknown[0], labels)
         raise RecipeError(f"{field.capitalize()} are given for '{unknown[0]}', but no expert has this name.{hint} "
                           f"Experts: {', '.join(labels)}")  # fmt: skip
-    return [{**e, field: str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
+    return [{**e, field: str(places[n])} if n in places else dict(e) for e, n in zip(experts, labels, strict=True)]
 
 
 def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:

@@ -23,7 +23,7 @@ from actmat.extras.research.sce import Where
 from actmat.linalg import chunks
 from actmat.linalg.masks import threshold
 from actmat.linalg.masks.mask import (
-    Keep,
+    KEEP_ALL,
     Mask,
     Trim,
     l1_factors,
@@ -96,7 +96,7 @@ def test_where_masks_by_the_score_of_another_tensor() -> None:
 
 def test_keep_copies() -> None:
     flat = torch.randn(5, generator=seeded(0))
-    assert torch.equal(apply(Keep(), flat), flat)
+    assert torch.equal(apply(KEEP_ALL, flat), flat)
 
 
 def test_drop_keeps_a_binomial_number_of_entries() -> None:
@@ -175,7 +175,7 @@ def test_l1_factor_restores_the_norm() -> None:
     flat = torch.randn(1000, generator=seeded(1))
     (factor,) = l1_factors([flat], [Drop(0.3, 2)])
     assert float((factor * apply(Drop(0.3, 2), flat)).abs().sum()) == pytest.approx(float(flat.abs().sum()), rel=1e-6)
-    assert l1_factors([torch.zeros(4)], [Keep()]) == [1.0]
+    assert l1_factors([torch.zeros(4)], [KEEP_ALL]) == [1.0]
 
 
 def test_ranks_are_by_row_with_ties_in_storage_order() -> None:

@@ -189,11 +189,11 @@ def _record(reduced: Reduced, spectrum: Spectrum) -> Stats:
 
 
 def _applied(spectrum: Spectrum, gain_K: Tensor, size: int, rows: int) -> Apply:
-    known, kept = spectrum.values_N.numel(), gain_K.numel()
+    count, rank = spectrum.values_N.numel(), gain_K.numel()
     if spectrum.vectors_NN is None:  # the problem was solved in the eigenvectors of its Gram matrix
-        gain_N = torch.cat([gain_K.new_zeros(size - kept), gain_K])
+        gain_N = torch.cat([gain_K.new_zeros(size - rank), gain_K])
         return lambda left_XN: left_XN * gain_N
-    return _by_eigenpairs(spectrum.vectors_NN[:, known - kept :], gain_K, rows)
+    return _by_eigenpairs(spectrum.vectors_NN[:, count - rank :], gain_K, rows)
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, int]:

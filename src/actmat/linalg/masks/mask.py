@@ -25,15 +25,6 @@ class Mask(Protocol):
         """Write the masked chunk, which begins at entry `start` of the delta, to `out_P`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Keeps every entry."""
-
-    def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
-        """See `Mask`."""
-        out_P.copy_(chunk_P)
-
-
 @dataclass(slots=True)
 class Trim:
     """Keeps entries with `|x| >= cut`; of those equal to `cut`, only the first `quota` in storage order, if given.
@@ -70,6 +61,10 @@ class Trim:
             late, self._left = int(true_indices(equal_P.bool())[self._left]), 0
         late_L = out_P[late:]
         late_L.addcmul_(late_L, equal_P[late:], value=-1)  # x - x takes a fifteenth of the time of `masked_fill_`
+
+
+KEEP_ALL = Trim(0.0, -1.0)
+"""Mask that keeps every entry."""
 
 
 def top_trims(deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]], *, exact: bool) -> list[list[tuple[Trim, Cut]]]:
