@@ -283,7 +283,7 @@ def test_texts_and_levels() -> None:
     assert [diverging(v) for v in (0.0, 0.1, -0.1, -1, 0.4)] == ["p0", "p1", "m1", "m4", "p3"]
     assert [listed(["a"]), listed(["a", "b", "c"])] == ["a", "a, b and c"]
     assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h and 2 more"
-    assert (plural(1, "tensor"), plural(1200, "tensor")) == ("1 tensor", "1,200 tensors")
+    assert (plural(1, "matrix", "matrices"), plural(1200, "matrix", "matrices")) == ("1 matrix", "1,200 matrices")
     assert dotted("layers.0.self_attn/q") == "layers.0.<wbr>self_attn/<wbr>q"
     assert dotted("a.vector_to_single_lstm") == "a.<wbr>vector_<wbr>to_<wbr>single_<wbr>lstm"
     assert dotted("<b>") == "&lt;b&gt;"

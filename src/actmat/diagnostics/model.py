@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
 from actmat.foreign import html_table, terminal
+from actmat.system import replace_file
 
 FORMAT: Literal[1] = 1
 """Version of the layout."""
@@ -316,17 +317,17 @@ def write_diagnosis(diagnosis: Diagnosis, path: str | Path) -> Path:
         OSError: writing failed.
     """
     text = json.dumps(diagnosis.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return write_whole(_report_file(path), f"{text}\n".encode())
+    return write_whole(_report_file(path), [f"{text}\n".encode()])
 
 
-def write_whole(file: Path, data: bytes) -> Path:
+def write_whole(file: Path, pieces: Iterable[bytes]) -> Path:
     """Write a file, and its folder if need be; readers see the old file or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
     unfinished.unlink(missing_ok=True)  # whatever an earlier run left: a link would be written through
     with unfinished.open("xb") as out:
-        out.write(data)
-    unfinished.replace(file)
+        out.writelines(pieces)
+    replace_file(unfinished, file)
     return file
 
 

@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
+from actmat.diagnostics.model import write_whole
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
@@ -22,7 +24,6 @@ from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.report.totals import relative_error
-from actmat.system import replace_file
 
 
 def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
@@ -280,12 +281,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = 
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:
         manifest["timing"]["reports"] = reports
     manifest["content"] = manifest_content(manifest)
-    unfinished = directory / f".{MANIFEST_NAME}.part"  # the name is given to a whole manifest only
-    unfinished.unlink(missing_ok=True)
-    with unfinished.open("x", encoding="utf-8", newline="\n") as file:
-        file.writelines(indented_json(manifest))
-        file.write("\n")
-    replace_file(unfinished, directory / MANIFEST_NAME)
+    write_whole(directory / MANIFEST_NAME, (text.encode() for text in chain(indented_json(manifest), "\n")))
 
 
 def manifest_content(manifest: Mapping[str, Any]) -> str:

@@ -24,9 +24,9 @@ _KOHYA_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 """A layer's or an expert's number in a name."""
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{count:,} {noun if count == 1 else noun + 's'}"
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """`1 tensor`, `2 tensors`; templates give another form for several, `2 matrices`."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
 
 @dataclass(frozen=True, slots=True)
