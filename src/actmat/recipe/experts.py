@@ -48,6 +48,8 @@ def _last(path: Path) -> str:
 class ExpertRef(Strict):
     """One expert: its location, name, weight and options."""
 
+    TEXT = "path"
+
     path: str = Field(
         description="directory, file, hub id org/name[@revision], URL, model+adapter, or a stack of layers such as "
         "'a[0:16] + b[8:24]'"
@@ -83,11 +85,6 @@ class ExpertRef(Strict):
         description="how an adapter stores stacked experts, where its files do not tell: axes `e_i_o` or `e_o_i`, "
         "columns of B `rank_major` or `grouped_by_expert`; see docs/adapters.md",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_of_each(self) -> ExpertRef:

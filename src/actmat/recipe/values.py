@@ -10,7 +10,7 @@ A value is one of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -50,9 +50,15 @@ Factor = Annotated[float, AfterValidator(_held_by_float32)]
 
 
 class Strict(BaseModel):
-    """A frozen part of a recipe: an unknown field is an error."""
+    """A frozen part of a recipe: an unknown field is an error, and a text stands for the field `TEXT`, if any."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    TEXT: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {cls.TEXT: value} if cls.TEXT and isinstance(value, str) else value
 
 
 class Gradient(Strict):
