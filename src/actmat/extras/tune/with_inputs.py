@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from actmat.settings import RunSettings
 
 def merge_with_inputs(
     recipes: Sequence[Recipe],
-    data: Mapping[str, str],
-    check: Mapping[str, str],
+    data: Any,
+    check: Any,
     settings: InputSettings,
     run: RunSettings,
     progress: TuneProgress,
@@ -50,7 +50,7 @@ def merge_with_inputs(
 
     Args:
         recipes: of one run, see `run_recipes`.
-        data: expert -> inputs of its task: a data set, or one text.
+        data: expert -> inputs of its task: a data set, one text, a list, or `SELF`; or `SELF` for all.
         check: expert -> inputs that are only compared on, in place of those held back.
         settings: of the models.
         run: of the merges.
@@ -77,6 +77,7 @@ def merge_with_inputs(
     measuring = InputMeasuring(asking, kinds, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
+        given_data, checked = (asking.with_written(recipes[0], sources) for sources in (given_data, checked))
         experts = [measuring.expert(e, given_data.get(e.label), checked.get(e.label)) for e in recipes[0].experts]
         notes = tuple(dict.fromkeys(asking.notes))
         if kinds and removed:
@@ -94,9 +95,7 @@ def merge_with_inputs(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def plan_inputs(
-    recipe: Recipe, data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
-) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -190,7 +189,7 @@ class InputMeasuring:
             self.measured.append(few)
         asked = source.part(held=True) if holds else source
         what = "of --check" if check is not None else "held back" if holds else "the same" if measures else "given"
-        kind = "prompt" if source.options.texts else "inputs"
+        kind = "prompt" if source.options.rows else "inputs"
         asking.notes.append(f"{kind} of '{label}': {few} measured; answers compared on {len(asked.rows)} ({what})")
         try:
             asking.ask(label, loaded, asked, measured=measures and not holds and check is None)
