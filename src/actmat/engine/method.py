@@ -85,7 +85,7 @@ def _merge_factors(task: Task, deltas: RegionDeltas, region: Region, k: int, fac
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = _needs_of(task, deltas, region, k, label)
     if call.space != "full":
-        merged = MERGE_IN[call.space](method, factors, needs, call.options, call.steps)
+        merged = MERGE_IN[call.space](method, factors, {**needs, **call.options}, call.steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, factors, label)
     assert method.lowrank is not None, "the plan chose the factored form"

@@ -148,9 +148,9 @@ def padded(delta: LowRank, rank: int) -> Truncated:
     """
     norms_2R = torch.stack([torch.linalg.vector_norm(delta.a_RI, dim=-1), torch.linalg.vector_norm(delta.b_OR, dim=-2)])
     exponents_R = torch.frexp(norms_2R).exponent.diff(dim=0).squeeze(0).div(-2, rounding_mode="trunc")
-    one, zeros = torch.ones_like(norms_2R[0]), rank - delta.rank
-    b_OR = torch.nn.functional.pad(delta.b_OR * one.ldexp(exponents_R).unsqueeze(-2), (0, zeros))
-    a_RI = torch.nn.functional.pad(delta.a_RI * one.ldexp(-exponents_R).unsqueeze(-1), (0, 0, 0, zeros))
+    ones_R, zeros = torch.ones_like(norms_2R[0]), rank - delta.rank
+    b_OR = torch.nn.functional.pad(delta.b_OR * ones_R.ldexp(exponents_R).unsqueeze(-2), (0, zeros))
+    a_RI = torch.nn.functional.pad(delta.a_RI * ones_R.ldexp(-exponents_R).unsqueeze(-1), (0, 0, 0, zeros))
     norm = float(inner_products([delta]).clamp_min(0).sqrt())
     return Truncated(LowRank(b_OR, a_RI), norm, 0.0)
 
