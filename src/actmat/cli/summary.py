@@ -157,7 +157,9 @@ def print_answers(report: MergeReport) -> None:
     if report.answers:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
-        of_images = report.plan.stems or are_image_files(i.location for i in report.plan.inputs)
+        of_images = (report.plan.stems and "" not in report.plan.stems) or are_image_files(
+            i.location for i in report.plan.inputs
+        )
         how = (
             "compare its images with the experts'"
             if of_images
@@ -175,6 +177,8 @@ def print_kept(rows: Sequence[AgreementRow]) -> None:
         console.print(f"  {unended} answers did not end in time: their first {UNENDED} tokens are compared")
     if any(row.measured for row in rows):
         console.print("  *: measured on these very inputs")
+    if any(row.is_self_written for row in rows):
+        console.print("  +: prompts that the expert wrote itself (--data self), not a user's")
 
 
 def answers_table(rows: Sequence[AgreementRow]) -> Table:
@@ -185,7 +189,7 @@ def answers_table(rows: Sequence[AgreementRow]) -> Table:
         wide = "-" if row.low is None or row.high is None else f"{row.low:.0%} to {row.high:.0%}"
         cells = [kept_words(merge, row.inputs) for merge in (row, row.without, row.average)]
         expert = "-" if row.expert_accuracy is None else f"({row.expert_accuracy:.1%})"
-        count = f"{row.inputs}{'*' * row.measured}"
+        count = f"{row.inputs}{'*' * row.measured}{'+' * row.is_self_written}"
         table.add_row(escape(row.expert), cells[0], wide, *cells[1:], count, *[expert] * graded)
     return table
 

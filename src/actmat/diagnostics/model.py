@@ -134,6 +134,10 @@ class MatrixRow(_Strict):
         return max(self.residual, default=0.0)
 
 
+WRITTEN = "self ("
+"""Beginning of the name of data that an expert wrote itself; their number, seed and hash follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class RivalAnswers(_Strict):
     """Answers that another merge of the same experts kept on the same inputs, and its accuracy where labels are known.
@@ -173,6 +177,11 @@ class AgreementRow(_Strict):
     average: RivalAnswers | None = None
     accuracy: Number | None = None
     expert_accuracy: Number | None = None
+
+    @property
+    def is_self_written(self) -> bool:
+        """True for prompts that the expert wrote itself, which may be easier than a user's."""
+        return self.data.startswith(WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ from actmat.settings import RunSettings
 
 def merge_with_inputs(
     recipes: Sequence[Recipe],
-    data: Mapping[str, str],
-    check: Mapping[str, str],
+    data: Any,
+    check: Any,
     settings: InputSettings,
     run: RunSettings,
     progress: TuneProgress,
@@ -63,7 +63,7 @@ def merge_with_inputs(
 
     Args:
         recipes: of one run, see `run_recipes`; `auto` takes `regmean`.
-        data: expert -> inputs of its task: a data set, or one text.
+        data: expert -> inputs of its task: a data set, one text, a list, or `SELF`; or `SELF` for all.
         check: expert -> inputs that are only compared on, in place of the others.
         settings: of the models.
         run: of the merges.
@@ -84,8 +84,9 @@ def merge_with_inputs(
     measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
     removed = not (settings.keep_statistics or folder.exists())
     try:
+        data, checked = (asking.with_written(recipes[0], rows) for rows in (sources.data, sources.check))
         for expert in recipes[0].experts:
-            measuring.add(expert, sources.data.get(expert.label), sources.check.get(expert.label))
+            measuring.add(expert, data.get(expert.label), checked.get(expert.label))
         notes = tuple(dict.fromkeys(asking.notes))
         if sources.kinds and removed:
             notes += (
@@ -132,7 +133,7 @@ class MergeSources:
 
 
 def read_inputs(
-    recipes: Sequence[Recipe], data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
+    recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings
 ) -> MergeSources:
     """Read the inputs; raises the errors of `read_sources`."""
     with locate_inputs(recipes[0]) as given, contextlib.ExitStack() as stack:
@@ -203,9 +204,7 @@ def _model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
     return sum(s.numel * torch_dtype(dtype).itemsize for s in specs.values() if s.is_floating)
 
 
-def plan_inputs(
-    recipe: Recipe, data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
-) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -318,7 +317,7 @@ class InputMeasuring:
             what = "held back"
         elif folds and check is None:
             what = "the same"
-        kind = "prompt" if source.options.texts else "inputs"
+        kind = "prompt" if source.options.rows else "inputs"
         asking.notes.append(
             f"{kind} of '{label}': {len(known)} measured; answers compared on {len(source.rows)} ({what})"
         )
