@@ -251,8 +251,8 @@ def load_tensors(
         if architecture is None or "model_type" not in config:
             raise StatisticsError(_unnamed(location))
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        given = extra("transformers").AutoConfig.from_pretrained(folder)
-    model = _load(location, architecture, dtype, config=given, state_dict=dict(tensors))
+        parsed = extra("transformers").AutoConfig.from_pretrained(folder)
+    model = _load(location, architecture, dtype, config=parsed, state_dict=dict(tensors))
     return Loaded(model.to(device).eval(), location, None, files)
 
 
