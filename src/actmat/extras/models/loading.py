@@ -71,7 +71,8 @@ def from_files(kind: Literal["AutoTokenizer", "AutoImageProcessor"], loaded: Loa
         if kind not in loaded.read:
             transformers = extra("transformers")
             with _silent(transformers):
-                loaded.read[kind] = getattr(transformers, kind).from_pretrained(loaded.files, **options)
+                path, which = local_files(loaded.files)
+                loaded.read[kind] = getattr(transformers, kind).from_pretrained(path, **which, **options)
         return loaded.read[kind]
     except (OSError, ValueError, ImportError) as error:
         what = "tokenizer" if kind == "AutoTokenizer" else "image processor"
@@ -250,8 +251,8 @@ def load_tensors(
         if architecture is None or "model_type" not in config:
             raise StatisticsError(_unnamed(location))
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        given = extra("transformers").AutoConfig.from_pretrained(folder)
-    model = _load(location, architecture, dtype, config=given, state_dict=dict(tensors))
+        parsed = extra("transformers").AutoConfig.from_pretrained(folder)
+    model = _load(location, architecture, dtype, config=parsed, state_dict=dict(tensors))
     return Loaded(model.to(device).eval(), location, None, files)
 
 
@@ -259,7 +260,7 @@ def _unnamed(location: str) -> str:
     """Error of a checkpoint that cannot be run."""
     return (
         f"{location} cannot be run: no config.json names its architecture (image models are merged, but not run). Fix: "
-        "name the class, such as --model-class AutoModelForCausalLM (of merge: --set model_class=...)"
+        "name the class, such as --set model_class=AutoModelForCausalLM"
     )
 
 
@@ -281,7 +282,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     except (OSError, ValueError) as error:
         raise StatisticsError(
             f"{location}: transformers {transformers.__version__} cannot load it as {model_class}: {in_brief(error)}. "
-            "Fix: pass another class (--model-class), or install a version of transformers that supports the model"
+            "Fix: pass another class (--set model_class=...), or install a version of transformers that knows the model"
         ) from error
     missing = sorted(found.get("missing_keys") or ())
     if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
@@ -290,7 +291,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
         raise StatisticsError(
             f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({first_of(missing)}); "
             "they would be random, and so would all results that depend on them. Fix: pass the class that it was saved "
-            "from (--model-class)."
+            "from (--set model_class=...)."
         )
     return model
 
@@ -317,9 +318,9 @@ def _silent(transformers: Any) -> Iterator[None]:
 
 
 def local_files(location: str) -> tuple[str, dict[str, str]]:
-    """Arguments of `from_pretrained`: path or id, and revision."""
+    """Arguments of `from_pretrained`: path or id, and revision; of a GGUF, which it decodes, folder and file."""
     if (path := local_path(location)).exists():
-        return str(path), {}
+        return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
     match = HUB_ID.fullmatch(location)
     if match is None:
         return location, {}

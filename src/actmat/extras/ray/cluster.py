@@ -38,7 +38,7 @@ def check_address(address: str) -> None:
         raise RecipeError(
             f"The executor 'ray' takes the address HOST:PORT of a cluster, 'auto' or 'local'; found '{address}'. The "
             "driver must share the storage of the workers: run the command on a node of the cluster, for example "
-            "with 'ray job submit -- actmat merge ... --executor ray=auto'."
+            "with 'ray job submit -- actmat merge ... --set executor=ray=auto'."
         )
 
 
@@ -110,12 +110,12 @@ def cluster_nodes() -> dict[str, Node]:
     """Node id -> node, for all live nodes."""
     import ray
 
-    found = {}
+    nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
             has = node["Resources"]
-            found[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("memory", 0)))
-    return found
+            nodes[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("memory", 0)))
+    return nodes
 
 
 def driver_node() -> str:
