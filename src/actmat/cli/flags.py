@@ -36,7 +36,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         *("data", "check", "weight", "overwrite", "diagnose"),
     ),
     "What is merged": (
-        *("keep", "space", "post", "statistics", "vocabulary", "average", "set"),
+        *("keep", "drop", "space", "post", "statistics", "vocabulary", "average", "set"),
     ),
     "What is written": ("dtype", "to", "rank"),
     "Where it runs": (

@@ -45,12 +45,11 @@ from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
 from actmat.planning.notes import adapter_notes, all_notes, method_notes, negative_means, storage_notes
 from actmat.planning.post import in_space
-from actmat.planning.problems import base_problems, check, factor_output_problems, input_problems
+from actmat.planning.problems import base_problems, check, factor_output_problems, idle_problems, input_problems
 from actmat.planning.regions import cut
 from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
 from actmat.planning.storage import (
-    absent_parts,
     files_left_out,
     left_out_note,
     named_base_notes,
@@ -157,7 +156,8 @@ def build_plan(
         problems += factor_output_problems(recipe, scope.adapters, calls, known, chooser)
     else:
         problems += base_problems(recipe, base, experts, scope.ignored, chooser)
-    check(problems)
+    merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
+    check(problems or list(idle_problems(recipe.labels, merged)))
     written = _write(recipe, base, _items(recipe, base, experts, decided), scope, chooser)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     costs = Costs(recipe, base, HOST if is_extracted else room)
@@ -174,7 +174,8 @@ def _scope_of_base(
     chooser.names = base.specs
     hits = {name: chooser.keeps(name) for name in base.specs}
     kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
-    copied = absent_parts(base, experts, recipe.labels) | kept
+    aligned = targets_of(base, experts, recipe.labels, layouts, kept)
+    copied = {**aligned.absent, **kept}
     agreed = compare_inputs(
         base,
         list(zip(recipe.labels, experts, strict=True)),
@@ -184,7 +185,6 @@ def _scope_of_base(
         has_vocabulary=recipe.model.vocabulary is not None,
         is_model=not isinstance(recipe.output, ExtractedOutput),
     )
-    aligned = targets_of(base, experts, recipe.labels, layouts, copied)
     problems = [
         *input_problems(recipe, base, experts),
         *statistics.kind_problems([e.needs_base for e in experts]),

@@ -17,32 +17,11 @@ from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
-from actmat.layout.components import component_configs, parts_of, single_file_of
+from actmat.layout.components import component_configs, single_file_of
 from actmat.recipe import Recipe
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Start of the names of diffusers' weight files."""
-
-
-def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> dict[str, str]:
-    """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
-
-    An expert that is one component of a pipeline has its names without the component's prefix.
-    """
-    out: dict[str, str] = {}
-    for part, prefix in parts_of(base.specs, base.config).items():
-        names = [n for n in base.specs if n.startswith(prefix)]
-        lacking = [
-            label
-            for label, expert in zip(labels, experts, strict=True)
-            if not expert.needs_base
-            and not any(n.startswith(prefix) for n in expert.specs)
-            and not any(n.removeprefix(prefix) in expert.specs for n in names)
-        ]
-        if lacking:
-            who = ", ".join(f"'{label}'" for label in lacking)
-            out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
-    return out
 
 
 def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:

@@ -178,6 +178,9 @@ class Recipe(Strict):
     keep: Annotated[Patterns, Flag()] = Field(
         default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
     )
+    drop: Annotated[Patterns, Flag()] = Field(
+        default=(), description="patterns of tensors of adapters that are not merged, such as 'lora_te2_*'"
+    )
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
     )
