@@ -252,7 +252,7 @@ def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
             else:
                 changes.append(change)
     if by_part and not changes and not problems:
-        problems.append(f"the base ({base.location}) contains none of its modules. Likely cause: another base")
+        problems.append(f"the base ({base.location}) is none of its components. Likely cause: another base")
     return Content(changes, {}, problems), notes
 
 
