@@ -117,7 +117,6 @@ def build_manifest(
     cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
     output |= {"relative_error": relative_error(cut)} if is_adapter else copied
     modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
-    adapter = {"kept": dict(plan.kept), "modules": modules} if is_adapter else {}
     return {
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
@@ -131,7 +130,7 @@ def build_manifest(
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": [dataclasses.asdict(note) for note in plan.notes],
-        **adapter,
+        **({"kept": dict(plan.kept), "modules": modules} if is_adapter else {}),
         "tensors": tensors,
         "timing": {
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
