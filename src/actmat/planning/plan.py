@@ -88,6 +88,7 @@ class _Scope:
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
         ignored: per expert, its tensors that the base does not have.
         configs: path in the output -> config that is written there in place of the base's.
+        files: path in the output -> label of the expert whose file is written there.
         adapters: experts of an output without a base, with names of one form; `dtype`, `form`: of that output.
         whole: items of tensors that they trained in full.
     """
@@ -101,6 +102,7 @@ class _Scope:
     warnings: Sequence[str] = ()
     ignored: Sequence[tuple[str, ...]] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     adapters: Sequence[Adapter] = ()
     form: AdapterLayout = "peft"
     dtype: str = ""
@@ -181,7 +183,7 @@ def _scope_of_base(
         list(zip(recipe.labels, experts, strict=True)),
         copied,
         config_from=recipe.model.config_from,
-        files_from=recipe.model.files_of,
+        files_from=recipe.model.files_of if recipe.model.names_files else None,
         has_vocabulary=recipe.model.vocabulary is not None,
         is_model=not isinstance(recipe.output, ExtractedOutput),
     )
@@ -203,6 +205,7 @@ def _scope_of_base(
         warnings=aligned.warnings,
         ignored=aligned.ignored,
         configs=agreed.configs,
+        files=agreed.files,
     )
 
 
@@ -221,7 +224,7 @@ def _scope_of_adapters(
     stored = [e.adapter for e in experts if e.adapter is not None]
     if len(stored) < len(experts):
         raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
-    of_tokens, token_notes = compare_adapters(recipe.labels, experts)
+    agreed = compare_adapters(recipe.labels, experts)
     adapters, of_names, name_notes = in_one_form(recipe.labels, stored)
     kept: dict[str, str] = {}
     targets, layouts, of_modules = implied_targets(recipe, adapters, base_config, chooser, kept)
@@ -229,7 +232,7 @@ def _scope_of_adapters(
     dtype = recipe.dtype or widest([a.dtype for a in adapters])
     whole, of_whole, whole_notes = mean_items(recipe, adapters, chooser, kept, dtype)
     problems = [
-        *of_tokens,
+        *agreed.problems,
         *adapter_problems(recipe, stored),
         *of_names,
         *stack_problems(recipe.labels, adapters),
@@ -245,8 +248,9 @@ def _scope_of_adapters(
         targets,
         layouts,
         problems,
-        notes=(*token_notes, *name_notes, *whole_notes),
+        notes=(*agreed.notes, *name_notes, *whole_notes),
         kept=kept,
+        files=agreed.files,
         adapters=adapters,
         form=output_layout(recipe, adapters),
         dtype=dtype,
@@ -433,6 +437,7 @@ def _plan(
         kept=scope.kept,
         notes=all_notes(recipe, base, experts, decisions, likely),
         configs=scope.configs if is_model else {},
+        files=scope.files if is_model or written.config is not None else {},
         left_out={path: why.text for path, why in left_out.items()},
         device=room.device,
         device_memory=room.memory,
