@@ -129,6 +129,7 @@ def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
         (Limits(), "org/pickled\norg/math", "This page reads safetensors only, found"),
         (Limits(), "org/math\norg/nobody", "org/nobody: not a local path, and not on the hub"),
         (Limits(max_bytes=1000), BOTH, "more than this page allows, 1 kB. Nothing was downloaded"),
+        (Limits(max_bytes=50_000), "org/math\norg/long", "org/long: 10[0-9] kB"),
     ],
 )
 def test_inputs_are_refused_before_a_merge(limits: Limits, experts: str, words: str) -> None:

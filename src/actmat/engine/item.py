@@ -53,13 +53,13 @@ def merge_item(tasks: Sequence[Task], reader: ItemReader) -> list[Record]:
             if not merging:
                 continue
             assert reader.reading is not None, "the plan says how deltas are read"
-            if reader.is_futile:
+            if reader.results_discarded:
                 RegionDeltas(reader, region, base).drain()  # results are discarded; the rest is read for bad values
             elif reader.reading.strategy == "combine":
                 changed |= _combine(merging[0], region, base, reader)
             else:
                 changed |= _merge(merging, RegionDeltas(reader, region, base, reader.reading.strategy))
-    if reader.is_futile:
+    if reader.results_discarded:
         return []
     share = (time.perf_counter() - began) / len(tasks)
     return [_record_of(sink, reader, share, changed=changed) for sink in sinks]

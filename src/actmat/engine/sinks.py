@@ -23,7 +23,7 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.deltas import RegionDeltas
-from actmat.engine.observer import ByteSink, NoWriter, SinkSource
+from actmat.engine.observer import ByteSink, Writer
 from actmat.engine.reader import BaseEntries, ItemReader
 from actmat.engine.size import Sample, products_of
 from actmat.engine.task import Task
@@ -55,14 +55,17 @@ def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
     return out
 
 
-def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
-    """Round and write a whole tensor; returns its content hash.
+def write_tensor(writer: Writer | None, spec: TensorSpec, value: Tensor) -> str:
+    """Round and write a whole tensor; returns its content hash, empty where nothing is written.
 
     Raises:
         NumericalError: see `rounded`.
     """
+    data = raw_bytes(rounded(spec, value))
+    if writer is None:
+        return ""
     sink = writer.sink(spec.name)
-    sink.write(raw_bytes(rounded(spec, value)))
+    sink.write(data)
     return sink.digest
 
 
@@ -132,9 +135,9 @@ class Sum(Sink):
         self._names = tuple(s.name for s in self.item.outputs)
 
     @cached_property
-    def _bytes(self) -> ByteSink:
-        """Receives the bytes of the tensor, and of those tied to it."""
-        return self.writer.sink(self._names[0], self._names[1:])
+    def _bytes(self) -> ByteSink | None:
+        """Receives the bytes of the tensor, and of those tied to it; None if the merge is only measured."""
+        return None if self.writer is None else self.writer.sink(self._names[0], self._names[1:])
 
     def take(
         self, region: Region, base: BaseEntries | None, value: Tensor | LowRank | None, deltas: RegionDeltas | None
@@ -161,7 +164,8 @@ class Sum(Sink):
 
     def finish(self) -> Written:
         """See `Sink`."""
-        return Written(dict.fromkeys(self._names, self._bytes.digest), self._bytes.digest)
+        digest = "" if self._bytes is None else self._bytes.digest
+        return Written(dict.fromkeys(self._names, digest), digest)
 
     def _write(self, chunk: Tensor, stored: Tensor) -> None:
         """Cast, check and write one chunk of merged entries; `stored`: the same of the base, as stored.
@@ -178,7 +182,8 @@ class Sum(Sink):
             check_range(self.item, chunk, cast, stored)
         if is_variance(self.item.name):
             check_sign(self.item, cast, stored)
-        self._bytes.write(raw_bytes(cast))
+        if self._bytes is not None:
+            self._bytes.write(raw_bytes(cast))
 
 
 class Factors(Sink):
@@ -212,7 +217,7 @@ class Svd(Sink):
 
     def __init__(self, task: Task, reader: ItemReader) -> None:
         super().__init__(task, reader)
-        self._keeps = self.item.write.kind == "svd" and not isinstance(self.writer, NoWriter)
+        self._keeps = self.item.write.kind == "svd" and self.writer is not None
         self._delta = torch.zeros(self.item.numel if self._keeps else 0, dtype=reader.compute_dtype)
         self._square = 0.0
 
@@ -261,7 +266,7 @@ def sink_of(task: Task, reader: ItemReader) -> Sink:
     return {"sum": Sum, "factors": Factors}.get(kind, Svd)(task, reader)
 
 
-def write_tensors(writer: SinkSource, specs: Sequence[TensorSpec], values: Sequence[Tensor]) -> dict[str, str]:
+def write_tensors(writer: Writer | None, specs: Sequence[TensorSpec], values: Sequence[Tensor]) -> dict[str, str]:
     """Round and write whole tensors; returns their content hashes.
 
     Raises:
