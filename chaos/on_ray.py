@@ -73,7 +73,15 @@ class RayChaos:
     def start(self, out: Path, executor: str = "") -> subprocess.Popen[str]:
         """A driver."""
         argv = ["merge", "-b", str(self.root / "base"), "-e", str(self.root / "one"), "-e", str(self.root / "two")]
-        argv += ["-m", "ties", "--out", str(out), "--quiet", "--executor", executor or f"ray={self.cluster.address}"]
+        argv += [
+            "-m",
+            "ties",
+            "--out",
+            str(out),
+            "--quiet",
+            "--set",
+            f"executor={executor or f'ray={self.cluster.address}'}",
+        ]
         return subprocess.Popen([*DRIVER, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     @staticmethod

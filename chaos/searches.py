@@ -43,7 +43,7 @@ def search_command(root: Path, out: Path) -> list[str]:
     argv = ["tune", "-b", str(root / "llama"), "--methods", "average,regmean", "--scales", "0.5,1", "--budget", "6"]
     for name in TEXTS:
         argv += ["-e", f"{name}={root / f'llama-{name}'}", "--data", f"{name}={root / f'{name}.jsonl'}"]
-    return [*argv, "--new-tokens", "1", "--threads", "1", "--out", str(out), "--quiet"]
+    return [*argv, "--set", "new_tokens=1", "--threads", "1", "--out", str(out), "--quiet"]
 
 
 def search_contents(out: Path) -> dict[str, bytes]:

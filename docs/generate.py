@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
 from actmat.cli.catalog import EXPERTS, FILE, SIDE, describe, gflop, shown
-from actmat.cli.flags import FIRST, with_flags
+from actmat.cli.flags import with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
@@ -138,18 +138,41 @@ def _measured_on(m: MergeMethod) -> str:
 
 
 LIKE_MERGE = ("plan", "diagnose", "tune", "try")
-"""Commands that take the flags of `merge`: their tables only name the flags that `--help` only names."""
+"""Commands that take flags of `merge`, of which their pages give the names only."""
 
 
 def flags(name: str) -> str:
-    """Arguments and flags of one command, from its signature."""
+    """Arguments and flags of one command, from its signature, and the fields that --set takes."""
     rows, merge = _flags(name), _flags("merge") if name in LIKE_MERGE else {}
-    shared = [p for p, row in rows.items() if merge.get(p) == row and p not in FIRST]
+    shared = [p for p, row in rows.items() if merge.get(p) == row]
     text = table(["flag", "default", "meaning"], [row for p, row in rows.items() if p not in shared])
-    if not shared:
-        return text
-    listed = ", ".join(rows[p][0].split(" ")[0].rstrip(",") for p in shared)
-    return f"{text}\nThese flags are the same as for [`merge`](merge.md#flags): {listed}.\n"
+    if shared:
+        listed = ", ".join(rows[p][0].split(" ")[0].rstrip(",") for p in shared)
+        text += f"\nThese flags are the same as for [`merge`](merge.md#flags): {listed}.\n"
+    return text + _set_fields(name)
+
+
+def _set_fields(name: str) -> str:
+    """The fields that --set takes: a table of those that are neither of a recipe nor the same as for `merge`."""
+    settings, merge = (vars(with_flags(declared_command(n))).get("settings", {}) for n in (name, "merge"))
+    of_recipe = {*ExpertRef.model_fields, *Recipe.model_fields}.union(*(kind.model_fields for kind in OUTPUTS.values()))
+    groups: dict[str, list[str]] = {"recipe": [], "merge": [], "": []}
+    for field, text in settings.items():
+        of_merge = name != "merge" and merge.get(field) == text
+        groups["recipe" if field in of_recipe - {"executor"} else "merge" if of_merge else ""].append(field)
+    texts = {
+        "recipe": "Fields of a [recipe](../formats/recipe.md) that `--set NAME=VALUE` takes",
+        "merge": "Settings for `--set` as for [`merge`](merge.md#flags)",
+    }
+    lines = [f"\n{text}: {', '.join(f'`{f}`' for f in groups[n])}.\n" for n, text in texts.items() if groups[n]]
+    rows = [[f"`{field}`", *_meaning(settings[field])] for field in groups[""]]
+    return "".join(lines) + ("\n" + table(["setting for `--set`", "default", "meaning"], rows) if rows else "")
+
+
+def _meaning(text: str) -> tuple[str, str]:
+    """Default and meaning in the help of a flag or a setting."""
+    found = re.search(r"\s*\(default: (.*?)\)\.?$", text)
+    return (f"`{found[1]}`", text.replace(found[0], ".").replace("..", ".")) if found else ("", text)
 
 
 def _flags(name: str) -> dict[str, list[str]]:

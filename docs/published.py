@@ -190,12 +190,15 @@ def spellings(parameter: inspect.Parameter) -> list[str]:
     if not isinstance(info, OptionInfo):
         return [info.metavar or parameter.name.upper()]
     # typer keeps the first spelling of an Annotated option where a default would stand
-    return [s for d in (info.default, *(info.param_decls or ())) if isinstance(d, str) for s in d.split("/")]
+    named = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
+    return [s for d in named or [f"--{parameter.name.replace('_', '-')}"] for s in d.split("/")]
 
 
 def _flags(command: Any) -> list[str]:
     """All spellings of the flags and arguments of a command."""
-    return [s for p in inspect.signature(with_flags(command), eval_str=True).parameters.values() for s in spellings(p)]
+    made = with_flags(command)
+    listed = [s for p in inspect.signature(made, eval_str=True).parameters.values() for s in spellings(p)]
+    return listed + [f"--set {name}" for name in vars(made).get("settings", ())]
 
 
 def surface() -> dict[str, Any]:

@@ -41,7 +41,7 @@ def command_of(base: str, data: Path, out: Path, *words: str) -> tuple[list[str]
 def tune_rows(base: str, data: Path, prompts: int, out: Path) -> list[dict[str, Any]]:
     """Times of a search."""
     load = os.getloadavg()[0]
-    command, _ = command_of(base, data, out, "tune", "--samples", str(prompts))
+    command, _ = command_of(base, data, out, "tune", "--set", f"samples={prompts}")
     run = measure(command, "the first merge", OMP_NUM_THREADS="2", **SOURCE)
     costs = (run.marked_s, run.wall_s, run.cpu_s, run.peak_anonymous_b / GIB, load)
     return [dict(zip(TUNE_COLUMNS, (prompts, *costs), strict=True))]

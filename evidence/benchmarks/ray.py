@@ -92,7 +92,7 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
 
     def run(name: str) -> Run:
         loads.append(round(os.getloadavg()[0], 2))
-        found = merged(words, outs[name], "--executor", executors[name], "--threads", str(CORES))
+        found = merged(words, outs[name], "--set", f"executor={executors[name]}", "--threads", str(CORES))
         inside[name].append(manifest(name)["timing"]["seconds"])
         return found
 
@@ -124,7 +124,9 @@ def workers(base: Path, experts: list[Path], address: str) -> list[dict[str, Any
     rows, digests = [], set()
     for count in (1, 2, 4, 8):
         out = WORK / "out" / f"workers-{count}"
-        run = merged(merge_words(base, experts, "actmat"), out, "--executor", f"ray={address}", "--threads", str(count))
+        run = merged(
+            merge_words(base, experts, "actmat"), out, "--set", f"executor=ray={address}", "--threads", str(count)
+        )
         digests.add(weights_digest(out))
         rows.append({"case": f"{count} workers", "ray_wall_s": run.wall_s, "peak_anonymous_b": run.peak_anonymous_b})
     if len(digests) > 1:

@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from actmat.api.reading import read_recipe
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import MergeError
 from actmat.experts.locate import locate
 from actmat.extras.collect.outputs import recipe_of_output
-from actmat.recipe import load_recipe
 from actmat.report.manifest import read_manifest
 from actmat.statistics.store import open_statistics
 from fuzz.draw import LETTERS, text
@@ -37,7 +37,7 @@ def _read(files: Files) -> str:
     readers: tuple[Callable[[], object], ...] = (
         lambda: locate(place),
         lambda: open_statistics(place),
-        lambda: load_recipe(place),
+        lambda: read_recipe(place),
         lambda: read_manifest(Path(place)),
         lambda: recipe_of_output(place),
     )

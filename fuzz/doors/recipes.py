@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
+from actmat.api.reading import read_recipe
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import MergeError
 from actmat.experts.lora.patterns import PatternTable
 from actmat.layout.patterns import MatchError, compile_pattern
 from actmat.methods import all_methods
 from actmat.planning.choose import Chooser
-from actmat.recipe import load_recipe, make_recipe, parse_option, recipe_yaml, variants
+from actmat.recipe import make_recipe, parse_option, recipe_yaml, variants
 from fuzz.doors.folder import in_folder
 from fuzz.draw import LETTERS, NUMBERS, mutated_bytes, mutated_json, scalar, text
 from fuzz.harness import Files, door
@@ -59,7 +60,7 @@ def _recipe(rng: random.Random) -> Files:
 
 
 def _read_recipe(folder: Path) -> str:
-    recipe = load_recipe(folder / "recipe.yaml")
+    recipe = read_recipe(folder / "recipe.yaml")
     chooser = Chooser(recipe)
     printed = recipe_yaml(recipe)
     again = make_recipe(yaml.safe_load(printed))

@@ -16,16 +16,22 @@ from actmat.version import __version__ as __version__
 if TYPE_CHECKING:
     from actmat.api.diagnosing import diagnose as diagnose
     from actmat.api.exporting import export as export
-    from actmat.api.extracting import ExtractReport as ExtractReport
     from actmat.api.extracting import extract as extract
     from actmat.api.held import merge_adapters as merge_adapters
+    from actmat.api.matrices import merge_matrices as merge_matrices
+    from actmat.api.measuring import agreement as agreement
+    from actmat.api.measuring import residual_on_data as residual_on_data
+    from actmat.api.measuring import staged_statistics as staged_statistics
+    from actmat.api.merging import average as average
     from actmat.api.merging import merge as merge
     from actmat.api.merging import plan as plan
     from actmat.api.pushing import PushReport as PushReport
     from actmat.api.pushing import push as push
+    from actmat.api.reading import open_model as open_model
     from actmat.api.reading import read_recipe as read_recipe
+    from actmat.api.tuning import tune as tune
+    from actmat.api.tuning import tune_scale as tune_scale
     from actmat.api.verifying import verify as verify
-    from actmat.checkpoints.resolve import open_model as open_model
     from actmat.diagnostics.model import Diagnosis as Diagnosis
     from actmat.errors import AlignmentError as AlignmentError
     from actmat.errors import CheckpointError as CheckpointError
@@ -34,46 +40,27 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
-    from actmat.extras.averaging.average import average as average
-    from actmat.extras.collect.on_data import residual_on_data as residual_on_data
-    from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.models.in_memory import MemoryMerge as MemoryMerge
-    from actmat.extras.research.matrices import merge_matrices as merge_matrices
-    from actmat.extras.tune.kept import agreement as agreement
-    from actmat.extras.tune.tuning import tune as tune
-    from actmat.extras.tune.tuning import tune_scale as tune_scale
     from actmat.run import MergeReport as MergeReport
 
 _NAMES = {
-    "actmat.api.diagnosing": ("diagnose",),
-    "actmat.api.exporting": ("export",),
-    "actmat.api.extracting": ("ExtractReport", "extract"),
-    "actmat.api.merging": ("merge", "plan"),
-    "actmat.api.pushing": ("PushReport", "push"),
-    "actmat.api.reading": ("read_recipe",),
-    "actmat.api.verifying": ("verify",),
-    "actmat.checkpoints.resolve": ("open_model",),
-    "actmat.diagnostics.model": ("Diagnosis",),
-    "actmat.errors": (
-        "AlignmentError",
-        "CheckpointError",
-        "MergeError",
-        "NumericalError",
-        "OutputError",
-        "RecipeError",
-        "StatisticsError",
-    ),
-    "actmat.extras.averaging.average": ("average",),
-    "actmat.extras.collect.on_data": ("residual_on_data",),
-    "actmat.extras.collect.staged": ("staged_statistics",),
-    "actmat.api.held": ("merge_adapters",),
-    "actmat.extras.models.in_memory": ("MemoryMerge",),
-    "actmat.extras.research.matrices": ("merge_matrices",),
-    "actmat.extras.tune.kept": ("agreement",),
-    "actmat.extras.tune.tuning": ("tune", "tune_scale"),
-    "actmat.run": ("MergeReport",),
+    "actmat.api.diagnosing": "diagnose",
+    "actmat.api.exporting": "export",
+    "actmat.api.extracting": "extract",
+    "actmat.api.held": "merge_adapters",
+    "actmat.api.matrices": "merge_matrices",
+    "actmat.api.measuring": "agreement residual_on_data staged_statistics",
+    "actmat.api.merging": "average merge plan",
+    "actmat.api.pushing": "PushReport push",
+    "actmat.api.reading": "open_model read_recipe",
+    "actmat.api.tuning": "tune tune_scale",
+    "actmat.api.verifying": "verify",
+    "actmat.diagnostics.model": "Diagnosis",
+    "actmat.errors": "AlignmentError CheckpointError MergeError NumericalError OutputError RecipeError StatisticsError",
+    "actmat.extras.models.in_memory": "MemoryMerge",
+    "actmat.run": "MergeReport",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_HOME]
 
 

@@ -66,7 +66,8 @@ def test_one_adapter_is_merged_as_by_peft(flag: str, targets: str, tied: bool, t
     base = make_base(tmp_path / "base", tie_word_embeddings=tied)
     wanted = make_adapter(base, tmp_path / "adapter", ["<a>", "<b>"], TARGETS[targets])
     out = tmp_path / "out"
-    done = actmat(["merge", "-b", str(base), "-e", str(tmp_path / "adapter"), "--vocabulary", flag, "--out", str(out)])
+    flags = ["-b", str(base), "-e", str(tmp_path / "adapter"), "--set", f"vocabulary={flag}"]
+    done = actmat(["merge", *flags, "--out", str(out)])
     if targets == "the table too" and not tied:  # PEFT does not save the new rows of the head
         assert "no such table of the same width" in " ".join(done.err.split())
         return
@@ -102,7 +103,7 @@ def test_two_adapters_have_a_row_for_each_token(tmp_path: Path) -> None:
     one = make_adapter(base, tmp_path / "one", ["<a>", "<b>"], ["q_proj"])
     two = make_adapter(base, tmp_path / "two", ["<b>", "<c>", "<d>"], ["q_proj"])
     flags = ["-b", str(base), "-e", str(tmp_path / "one"), "-e", str(tmp_path / "two"), "-m", "linear"]
-    done = actmat(["merge", *flags, "--vocabulary", "union", "--out", str(tmp_path / "out")])
+    done = actmat(["merge", *flags, "--set", "vocabulary=union", "--out", str(tmp_path / "out")])
     assert done.code == 0, done.err
     got = load_file(tmp_path / "out" / "model.safetensors")
     for name in (TABLE, HEAD):
@@ -118,7 +119,8 @@ def test_deltas_of_rows_that_move_are_refused(tmp_path: Path) -> None:
     other = make_base(tmp_path / "other", tie_word_embeddings=False)
     order = {"model": {"vocab": {w: i for i, w in enumerate(reversed(WORDS))}}}
     (other / "tokenizer.json").write_text(json.dumps(order))
-    flags = ["-b", str(base), "-e", str(tmp_path / "one"), "-e", str(other), "-m", "linear", "--vocabulary", "other"]
+    flags = ["-b", str(base), "-e", str(tmp_path / "one"), "-e", str(other)]
+    flags += ["-m", "linear", "--set", "vocabulary=other"]
     refused = actmat(["plan", *flags])
     assert refused.code == 1
     assert "whose rows have another order in the new vocabulary" in " ".join(refused.err.split())

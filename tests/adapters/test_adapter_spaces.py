@@ -14,8 +14,8 @@ from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
 import actmat
+from actmat.api.matrices import merge_matrices
 from actmat.errors import MergeError
-from actmat.extras.research.matrices import merge_matrices
 
 STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 FAMILIES: dict[str, list[dict[str, Any]]] = {

@@ -59,8 +59,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows_of(report: actmat.ExtractReport) -> dict[str, Any]:
-    return {r["name"]: r for r in report.record["tensors"]}
+def rows_of(report: actmat.MergeReport) -> dict[str, Any]:
+    """Name -> the row of a tensor, with the kind "unchanged" where it is as in the base."""
+    rows = {r["name"]: {**r, **r["stats"]} for r in report.manifest["modules"]}
+    return {n: {**r, "kind": "unchanged"} if r["unchanged"] or r.get("norm") == 0 else r for n, r in rows.items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "vit"])
@@ -68,12 +70,12 @@ def test_full_rank_gives_the_model_back(family: str, place: Path, tmp_path: Path
     """Norms, tables and biases are saved whole; PEFT loads the model that was given."""
     here = place / family
     report = actmat.extract(here / "base", here / "model", out=tmp_path / "out", rank=64, threads=1)
-    assert report.relative_error < 1e-7
+    assert report.totals.relative_error < 1e-7
     expected, found = torch.load(here / "state.pt"), reloaded(family, tmp_path / "out")
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-7, msg=name)
-    assert not [r["name"] for r in report.record["tensors"] if r["kind"] == "left out"]
+    assert not [n for n, r in rows_of(report).items() if r["kind"] == "left out"]
 
 
 def test_errors_are_those_of_the_full_decomposition(place: Path, tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_errors_are_those_of_the_full_decomposition(place: Path, tmp_path: Path)
         assert row["relative_error"] == pytest.approx(float(s[3:].norm() / s.norm()), rel=1e-9)
         assert row["energy"] == pytest.approx(float(s[:3].square().sum() / s.square().sum()), rel=1e-9)
         total, left = total + float(s.square().sum()), left + float(s[3:].square().sum())
-    assert report.relative_error == pytest.approx((left / total) ** 0.5, rel=1e-9)
+    assert report.totals.relative_error == pytest.approx((left / total) ** 0.5, rel=1e-9)
 
 
 def test_what_is_not_changed_or_cannot_be_held_is_said(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_what_is_not_changed_or_cannot_be_held_is_said(tmp_path: Path) -> None:
     kinds = {n: r["kind"] for n, r in rows_of(report).items()}
     assert [n for n, k in kinds.items() if k == "factored"] == [Q, Q.replace("0", "1", 1)]
     assert kinds["model.norm.weight"] == "left out"
-    assert rows_of(report)["model.norm.weight"]["reason"] == "left out as requested: no LoRA holds it"
+    assert rows_of(report)["model.norm.weight"]["why"] == "left out as requested: no LoRA holds it"
     assert kinds["lm_head.weight"] == "unchanged"
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["modules_to_save"] is None
@@ -112,7 +114,7 @@ def test_what_is_not_changed_or_cannot_be_held_is_said(tmp_path: Path) -> None:
 def test_experts_that_are_stacked_in_memory_are_left_out(place: Path, tmp_path: Path) -> None:
     here = place / "mixtral"
     report = actmat.extract(here / "base", here / "model", out=tmp_path / "out", rank=64, threads=1)
-    kinds = {n: (r["kind"], r["reason"]) for n, r in rows_of(report).items() if ".experts." in n}
+    kinds = {n: (r["kind"], r["why"]) for n, r in rows_of(report).items() if ".experts." in n}
     assert kinds
     assert set(kinds.values()) == {("left out", "put together with others in memory, where PEFT adapts the whole")}
     found, expected = reloaded("mixtral", tmp_path / "out"), torch.load(here / "state.pt")

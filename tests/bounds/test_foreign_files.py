@@ -23,13 +23,13 @@ from tests.helpers.located import is_adapter
 from tests.helpers.merging import CONFIG, Family, actmat, hidden
 
 from actmat import bounds
+from actmat.api.reading import read_recipe
 from actmat.checkpoints.formats import pickles
 from actmat.checkpoints.formats.pickles import PickleError, check_pickle
 from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
 from actmat.identity.reading import read_configs
-from actmat.recipe import load_recipe
 
 # Files that others wrote: links, pipes, devices, bombs and odd paths end in one error of ours, at once.
 
@@ -135,7 +135,7 @@ PATHS = {
 @pytest.mark.parametrize("case", PATHS)
 def test_paths_that_cannot_be_looked_up(family: Family, case: str) -> None:
     text = PATHS[case]
-    for call in (open_model, is_adapter, load_recipe):
+    for call in (open_model, is_adapter, read_recipe):
         try:
             assert call(text) is False, "only is_adapter may answer"
         except (CheckpointError, RecipeError) as error:

@@ -89,9 +89,9 @@ def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
     assert "muted: AM402, AM403" in outcome.out
 
 
-def test_a_strict_merge_is_written_whole_and_returns_1(family: Family) -> None:
-    outcome = actmat(family.argv("--diagnose", "--strict", *scaled(family)))
-    assert outcome.code == 1
+def test_findings_of_a_merge_that_is_made_return_1(family: Family) -> None:
+    assert actmat(family.argv("--diagnose", *scaled(family))).code == 0
+    assert actmat(["diagnose", str(family.out), "--strict"]).code == 1
     assert {p.name for p in family.out.iterdir()} >= {
         "model.safetensors",
         "actmat_manifest.json",
@@ -137,12 +137,6 @@ def test_wrong_flags(family: Family, flags: list[str], code: int, says: str) -> 
     outcome = actmat(family.argv(*flags, "--quiet", command="diagnose"))
     assert outcome.code == code, outcome
     assert says in outcome.err.replace("\n", " ")
-
-
-def test_strict_without_diagnosis_is_a_wrong_command_line(family: Family) -> None:
-    outcome = actmat(family.argv("--strict"))
-    assert outcome.code == 2
-    assert "--diagnose" in outcome.err
 
 
 def test_an_output_takes_no_inputs(family: Family) -> None:

@@ -15,12 +15,13 @@ from pydantic import Field
 from tests.helpers.merging import NORM, Family, actmat
 from typer.testing import CliRunner
 
-from actmat.cli.diagnose import MEASURING, OF_OUTPUT, diagnose
-from actmat.cli.flags import FlagFields, RecipeFlags, with_flags
+from actmat.cli.diagnose import OF_OUTPUT, diagnose
+from actmat.cli.flags import _NOT_SET, FlagFields, RecipeFlags, with_flags
+from actmat.cli.listing import declared_command
 from actmat.cli.merge import merge
 from actmat.cli.plan import plan
 from actmat.errors import RecipeError
-from actmat.flag import Flag
+from actmat.flag import Flag, Setting
 from actmat.recipe import ExpertRef, Recipe
 from actmat.recipe.output import KINDS
 from actmat.settings import RunSettings
@@ -52,13 +53,49 @@ def recipes(**values: Any) -> list[Recipe]:
 def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe).union(*map(flagged, (ExpertRef, *KINDS.values()))) - {"output"} | {"to"}
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
-    settings = {f.name for f in dataclasses.fields(RunSettings)} - {"durable", "sha256", "held"}
-    own = {"inputs", "plan", "strict", "json", "quiet", "average", "data", "check", "set"}
+    settings = {"device", "max_memory", "threads", "overwrite", "diagnose"}
+    own = {"recipe", "plan", "json", "quiet", "data", "check", "set"}
     assert set(taken(merge)) == fields | settings | own
-    assert len(set(taken(merge)) - {"inputs"}) <= 30
-    own = {"device", "device_memory", "recipe", "json", "as_recipe", "full", "quiet", "data", "check", "set"}
+    own = {"device", "recipe", "json", "as_recipe", "full", "quiet", "data", "check", "set"}
     assert set(taken(plan)) == fields - {"out"} | own
-    assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
+    flags = {"device", "max_memory", "threads", "recipe", "data", "strict", "out", "json", "full", "quiet", "set"}
+    assert set(taken(diagnose)) == fields - {*OF_OUTPUT, "to"} | flags
+
+
+@pytest.mark.parametrize(("command", "most"), [("merge", 26), ("tune", 24), ("diagnose", 20), ("try", 20)])
+def test_commands_have_few_flags(command: str, most: int) -> None:
+    """Counted with --help, and with lines of the text that begin with a flag."""
+    lines = actmat([command, "--help-all"]).out.splitlines()
+    assert 15 < len([line for line in lines if re.match("│? *(-[a-zA-Z], )?--", line)]) <= most
+
+
+def test_every_field_of_a_recipe_is_a_flag_or_set() -> None:
+    """But for structures; those that a command cannot use it names."""
+    flags, settings = taken(merge), vars(with_flags(merge))["settings"]
+    fields = {*Recipe.model_fields}.union(*(kind.model_fields for kind in KINDS.values())) - {*_NOT_SET, "output"}
+    assert fields | {"to", "stacks", "statistics"} <= {*flags, *settings}
+    assert {f.name for f in dataclasses.fields(RunSettings)} - {"held"} <= {*flags, *settings}
+    assert not {*flags} & {*settings}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["merge", "--executor", "ray"], "It is set with --set executor=VALUE"),
+        (["merge", "--vocabulary", "union"], "It is set with --set vocabulary=VALUE"),
+        (["merge", "--strict"], "'actmat diagnose MERGED --strict'"),
+        (["tune", "--model-dtpe", "bfloat16"], "Did you mean 'model_dtype'? Fields are set with --set NAME=VALUE"),
+        (["try", "--max-memory", "4GB"], "It is set with --set max_memory=VALUE"),
+        (["statistics", "collect", "--split", "x"], "It is set with --set split=VALUE"),
+        (["extract", "--others", "leave"], "It is set with --set others=VALUE"),
+        (["diagnose", "--set", "dtype=float32"], "--set takes no 'dtype'."),
+        (["tune", "--set", "method=ties"], "--set takes no 'method'."),
+    ],
+)
+def test_flags_that_are_set_are_pointed_at(flags: list[str], says: str) -> None:
+    done = actmat(flags)
+    assert done.code in (1, 2)
+    assert says in " ".join(done.err.replace("│", " ").split())
 
 
 def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +117,7 @@ def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyP
     assert {k: v for k, v in seen[0].values.items() if v is not None} == {
         "color": "red",
         "depth": 5,
-        "set": ["ties=false"],
+        "ties": False,
     }
     text = " ".join(run(command, "--help").output.replace("│", " ").split())
     assert "Color of 'merged' tensors (default: gray)." in text
@@ -90,24 +127,56 @@ def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyP
 
 @dataclass(frozen=True)
 class Kitchen:
-    """Settings of a toy."""
+    """Flags and settings of a toy."""
 
     heat: Annotated[int, Flag(help="Heat of the stove.")] = 5
     pan: Annotated[str | int | None, Flag(help="Pan; default: the largest.")] = None
     fan: Annotated[bool, Flag(("--fan/--quiet",), help="Run the fan.")] = True
     timer: Annotated[float | None, typer.Option("--timer", help="Minutes.")] = None
+    salt: Annotated[int, Setting("Grams of salt; default: some.", low=1, high=9)] = 2
+    herbs: Annotated[tuple[str, ...], Setting("Herbs.")] = ()
+    gas: Annotated[bool, Setting("Burn gas.")] = True
+    hidden: int = 0
 
 
-def test_a_dataclass_is_its_flags_with_its_defaults() -> None:
+def test_a_dataclass_is_its_flags_and_settings_with_its_defaults() -> None:
     seen: list[Kitchen] = []
 
-    def cook(*, kitchen: Kitchen, dish: str) -> None:
+    def cook(*, kitchen: Annotated[Kitchen, FlagFields(set=("timer",))], dish: str) -> None:
         seen.append(kitchen)
 
+    assert taken(cook) == ["heat", "pan", "fan", "dish", "set"]
+    assert vars(with_flags(cook))["settings"] == {
+        "timer": "Minutes.",
+        "salt": "Grams of salt (default: some).",
+        "herbs": "Herbs.",
+        "gas": "Burn gas (default: true).",
+    }
+    more = ["salt=3", "herbs=a,b", "herbs=c=d", "gas=no", "timer=1.5", "salt=4"]
     assert run(cook, "soup").exit_code == 0
-    assert run(cook, "soup", "--heat", "7", "--pan", "small", "--quiet", "--timer", "1.5").exit_code == 0
-    assert seen == [Kitchen(), Kitchen(7, "small", False, 1.5)]
+    more = [x for text in more for x in ("--set", text)]
+    assert run(cook, "soup", "--heat", "7", "--pan", "small", "--quiet", *more).exit_code == 0
+    assert seen == [Kitchen(), Kitchen(7, "small", False, 1.5, 4, ("a,b", "c=d"), False)], "the last salt, all herbs"
     assert "Pan (default: the largest)." in " ".join(run(cook, "--help").output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("salt=10", "--set salt=10: Input should be less than or equal to 9"),
+        ("salt=much", "--set salt=much: Input should be a valid integer"),
+        ("slat=3", "--set takes no 'slat'. Did you mean 'salt'?"),
+        ("hidden=3", "--set takes no 'hidden'. Expected one of salt, herbs, gas."),
+        ("tiemr=1", "--set takes no 'tiemr'. Did you mean 'timer'? Its flag is --timer."),
+        ("salt", "--set takes NAME=VALUE, found 'salt'"),
+    ],
+)
+def test_a_wrong_setting_is_named(text: str, says: str) -> None:
+    def cook(*, kitchen: Kitchen) -> None: ...
+
+    found = run(cook, "--set", text)
+    assert isinstance(found.exception, RecipeError)
+    assert says in str(found.exception)
 
 
 def test_a_command_takes_some_of_the_fields() -> None:
@@ -116,29 +185,30 @@ def test_a_command_takes_some_of_the_fields() -> None:
     def unknown(*, kitchen: Annotated[Kitchen, FlagFields(without=("heet",))]) -> None: ...
 
     assert taken(only) == ["heat", "fan"]
-    assert taken(without) == ["pan", "fan", "timer"]
+    assert taken(without) == ["pan", "fan", "timer", "set"]
     with pytest.raises(AssertionError, match="heet"):
         taken(unknown)
 
 
 def test_the_help_shows_the_main_flags_first() -> None:
     names = taken(merge)
-    assert names[:8] == ["inputs", "base", "experts", "method", "options", "scale", "out", "plan"]
+    assert names[:8] == ["recipe", "base", "experts", "weight", "method", "options", "scale", "data"]
     lines = actmat(["merge", "--help-all"]).out.splitlines()
     panels = [line.split()[1:-1] for line in lines if line.startswith("╭─")]
     titles = [" ".join(w for w in words if "─" not in w) for words in panels]
-    assert titles == ["Arguments", "Options", "What is merged", "What is written", "Where it runs", "Measures"]
+    assert titles == ["Arguments", "Options", "More"]
 
 
 @pytest.mark.parametrize("command", ["merge", "plan", "diagnose", "tune", "try"])
-def test_the_short_help_fits_80_lines_and_names_every_flag(command: str) -> None:
+def test_the_help_fits_80_lines_and_the_long_one_adds_the_fields(command: str) -> None:
     short, full = (actmat([command, flag]).out for flag in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 80
-    assert f"described by 'actmat {command} --help-all'" in " ".join(short.split())
-    flags = set(re.findall(r"^│ (--[\w-]+)", full, re.MULTILINE))
-    assert len(flags) > 20
-    assert not [flag for flag in flags if flag not in short]
     assert max(len(line) for line in full.splitlines()) <= 80
+    settings = vars(with_flags(declared_command(command)))["settings"]
+    assert len(settings) > 15
+    missing = [name for name, text in settings.items() if f"{name}: {text}" not in " ".join(full.split())]
+    assert not missing
+    assert "compute_dtype" not in short
 
 
 def test_settings_of_a_run_are_frozen() -> None:
@@ -162,23 +232,7 @@ def test_a_switch_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) 
     family = Family.make(tmp_path, layers=1)
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: {family.base}\nexperts: [{family.experts[0]}]\nties: false\nkeep: [{NORM}]\n")
-    for flags, expected in (
-        ((), False),
-        (
-            (
-                "--set",
-                "ties=true",
-            ),
-            True,
-        ),
-        (
-            (
-                "--set",
-                "ties=false",
-            ),
-            False,
-        ),
-    ):
+    for flags, expected in ([], False), (["--set", "ties=true"], True), (["--set", "ties=false"], False):
         outcome = actmat(["plan", str(file), "--json", "--full", *flags])
         assert outcome.code == 0, outcome
         assert ('"ties": false' not in outcome.out) == expected

@@ -141,9 +141,7 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
 
 def test_average_export_extract_and_serving(place: Path) -> None:
     merged, model = place / "averaged", place / "experts/math"
-    data = pinned(
-        said("merge", "--average", "uniform", model, place / "experts/code", "--out", merged, "--json"), "merge"
-    )
+    data = pinned(said("average", "uniform", model, place / "experts/code", "--out", merged, "--json"), "average")
     assert set(data["outputs"][0]) == PINNED["merge outputs"]
     assert pinned(said("inspect", "--serve", merged, "--json"), "serve")["vllm"].startswith("vllm serve")
     exported = said(
@@ -151,7 +149,8 @@ def test_average_export_extract_and_serving(place: Path) -> None:
     )
     assert pinned(exported, "export")["form"] == "comfy"
     inputs = ("--base", place / "base", "--model", model, "--rank", "2", "--out", place / "lora")
-    assert pinned(said("extract", *inputs, "--json"), "extract")["layers"] == 15
+    (lora_data,) = pinned(said("extract", *inputs, "--json"), "extract")["outputs"]
+    assert 0 < lora_data["relative_error"] < 1
 
 
 def test_layouts_that_other_tests_make_or_that_take_long() -> None:

@@ -11,7 +11,7 @@ from actmat.cli.main import app
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["outdir"], "unexpected extra arguments (outdir); name the output with --out OUT"),
+        (["outdir"], "(outdir). Name the output with --out OUT"),
         (["--cuda"], "For GPUs use --device cuda"),
     ],
 )

@@ -119,7 +119,7 @@ def test_problems_with_executor_and_device_are_told_together() -> None:
     with pytest.raises(RecipeError) as caught:
         problems.check()
     assert "no executor 'thread'" in str(caught.value)
-    assert "--device-memory 1GB limits devices" in str(caught.value)
+    assert "device_memory=1GB limits devices" in str(caught.value)
     elsewhere = RunSettings(device="cuda", executor="ray=node:1")
     room = find_places([recipe], elsewhere, "nothing", Problems()).room
     assert room.device == "cuda", "the devices are on other machines"

@@ -101,7 +101,7 @@ def test_the_number_of_devices_does_not_change_the_result_but_their_kind_does(fa
 
 
 def test_the_screen_shows_where_and_why(family: Family) -> None:
-    outcome = actmat(family.argv("-m", "actmat", "--device", "cuda:0,2", "--device-memory", "24GB", command="plan"))
+    outcome = actmat(family.argv("-m", "actmat", "--device", "cuda:0,2", "--set", "device_memory=24GB", command="plan"))
     said = " ".join(outcome.out.split())
     assert outcome.code == 0
     assert "devices: cuda:0,2: 4 of 7 tensors" in said
@@ -116,7 +116,7 @@ def test_problems_with_devices_come_with_all_others(family: Family) -> None:
     assert outcome.code == 1
     assert "0 is given 2 times" in outcome.err
     assert "Did you mean 'ties'?" in outcome.err
-    outcome = actmat(family.argv("--device-memory", "1GB", "--method", "tie", command="plan"))
+    outcome = actmat(family.argv("--set", "device_memory=1GB", "--method", "tie", command="plan"))
     assert "none is given: add --device" in outcome.err
     assert "Did you mean 'ties'?" in outcome.err
 
@@ -211,7 +211,7 @@ def test_running_out_of_memory_names_tensor_plan_and_device(tmp_path: Path, monk
     message = str(caught.value)
     assert "cpu:0 ran out of memory at tensor 'model.layers.0.mlp.up_proj.weight'" in message
     assert "31.1 MB were planned" in message
-    assert "--device-memory below 31.1 MB" in message
+    assert "--set device_memory=SIZE below 31.1 MB" in message
     assert "Tried to allocate 20 MiB" in message
     assert not caught.value.is_permanent, "what is finished is kept: memory may be free tomorrow"
 
@@ -321,7 +321,7 @@ def test_files_are_finished_one_after_another_where_they_are_sent(tmp_path: Path
 def test_a_merge_on_devices_writes_the_bytes_of_one_on_the_host(tmp_path: Path, names: str) -> None:
     family = Family.make(tmp_path, layers=1)
     weights: list[bytes] = []
-    ties, memory = ("--method", "ties", "--option", "trim=global"), ("--device-memory", "64MB")
+    ties, memory = ("--method", "ties", "--option", "trim=global"), ("--set", "device_memory=64MB")
     for flags in ((), ("--device", names, *memory)):
         outcome = actmat(family.argv(*ties, "--overwrite", *flags))
         assert outcome.code == 0, outcome.err

@@ -75,7 +75,9 @@ def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monke
     monkeypatch.setattr(automatic, "HOT", 0.3)
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
-    assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder that change the we")
+    assert plan.recipe.notes[-1].startswith(
+        "auto: tsv with --set space=pico, for adapters of a decoder that change the we"
+    )
     assert "(+2.0 points over the average on 3 bases, +1.0 on the worst); actmat tune" in plan.recipe.notes[-1]
     assert any("damped (Pico)" in item.reason for item in plan.items)
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe

@@ -26,7 +26,7 @@ from actmat.methods import METHODS
 from actmat.planning.choose import WHOLE
 from actmat.planning.cost import SOURCE_BYTES
 
-# `actmat merge --average`, and merges without a base.
+# `actmat average`, and merges without a base.
 
 
 STEPS = (30, 200, 1000)
@@ -63,7 +63,7 @@ def test_the_average_is_that_of_the_checkpoints_in_the_order_of_their_steps(
     run: list[Path], tmp_path: Path, weights: str, wanted: list[float]
 ) -> None:
     out = tmp_path / "out"
-    done = command_line(["merge", "--average", weights, *map(str, run), "--out", str(out), "--threads", "1"])
+    done = command_line(["average", weights, *map(str, run), "--out", str(out), "--threads", "1"])
     assert done.code == 0, done
     found, expected = tensors(out), weighted(tmp_path, wanted)
     assert found.keys() == expected.keys()
@@ -74,7 +74,7 @@ def test_the_average_is_that_of_the_checkpoints_in_the_order_of_their_steps(
 
 
 def test_the_plan_lists_order_weights_and_formula(run: list[Path]) -> None:
-    shown = " ".join(command_line(["merge", "--average", "linear", *map(str, run), "--plan"]).out.split())
+    shown = " ".join(command_line(["average", "linear", *map(str, run), "--plan"]).out.split())
     assert "w_t = 2 t / (T (T + 1))" in shown
     assert "step-30 0.166667, step-200 0.333333, step-1000 0.5" in shown
     assert "come from the last checkpoint, step-1000" in shown
@@ -115,8 +115,10 @@ def test_float64_accumulation_and_output(run: list[Path], tmp_path: Path) -> Non
 
 
 def test_nothing_to_average_is_an_error(tmp_path: Path) -> None:
-    assert command_line(["merge", "--average", "uniform"]).code == 1
-    assert command_line(["merge", "--average", "uniform", str(tmp_path)]).code == 2
+    assert command_line(["average", "uniform"]).code == 2
+    assert command_line(["average", "uniform", str(tmp_path)]).code == 2
+    gone = command_line(["merge", "--average", "uniform", str(tmp_path)])
+    assert "'actmat average WEIGHTS CHECKPOINT...'" in " ".join(gone.err.replace("│", " ").split())
     with pytest.raises(RecipeError, match="needs at least two checkpoints"):
         actmat.average([], out=tmp_path / "out")
 

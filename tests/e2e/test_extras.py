@@ -242,7 +242,7 @@ def test_another_distribution_adds_a_command_a_format_a_method_and_an_executor(t
         ("executor", ("a", "b"), "average", 1.5),
     ):
         inputs = [word for expert in experts for word in ("-e", expert)]
-        flags = ("--set", "scope=all", "--threads", "1", "--out", out, *["--executor", "toy"] * (out == "executor"))
+        flags = ("--set", "scope=all", "--threads", "1", "--out", out, *["--set", "executor=toy"] * (out == "executor"))
         toy.actmat("merge", "-b", "base", *inputs, "-m", method, *flags)
         assert float(load_file(toy.folder / out / "model.safetensors")["w"][0, 0]) == value
         toy.actmat("verify", out)

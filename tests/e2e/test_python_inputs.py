@@ -356,7 +356,7 @@ def test_names_are_complete_and_importing_is_light() -> None:
         "print([n for n in actmat.__all__ if not hasattr(actmat, n)], actmat.plan.__module__)\n"
         "from actmat import *; print(merge.__module__, MergeError.__module__, tune.__module__)"
     )
-    merging, errors, tune = "actmat.api.merging", "actmat.errors", "actmat.extras.tune.tuning"
+    merging, errors, tune = "actmat.api.merging", "actmat.errors", "actmat.api.tuning"
     assert found.split("\n") == ["False True", f"[] {merging}", f"{merging} {errors} {tune}"]
 
 

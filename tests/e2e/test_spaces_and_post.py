@@ -14,8 +14,8 @@ from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
 from actmat.api import merging as api
+from actmat.api.matrices import merge_matrices
 from actmat.errors import MergeError
-from actmat.extras.research.matrices import merge_matrices
 from actmat.planning import MergePlan
 from actmat.planning.item import PostCall
 
@@ -99,10 +99,8 @@ def test_the_bytes_are_those_of_one_worker(given: dict[str, Any], family: Family
 def test_flags_and_plan(family: Family) -> None:
     shown = actmat(
         family.argv(
-            "--post",
-            "subspace_boosting:beta=0.1",
-            "--post",
-            "mean_norm",
+            "--set",
+            "post=subspace_boosting:beta=0.1,mean_norm",
             "--method",
             "average",
             "--json",
@@ -139,6 +137,6 @@ def test_all_problems_are_told_at_once(family: Family, tmp_path: Path) -> None:
         assert words in str(error.value), words
     with pytest.raises(MergeError, match="expected NAME or NAME:OPTION=VALUE"):
         api.plan(family.base, family.experts, post="isotropize:mean")
-    wrong = actmat(family.argv("--space", "kernel", command="plan"))
+    wrong = actmat(family.argv("--set", "space=kernel", command="plan"))
     assert wrong.code != 0
     assert "space" in wrong.err

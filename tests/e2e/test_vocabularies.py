@@ -108,7 +108,7 @@ def test_a_union_is_loaded_tokenized_and_run(family: Path, tmp_path: Path) -> No
 
 def test_the_vocabulary_of_an_expert(family: Path, tmp_path: Path) -> None:
     flags = ["-b", str(family / "base"), "-e", f"chat={family / 'chat'}", "-e", f"tool={family / 'tool'}"]
-    done = actmat(["merge", *flags, "--vocabulary", "tool", "--out", str(tmp_path / "out"), "--threads", "2"])
+    done = actmat(["merge", *flags, "--set", "vocabulary=tool", "--out", str(tmp_path / "out"), "--threads", "2"])
     assert done.code == 0, done
     model, tokenizer = loaded(tmp_path / "out")
     assert model.config.vocab_size == 20, "the padded table of that expert"
@@ -190,8 +190,8 @@ def test_bytes_do_not_depend_on_workers(family: Path, tmp_path: Path) -> None:
         str(family / "chat"),
         "-e",
         str(family / "tool"),
-        "--vocabulary",
-        "union",
+        "--set",
+        "vocabulary=union",
     ]
     assert actmat(["merge", *flags, "--out", str(tmp_path / "one"), "--threads", "1", "-q"]).code == 0
     assert actmat(["merge", *flags, "--out", str(tmp_path / "two"), "--threads", "2", "-q"]).code == 0

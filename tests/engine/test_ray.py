@@ -198,7 +198,7 @@ def test_a_recipe_names_its_executor_and_is_the_same_recipe(tmp_path: Path) -> N
     said = actmat(["merge", str(recipe), "--out", str(family.out)])
     assert said.code == 0, said.err
     assert "executor" not in (family.out / "actmat_manifest.json").read_text()
-    again = actmat(["merge", str(recipe), "--out", str(family.out), "--executor", "threads"])
+    again = actmat(["merge", str(recipe), "--out", str(family.out), "--set", "executor=threads"])
     assert again.code == 0, "another executor makes another recipe"
 
 
@@ -235,7 +235,7 @@ def test_an_ended_driver_goes_on(end: signal.Signals, running: Any, workers: Dis
     family = Family.make(tmp_path, layers=6)
     package.merge(family.base, family.experts, out=tmp_path / "expected", durable=False)
     workers.close()  # they hold all cores
-    argv = ["merge", "-b", str(family.base), "--out", str(family.out), "--executor", f"ray={running.address}"]
+    argv = ["merge", "-b", str(family.base), "--out", str(family.out), "--set", f"executor=ray={running.address}"]
     argv += [x for e in family.experts for x in ("-e", str(e))]
     driver = [sys.executable, "-c", DRIVER, *argv]
     ended = subprocess.run(driver, capture_output=True, text=True, timeout=300, env={**os.environ, "END": f"{end:d}"})

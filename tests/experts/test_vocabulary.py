@@ -191,13 +191,13 @@ def test_a_tokenizer_is_needed(folder: Path) -> None:
     with open_model("expert") as found, pytest.raises(CheckpointError, match="expected a vocabulary"):
         read_tokenizer(found)
     (folder / "expert" / "tokenizer.json").unlink()
-    refused = actmat(["plan", "-b", "base", "-e", "expert", "--vocabulary", "base"])
+    refused = actmat(["plan", "-b", "base", "-e", "expert", "--set", "vocabulary=base"])
     assert refused.code == 1
     assert "needs it to match rows by token. Fix: save the tokenizer next" in " ".join(refused.err.split())
 
 
 def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
-    flags = ["-b", "base", "-e", "expert", "-m", "average", "--set", "scope=all", "--vocabulary", "base"]
+    flags = ["-b", "base", "-e", "expert", "-m", "average", "--set", "scope=all", "--set", "vocabulary=base"]
     done = actmat(["merge", *flags, "--out", "out", "--threads", "1"])
     assert done.code == 0, done.err
     got = load_file("out/model.safetensors")

@@ -11,7 +11,7 @@ from actmat.cli.screen import LAYOUTS
 
 MERGE = {
     "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "answers", "nonfinite",
-    "size", "warnings", "read_bytes", "write_bytes", "seconds", "notes", "findings",
+    "relative_error", "size", "warnings", "read_bytes", "write_bytes", "seconds", "notes", "findings",
 }  # fmt: skip
 PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
@@ -19,7 +19,8 @@ PINNED: dict[str, set[str]] = {
     "merge size": {"merged", "sum", "experts", "warning"},
     "demo": {"out", "seed", "settings", "rows", "left_out"},
     "export": {"out", "checkpoint", "form"},
-    "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "warnings", "notes"},
+    "average": {"outputs"},
+    "extract": {"outputs"},
     "push": {"repo_id", "files", "removed", "nbytes", "private", "is_new", "left_out", "notes", "url"},
     "serve": {"python", "vllm", "notes"},
     "statistics": {"statistics"},

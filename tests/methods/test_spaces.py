@@ -11,8 +11,8 @@ from tests.helpers.spectra import gaussian_of
 from tests.tolerances import F32_PRODUCT, F64_ORACLE
 from torch import Tensor
 
+from actmat.api.matrices import merge_matrices
 from actmat.errors import AlignmentError, RecipeError
-from actmat.extras.research.matrices import merge_matrices
 from actmat.linalg.lowrank import LowRank, core_bases
 from actmat.methods import Merged, MergeMethod, all_methods, get_method
 from actmat.methods.post import STEPS, PostStep, apply_steps, get_step
@@ -333,7 +333,7 @@ def test_boosting_is_the_equation(shape: tuple[int, int], beta: float) -> None:
 
 
 def test_isotropize_is_iso_c_of_a_sum() -> None:
-    from actmat.extras.research.matrices import merge_matrices
+    from actmat.api.matrices import merge_matrices
 
     deltas = experts(6, 9)
     for mean in ("all", "rank", "rms"):

@@ -9,7 +9,7 @@ import torch
 from tests.parity.cases import Case, all_cases, deltas_of
 from torch import Tensor
 
-from actmat.extras.research.matrices import merge_matrices
+from actmat.api.matrices import merge_matrices
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.post import get_step
 

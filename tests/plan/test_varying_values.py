@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from tests.helpers.merging import Family, actmat, contents
 
 from actmat.api.merging import plan
+from actmat.api.reading import read_recipe
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
 from actmat.planning.calls import NOWHERE, TensorPlace, places_of, resolved
 from actmat.planning.choose import Chooser, Decision
-from actmat.recipe import load_recipe, make_recipe, recipe_yaml
+from actmat.recipe import make_recipe, recipe_yaml
 from actmat.recipe.values import Entry, Gradient, leaves, read_value, shown_value
 
 NAMES = ["embed.weight", *(f"layers.{k}.{part}.weight" for k in range(4) for part in ("attn", "mlp")), "head.weight"]
@@ -227,7 +228,7 @@ out: out
         w = base[name].double()
         wanted = w + (2 + 2 * t) * (t * (one[name].double() - w) + second * (two[name].double() - w))
         torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
-    planned = plan(**{k: v for k, v in load_recipe(file).model_dump().items() if k not in ("out", "executor")})
+    planned = plan(**{k: v for k, v in read_recipe(file).model_dump().items() if k not in ("out", "executor")})
     assert MergePlan.from_json(planned.to_json()) == planned
     first = contents(tmp_path / "out")
     again = actmat(["merge", str(file), "--threads", "2", "--quiet", "--overwrite"])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from actmat.api.reading import read_recipe
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import RecipeError
-from actmat.recipe import load_recipe, parse_option
+from actmat.recipe import parse_option
 from actmat.recipe.load import MAX_BYTES
 from actmat.recipe.text import MAX_DEPTH
 
@@ -56,7 +57,7 @@ def test_a_value_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, valu
     path.write_text(f"{MINIMAL}options:\n  rtol: {value}\n")
     started = time.perf_counter()
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        read_recipe(path)
     assert all(p.startswith(f"{path}:4: ") for p in caught.value.problems)
     assert len(str(caught.value)) < 500
     with pytest.raises(RecipeError, match="option 'rtol' cannot be read") as caught:
@@ -72,27 +73,27 @@ def test_bytes_that_are_no_text(tmp_path: Path, content: bytes, line: int) -> No
     path = tmp_path / "recipe.yaml"
     path.write_bytes(MINIMAL.encode() + content)
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        read_recipe(path)
     assert caught.value.problems[0].startswith(f"{path}:{line}: ")
 
 
 def test_a_file_that_is_no_recipe_by_its_size(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(bytes(MAX_BYTES + 1))
     with pytest.raises(RecipeError, match="is this the right file"):
-        load_recipe(tmp_path / "model.bin")
+        read_recipe(tmp_path / "model.bin")
 
 
 def test_a_path_that_the_system_cannot_look_up_is_left_to_the_one_who_opens_it(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(f"base: {'b' * 5000}\nexperts: [{'e/' * 3000}]\n")
-    assert load_recipe(path).base == "b" * 5000
+    assert read_recipe(path).base == "b" * 5000
 
 
 def test_the_depth_that_is_allowed(tmp_path: Path) -> None:
     depth = MAX_DEPTH - 2  # below the recipe and its options
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{MINIMAL}options: {{x: {'[' * depth}{']' * depth}}}\n")
-    value = load_recipe(path).options["x"]
+    value = read_recipe(path).options["x"]
     for _ in range(depth - 1):
         (value,) = value
     assert value == []
@@ -101,7 +102,7 @@ def test_the_depth_that_is_allowed(tmp_path: Path) -> None:
 def test_a_date_is_a_text(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("base: b\nexperts:\n- {path: a, name: 2024-05-01}\n")
-    assert load_recipe(path).labels == ("2024-05-01",)
+    assert read_recipe(path).labels == ("2024-05-01",)
 
 
 @pytest.mark.parametrize(

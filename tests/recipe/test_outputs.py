@@ -9,8 +9,9 @@ import pytest
 from tests.e2e.test_short_forms import write_adapter
 from tests.helpers.merging import Family
 
+from actmat.api.reading import read_recipe
 from actmat.errors import MergeError, RecipeError
-from actmat.recipe import Recipe, load_recipe, make_recipe, recipe_yaml
+from actmat.recipe import Recipe, make_recipe, recipe_yaml
 from actmat.recipe.output import AdapterOutput, AnyOutput, ExtractedOutput, ModelOutput, Vocabulary, with_output
 from actmat.run.decide import decide
 from actmat.run.locate import locate_inputs
@@ -91,8 +92,8 @@ def test_an_error_has_the_line_of_the_field(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("base: b\nexperts: [e]\noutput:\n  kind: adapter\n  rank: -1\n")
     with pytest.raises(RecipeError, match=f"{file}:5: output.rank: Input should be greater than 0"):
-        load_recipe(file)
-    assert load_recipe(file, {"rank": 8}).output == AdapterOutput(rank=8)
+        read_recipe(file)
+    assert read_recipe(file, {"rank": 8}).output == AdapterOutput(rank=8)
 
 
 def test_the_experts_decide_once(tmp_path: Path) -> None:

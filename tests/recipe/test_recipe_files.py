@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actmat.api.reading import read_recipe
 from actmat.errors import RecipeError
-from actmat.recipe import Recipe, load_recipe, make_recipe, parse_option
+from actmat.recipe import Recipe, make_recipe, parse_option
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.text import MAX_VALUES
 
@@ -23,7 +24,7 @@ def write(folder: Path, text: str) -> Path:
 
 def problems(path: Path) -> list[str]:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        read_recipe(path)
     return list(caught.value.problems)
 
 
@@ -31,7 +32,7 @@ MINIMAL = "base: org/base\nexperts: [org/one, org/two]\n"
 
 
 def test_a_minimal_recipe_has_the_documented_defaults(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, MINIMAL))
+    recipe = read_recipe(write(tmp_path, MINIMAL))
     assert recipe.labels == ("one", "two")
     assert (recipe.method, recipe.scale, recipe.scope, recipe.dtype, recipe.out) == (
         "auto",
@@ -98,7 +99,7 @@ def test_a_key_given_twice(tmp_path: Path) -> None:
 )
 def test_not_a_recipe(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(write(tmp_path, text))
+        read_recipe(write(tmp_path, text))
     assert says in str(caught.value)
 
 
@@ -107,19 +108,19 @@ def test_options_that_are_not_finite_are_refused_with_their_line(tmp_path: Path,
     path = write(tmp_path, MINIMAL + f"options:\n  rtol: 1e-5\n  density: {value}\n")
     line = path.read_text().splitlines().index(f"  density: {value}") + 1
     with pytest.raises(RecipeError, match=rf"{path}:{line}: options.density: found -?(inf|nan), expected finite"):
-        load_recipe(path)
+        read_recipe(path)
     path = write(tmp_path, MINIMAL + f"rules:\n- match: '*'\n  options:\n    density: {value}\n")
     line = len(path.read_text().splitlines())
     with pytest.raises(RecipeError, match=rf"{path}:{line}: rules.0.options.density: found "):
-        load_recipe(path)
+        read_recipe(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Cannot read the recipe"):
-        load_recipe(tmp_path / "none.yaml")
+        read_recipe(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="Cannot read the recipe"):
-        load_recipe(tmp_path / "binary.yaml")
+        read_recipe(tmp_path / "binary.yaml")
 
 
 @pytest.mark.parametrize("where", ["options: {x: *i}", "experts: *i", "keep: *i", "base: *i"])
@@ -129,21 +130,21 @@ def test_nested_anchors_do_not_explode(tmp_path: Path, where: str) -> None:
     lines += [f"  , &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
     path = write(tmp_path, "\n".join([*lines, "  ]", "base: b" if "base" not in where else "", where]) + "\n")
     with pytest.raises(RecipeError, match=f"at most {MAX_VALUES:,} values"):
-        load_recipe(path)
+        read_recipe(path)
 
 
 def test_an_anchor_in_itself(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="at most"):
-        load_recipe(write(tmp_path, MINIMAL + "options: {x: &x [*x]}\n"))
+        read_recipe(write(tmp_path, MINIMAL + "options: {x: &x [*x]}\n"))
 
 
 def test_anchors_that_save_typing_work(tmp_path: Path) -> None:
     text = MINIMAL + "rules:\n- &r {match: a, options: {rtol: 1e-5}}\n- {match: b, options: {rtol: 1e-5}}\n- *r\n"
-    assert load_recipe(write(tmp_path, text)).rules[2].match == ("a",)
+    assert read_recipe(write(tmp_path, text)).rules[2].match == ("a",)
 
 
 def test_numbers_that_yaml_1_1_takes_for_text(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, MINIMAL + "options: {rtol: 1e-6, list: [1e3, 2.5E-1, -1e+2], name: e5}\n"))
+    recipe = read_recipe(write(tmp_path, MINIMAL + "options: {rtol: 1e-6, list: [1e3, 2.5E-1, -1e+2], name: e5}\n"))
     assert recipe.options == {"rtol": 1e-6, "list": [1000.0, 0.25, -100.0], "name": "e5"}
 
 
@@ -154,7 +155,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "recipes" / "recipe.yaml"
     path.write_text("base: ../models\nexperts: [near, {path: ./far, weight: 2}, org/hub, /abs/x]\nout: merged\n")
     monkeypatch.chdir("/")
-    recipe = load_recipe(path)
+    recipe = read_recipe(path)
     folder = tmp_path / "recipes"
     assert recipe.base == str(folder / "../models")
     assert [e.path for e in recipe.experts] == [str(folder / "near"), str(folder / "far"), "org/hub", "/abs/x"]
@@ -164,10 +165,10 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_flags_win_over_the_file_and_are_not_blamed_on_its_lines(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "scale: 0.5\nout: there\n")
-    recipe = load_recipe(path, {"scale": 2.0, "out": "here"})
+    recipe = read_recipe(path, {"scale": 2.0, "out": "here"})
     assert (recipe.scale, recipe.out) == (2.0, "here")
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path, {"scale": "much"})
+        read_recipe(path, {"scale": "much"})
     assert caught.value.problems[0].startswith("scale: ")
 
 

@@ -276,7 +276,7 @@ def test_the_commands_of_the_github_action_do_what_the_page_says(
     (given,) = (b for b in blocks((ROOT / "docs" / "install.md").read_text()) if b.code.startswith("name: merge"))
     steps = yaml.safe_load(given.code)["jobs"]["merge"]["steps"]
     commands = [shlex.split(s["run"].replace("ORG", "org"))[1:] for s in steps if s.get("run", "").startswith("actmat")]
-    assert [c[0] for c in commands] == ["plan", "merge", "verify", "push"]
+    assert [c[0] for c in commands] == ["plan", "merge", "diagnose", "verify", "push"]
     monkeypatch.chdir(tmp_path)
     family = models[0]
     recipe = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "average"}

@@ -22,7 +22,7 @@ from actmat.extras.collect.data import DataOptions
 from actmat.extras.tune import live
 from actmat.extras.tune.progress import TuneProgress
 
-FEW = ["--new-tokens", "4"]
+FEW = ["--set", "new_tokens=4"]
 
 
 def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, int]:
@@ -45,7 +45,9 @@ def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, i
 
 def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    done = run(["diagnose", str(place / "merged"), *data_flags(place), "--out", str(out), "--batch-size", "2", *FEW])
+    done = run(
+        ["diagnose", str(place / "merged"), *data_flags(place), "--out", str(out), "--set", "batch_size=2", *FEW]
+    )
     assert done.code == 0, done.err
     rows = read_diagnosis(out).agreement
     assert rows is not None
@@ -161,8 +163,8 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
     done = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "-q"])
     assert done.code == 1
     assert "Expert 'math' cannot be compared" in done.err
-    assert "no column of texts; it has a, b. Fix: pass --text-column" in done.err
-    good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--text-column", "a"])
+    assert "no column of texts; it has a, b. Fix: --set text_column=NAME" in done.err
+    good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--set", "text_column=a"])
     assert good.code == 0, good.err
 
 
@@ -181,7 +183,7 @@ def test_a_model_without_a_tokenizer_says_where_one_is_missing(place: Path, tmp_
     [
         (["MERGED", "--data", "math=DATA", "--data", "DATA"], "once for all experts"),
         (["MERGED", "--data", "math=DATA", "--data", "math=DATA"], "twice for expert 'math'"),
-        (["MERGED", "--data", "DATA", "--dtype", "int8"], "'int8' is not one of 'float32'"),
+        (["MERGED", "--data", "DATA", "--dtype", "int8"], "Did you mean 'model_dtype'? Fields are set with --set"),
         (["MERGED", "--data", "DATA", "--expert", "x"], "names its own base"),
         (["-b", "BASE", "-e", "EXPERT", "--data", "DATA"], "a merged model that exists"),
     ],

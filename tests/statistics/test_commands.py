@@ -44,7 +44,7 @@ def test_text_from_every_kind_of_file(kind: str, family: Path, tmp_path: Path) -
         place = place.rename(tmp_path / "texts" / "a.jsonl").parent
     done = run(
         ["statistics", "collect", str(family / "experts" / "math"), "--data", str(place), "--out", str(tmp_path / "s"),
-         "--batch-size", "2"]
+         "--set", "batch_size=2"]
     )  # fmt: skip
     assert done.code == 0, done.err
     assert "3 samples" in done.out
@@ -132,7 +132,7 @@ def test_labels_for_the_fisher_come_from_a_column(tmp_path: Path) -> None:
     place = vision(tmp_path)
     images = numpy.zeros((4, 16, 16), dtype=numpy.uint8)
     numpy.savez(tmp_path / "images.npz", images=images, labels=numpy.arange(4))
-    flags = ["--fisher", "--fisher-labels", "given", "--label-column", "labels", "--no-gram"]
+    flags = ["--fisher", "--fisher-labels", "given", "--set", "label_column=labels", "--no-gram"]
     out = tmp_path / "s"
     data = ["--data", str(tmp_path / "images.npz"), "--out", str(out)]
     done = run(["statistics", "collect", str(place), *data, *flags])
@@ -167,9 +167,10 @@ def test_targets_feed_the_decoder_shifted_by_one(family: Path, tmp_path: Path) -
         ({"--data": "nothing.jsonl"}, "nothing.jsonl: no such file or folder"),
         ({"--data": "~nobody-of-this-name/x.jsonl"}, "nobody-of-this-name"),
         ({"--data": "x.md"}, "expected one of .json, .jsonl, .csv, .txt, .parquet, .npz"),
-        ({"--text-column": "txet"}, "no column of texts 'txet'; it has text. Did you mean 'text'?"),
-        ({"--model-class": "AutoModelForCausaLM"}, "no model class 'AutoModelForCausaLM'. Did you mean"),
-        ({"--model-class": "LlamaForTokenClassification"}, "parameters that the checkpoint lacks"),
+        ({"--set": "text_column=txet"}, "no column of texts 'txet'; it has text. Did you mean 'text'?"),
+        ({"--set": "model_class=AutoModelForCausaLM"}, "no model class 'AutoModelForCausaLM'. Did you mean"),
+        ({"--set": "model_class=LlamaForTokenClassification"}, "parameters that the checkpoint lacks"),
+        ({"--set": "batch_size=0"}, "--set batch_size=0: Input should be greater than or equal to 1"),
         ({"--base": "elsewhere"}, "--base goes with an adapter"),
         ({"--fisher-labels": "none"}, "not one of 'drawn', 'given'"),
     ],

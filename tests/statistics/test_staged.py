@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import actmat
+from actmat.api.measuring import staged_statistics
 from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
-from actmat.extras.collect.staged import staged_statistics
 from actmat.statistics import open_statistics
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "closed_forms" / "regmeanpp.safetensors"

@@ -95,8 +95,8 @@ def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Pat
 def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> None:
     given = tmp_path / "names.txt"
     given.write_text("cat\ngray_dog\nhen\n")
-    more = ["--score", "accuracy", "--label-column", "label"]
-    more += ["--classes", f"pets={given}", "--classes", "flags=blue,red"]
+    more = ["--score", "accuracy", "--set", "label_column=label"]
+    more += ["--set", f"classes=pets={given}", "--set", "classes=flags=blue,red"]
     done = run(flags(clip, tmp_path / "best", *more))
     assert done.code == 0, done.err
     told = json.loads((tmp_path / "best.tune" / "tune.json").read_text())
@@ -109,9 +109,9 @@ def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--classes", "cats=a,b"], "not an expert"),
-        (["--template", "a photo"], "needs {}"),
-        (["--template", "{}" + " long" * 60], "the model reads"),
+        (["--set", "classes=cats=a,b"], "no expert has this name"),
+        (["--set", "template=a photo"], "needs {}"),
+        (["--set", "template={}" + " long" * 60], "the model reads"),
     ],
 )
 def test_classes_that_cannot_be_used(clip: Path, tmp_path: Path, more: list[str], says: str) -> None:

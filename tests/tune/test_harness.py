@@ -67,8 +67,8 @@ def test_a_search_by_a_benchmark(family: Path, tmp_path: Path, task: Path) -> No
     """lm-eval itself, on the candidates in memory; what is written scores what the search says."""
     out = tmp_path / "best"
     command = ["tune", *model_flags(family), *data_flags(family), "--out", str(out), "--methods", "average,tsv"]
-    more = ["--scales", "0.5,1", "--new-tokens", "2", "--budget", "6", "--dtype", "float32"]
-    done = run([*command, *more, "--score", f"lm-eval:{task}", "--limit", "3"])
+    more = ["--scales", "0.5,1", "--set", "new_tokens=2", "--budget", "6", "--dtype", "float32"]
+    done = run([*command, *more, "--score", f"lm-eval:{task}", "--set", "limit=3"])
     assert done.code == 0, done.err
     assert "it/s" not in done.err, "no bars of lm-eval"
     told = json.loads((tmp_path / "best.tune" / "tune.json").read_text())
@@ -169,6 +169,6 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     done = run([*command, "--score", "lm-eval:gsm8k"])
     assert done.code == 1
     assert "actmat[lm-eval]" in done.err
-    done = run([*command, "--limit", "3"])
+    done = run([*command, "--set", "limit=3"])
     assert done.code == 2
-    assert "--limit needs" in done.err
+    assert "limit needs" in done.err

@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_formulae_and_less_is_refused() -> None:
     factored = planned(RunSettings(), factors=True, statistics=2)
     assert (factored.needed, factored.disk) == (model, 2 * grams)
     planned(RunSettings(max_memory=str(plan.needed))).check()
-    with pytest.raises(RecipeError, match="--model-dtype bfloat16") as error:
+    with pytest.raises(RecipeError, match="--set model_dtype=bfloat16") as error:
         planned(RunSettings(max_memory=str(plan.needed - 1))).check()
     assert "--max-memory" in str(error.value)
     assert len(plan.line()) <= 80
@@ -56,7 +56,7 @@ def test_bytes_are_those_of_the_formulae_and_less_is_refused() -> None:
     ("run", "limit", "device", "source"),
     [
         (RunSettings(), 900, "cpu", "free"),
-        (RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB"), 2 * 10**9, "cuda:1", "--device-memory"),
+        (RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB"), 2 * 10**9, "cuda:1", "device_memory"),
         (RunSettings(device="mps"), 900, "mps", "free memory on mps"),
     ],
 )

@@ -13,9 +13,9 @@ from tests.helpers.json_layouts import PINNED
 from tests.helpers.merging import actmat as run
 
 import actmat
+from actmat.api.reading import read_recipe
 from actmat.errors import RecipeError
 from actmat.extras.tune.space import SCALES
-from actmat.recipe import load_recipe
 
 
 def flags(family: Path, *more: str) -> list[str]:
@@ -42,7 +42,7 @@ def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: P
     assert manifest["recipe"]["scale"] == best["scale"]
     assert manifest["recipe"]["method"] == "ties"
     assert actmat.verify(out).ok
-    recipe = load_recipe(tmp_path / "merged.tune" / "recipe.yaml", {"out": str(tmp_path / "again")})
+    recipe = read_recipe(tmp_path / "merged.tune" / "recipe.yaml", {"out": str(tmp_path / "again")})
     actmat.run.run_recipes([recipe])
     first, second = (load_file(p / "model.safetensors") for p in (out, tmp_path / "again"))
     assert all(torch.equal(first[n], second[n]) for n in first)

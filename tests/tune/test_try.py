@@ -179,9 +179,8 @@ def test_benchmarks_are_asked_of_the_model_in_memory(family: Path, monkeypatch: 
     ("more", "said"),
     [
         ([], "no query given"),
-        (["--prompt", "x", "--classes", "a"], "--classes needs --images"),
+        (["--prompt", "x", "--set", "classes=a"], "classes need --images"),
         (["--prompt", "x", "--limit", "3"], "--limit needs --lm-eval"),
-        (["--prompt", "x", "--model-dtype", "int3"], "is not one of 'float32'"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(family: Path, more: list[str], said: str) -> None:

@@ -17,6 +17,7 @@ from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
+from actmat.api.reading import read_recipe
 from actmat.errors import MergeError, OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded, load_model
@@ -28,7 +29,6 @@ from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneSettings
-from actmat.recipe import load_recipe
 from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics
 
@@ -81,7 +81,7 @@ def test_a_search_is_short_in_a_notebook(report: TuneReport) -> None:
 
 def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) -> None:
     place = Path(f"{report.out}.tune")
-    recipe = load_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
+    recipe = read_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
     actmat.run.run_recipes([recipe])
     first, second = (load_file(p / "model.safetensors") for p in (report.out, tmp_path / "again"))
     assert first.keys() == second.keys()
@@ -132,13 +132,15 @@ def test_the_same_search_goes_on_where_it_stopped(
 def test_another_score_or_other_inputs_begin_anew(family: Path, tmp_path: Path) -> None:
     """The journal and the merges of an earlier search are used only for what they were made for."""
     space = {"methods": ["average"], "scales": [0.5, 1.0]}
-    first = tuned(family, tmp_path / "best", space=space, budget=2, keep=True)
-    again = tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, score="disagreement")
+    first = tuned(family, tmp_path / "best", space=space, budget=2, keep_work=True)
+    again = tuned(
+        family, tmp_path / "best", space=space, budget=2, keep_work=True, overwrite=True, score="disagreement"
+    )
     assert again.chosen.losses == {n: pytest.approx(1 - a) for n, a in again.chosen.agreement.items()}
     other = {"math": family / "code.jsonl", "code": family / "math.jsonl"}
-    third = tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, data=other)
+    third = tuned(family, tmp_path / "best", space=space, budget=2, keep_work=True, overwrite=True, data=other)
     assert third.chosen.losses != first.chosen.losses
-    tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, scope="all")
+    tuned(family, tmp_path / "best", space=space, budget=2, keep_work=True, overwrite=True, scope="all")
     assert len(list((tmp_path / "best.tune" / "merges").glob("average-*"))) == 2
 
 
@@ -309,7 +311,9 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
 
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:
     command, data = ["tune", *model_flags(family), "--out", str(tmp_path / "best")], data_flags(family)
-    done = run([*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--new-tokens", "2", "--budget", "8"])
+    done = run(
+        [*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--set", "new_tokens=2", "--budget", "8"]
+    )
     assert done.code == 0, done.err
     assert "(chosen)" in done.out
     assert "tune.html" in done.out

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
+from actmat.api.fields import MergeFields, check_names
 from actmat.api.held import MergeInput, hold_inputs
+from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
 from actmat.errors import StatisticsError
 from actmat.methods import AnyMethod
@@ -26,7 +28,7 @@ def diagnose(
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,
-    **fields: Any,
+    **fields: Unpack[MergeFields],
 ) -> Diagnosis:
     """Measure the effect of `merge` with the same arguments on every matrix; nothing is written.
 
@@ -39,8 +41,9 @@ def diagnose(
     Raises:
         MergeError: the same errors as `merge` for these inputs.
     """
+    check_names(fields, MergeFields)
     place, places, held = hold_inputs(base, experts)
-    recipe, settings = make_arguments(place, places, {"method": method, "held": held} | fields, weights, statistics)
+    recipe, settings = make_arguments(place, places, {"method": method, "held": held, **fields}, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
 
 
@@ -89,13 +92,14 @@ def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
         The written files; each is written atomically.
 
     Raises:
-        OSError: writing failed.
+        OutputError: writing failed.
     """
     file = Path(path)
-    if os.path.isdir(file) or file.suffix not in (".html", ".json"):
-        file.mkdir(parents=True, exist_ok=True)
-        return [write_diagnosis(diagnosis, file), draw_page(diagnosis, file / "report.html")]
-    return [draw_page(diagnosis, file) if file.suffix == ".html" else write_diagnosis(diagnosis, file)]
+    with disk_errors(file.parent):
+        if os.path.isdir(file) or file.suffix not in (".html", ".json"):
+            file.mkdir(parents=True, exist_ok=True)
+            return [write_diagnosis(diagnosis, file), draw_page(diagnosis, file / "report.html")]
+        return [draw_page(diagnosis, file) if file.suffix == ".html" else write_diagnosis(diagnosis, file)]
 
 
 def draw_page(diagnosis: Diagnosis, file: Path) -> Path:

@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor, nn
 
+from actmat.api.fields import MergeFields, check_names
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
@@ -101,7 +102,7 @@ def merge_adapters(
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     progress: Progress | None = None,
-    **fields: Any,
+    **fields: Unpack[MergeFields],
 ) -> MemoryMerge:
     """Merge adapters of a `PeftModel` into a new one of the same model, in memory, as `add_weighted_adapter` does.
 
@@ -123,6 +124,7 @@ def merge_adapters(
     from actmat.extras.models.in_memory import run_in_memory
     from actmat.extras.models.loading import quiet_peft
 
+    check_names(fields, MergeFields)
     known = list(getattr(model, "peft_config", ()))
     if missing := [a for a in adapters if a not in known]:
         hint = did_you_mean(missing[0], known)

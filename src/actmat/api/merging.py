@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from actmat.api.diagnosing import draw_page
+from actmat.api.fields import AverageFields, InputFields, MergeArguments, MergeFields, check_names
 from actmat.api.held import MergeInput, hold_inputs
 from actmat.errors import RecipeError
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
 from actmat.recipe import Recipe
-from actmat.recipe.arguments import Location, make_arguments
+from actmat.recipe.arguments import Location, make_arguments, split_fields
 from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
 
 @overload
 def merge(
-    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: Location, **_: Any
+    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: Location, **rest: Unpack[MergeArguments]
 ) -> MergeReport: ...
 @overload
 def merge(
-    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: None = None, **_: Any
+    base: MergeInput | None = None,
+    experts: Sequence[MergeInput] = (),
+    *,
+    out: None = None,
+    **rest: Unpack[MergeArguments],
 ) -> MemoryMerge: ...
 def merge(
     base: MergeInput | None = None,
@@ -38,7 +43,7 @@ def merge(
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     data: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **fields: Any,
+    **fields: Unpack[InputFields],
 ) -> MergeReport | MemoryMerge:
     """Merge checkpoints into one: `W* = W_0 + scale * D*`, tensor by tensor.
 
@@ -69,13 +74,13 @@ def merge(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
+    check_names(fields, InputFields)
     place, places, held = hold_inputs(base, experts)
-    check = fields.pop("check", None)
-    asked = {name: fields.pop(name) for name in INPUT_FIELDS & fields.keys()} if data or check else {}
-    fields = {"out": out and str(out), "method": method, "held": held} | fields
-    recipe, settings = make_arguments(place, places, fields, weights, statistics)
-    if data or check:
-        return _by_inputs(recipe, settings, data or {}, check or {}, asked)
+    given = {"out": out and str(out), "method": method, "held": held, **fields}
+    asked = {name: given.pop(name) for name in INPUT_FIELDS & given.keys()}
+    recipe, settings = make_arguments(place, places, given, weights, statistics)
+    if data or asked.get("check"):
+        return _by_inputs(recipe, settings, data or {}, asked)
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
@@ -84,13 +89,11 @@ def merge(
     return run_in_memory(recipe, settings, progress, module=base)
 
 
-INPUT_FIELDS = frozenset({"new_tokens", "model_class", "model_dtype", "keep_statistics"})
-"""Arguments of `merge` about the models that run on inputs."""
+INPUT_FIELDS = frozenset({"check", "new_tokens", "model_class", "model_dtype", "keep_statistics"})
+"""Arguments of `merge` about inputs, and the models that run on them."""
 
 
-def _by_inputs(
-    recipe: Recipe, run: RunSettings, data: Mapping[str, Any], check: Mapping[str, Any], asked: dict[str, Any]
-) -> MergeReport:
+def _by_inputs(recipe: Recipe, run: RunSettings, data: Mapping[str, Any], asked: dict[str, Any]) -> MergeReport:
     """Merge by inputs of the experts.
 
     Raises:
@@ -100,6 +103,7 @@ def _by_inputs(
     from actmat.extras.tune.progress import usual_tune_progress
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
+    check = asked.pop("check", None) or {}
     odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping)]
     causes = {
         f"in memory: {', '.join(run.held)}; models run on inputs from folders that hold their tokenizers, too. Fix: "
@@ -109,8 +113,7 @@ def _by_inputs(
     }
     if problems := [text for text, is_found in causes.items() if is_found]:
         raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
-    given = InputSettings(**{("dtype" if n == "model_dtype" else n): v for n, v in asked.items()})
-    return merge_with_inputs([recipe], data, check, given, run, usual_tune_progress())[0]
+    return merge_with_inputs([recipe], data, check, InputSettings(**asked), run, usual_tune_progress())[0]
 
 
 def merge_recipes(
@@ -132,13 +135,49 @@ def plan(
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
-    **fields: Any,
+    **fields: Unpack[MergeFields],
 ) -> MergePlan:
     """Plan a merge tensor by tensor, from headers. Arguments as for `merge`.
 
     Raises:
         MergeError: the inputs are incompatible; lists all problems.
     """
+    check_names(fields, MergeFields)
     place, places, held = hold_inputs(base, experts)
-    recipe, settings = make_arguments(place, places, {"method": method} | fields, weights, statistics)
+    recipe, settings = make_arguments(place, places, {"method": method, **fields}, weights, statistics)
     return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=held)
+
+
+def average(
+    checkpoints: Sequence[Location],
+    *,
+    out: Location,
+    weights: str | Sequence[float] = "uniform",
+    as_given: bool = False,
+    progress: Progress | None = None,
+    **fields: Unpack[AverageFields],
+) -> MergeReport:
+    """Write `W* = sum_t w_t W_t`, the weighted average of checkpoints of one run; needs no base.
+
+    Args:
+        checkpoints: directories, files, hub ids or URLs, in any form that `merge` reads.
+        out: directory to write, or its URL.
+        weights: `uniform`, `linear`, `ema:0.9`, `wsd`, or one number per checkpoint (see
+            `extras.averaging.recipe.trajectory_weights`); divided by their sum.
+        as_given: keep the order of `checkpoints`; by default they are sorted by step number.
+        progress: see `Progress`.
+        fields: `ties`, `dtype`, `compute_dtype`, `allow_nonfinite` and `max_shard_size` of a recipe, or fields of
+            `RunSettings`.
+
+    Returns:
+        The report; the model is in `out`, with config and tokenizer of the last checkpoint.
+
+    Raises:
+        MergeError: see `actmat.errors`; nothing is left at `out`.
+    """
+    from actmat.extras.averaging.recipe import average_recipe
+
+    check_names(fields, AverageFields)
+    settings, rest = split_fields(fields)
+    recipe = average_recipe([str(c) for c in checkpoints], weights, as_given=as_given, out=str(out), **rest)
+    return merge_recipes([recipe], settings, progress)[0]

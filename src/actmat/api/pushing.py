@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actmat.bounds import local_path
-from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
-from actmat.errors import OutputError
-from actmat.foreign import terminal
-from actmat.report.manifest import read_manifest
-from actmat.report.verify import VERSIONING, verify
 
 if TYPE_CHECKING:
-    from actmat.extras.remote.push import HubPlace, PushedFile
-
-ADDED = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-"""Prefixes of files that are pushed although they are not listed in the manifest."""
-CARD = "README.md"
+    from actmat.extras.remote.push import PushedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +65,13 @@ def push(
         OutputError: the output was modified, or the hub rejects it; the repository is then unchanged.
         CheckpointError: `out` is not an output of actmat.
     """
+    from actmat.extras.remote.publishing import check_unmodified, files_to_push, publishing_notes
     from actmat.extras.remote.push import hub_name, look_up, plan_push, send
 
     folder, name = local_path(out), hub_name(repo_id)
-    names, left_out = _files(folder)
+    names, left_out = files_to_push(folder)
     if check:
-        _check(folder)
+        check_unmodified(folder)
     place = look_up(name, needed=not dry_run)
     planned = plan_push(place, folder, names, private=not public, overwrite=overwrite)
     return PushReport(
@@ -92,63 +82,6 @@ def push(
         private=not public,
         is_new=not (place.exists or place.unknown),
         left_out=left_out,
-        notes=(*_unknown(place), *_notes(folder, public=public)),
+        notes=publishing_notes(place, folder, public=public),
         url="" if dry_run else send(planned, f"Push {folder.name} with actmat"),
     )
-
-
-def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Names of the files to push, and of the files to leave out."""
-    ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
-    found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    there = [n for n in found if n.split("/")[0] not in VERSIONING]
-    names = [n for n in there if n in ours or n.upper().startswith(ADDED)]
-    if missing := sorted(ours - set(there)):
-        raise OutputError(f"{folder} is incomplete.", [f"file '{n}' of the manifest is missing" for n in missing])
-    return names, tuple(n for n in there if n not in names)
-
-
-def _check(folder: Path) -> None:
-    """Compare the output with its manifest; the card may be edited, and files may be added."""
-    found, ours = verify(folder, inputs=False), listed_files(read_manifest(folder))
-    allowed = {problem for name, problem in found.of_files.items() if name == CARD or name not in ours}
-    problems = [p for p in found.problems if p not in allowed]
-    if problems:
-        raise OutputError(f"{folder} was modified after the merge, so it is not pushed. Fix: merge again.", problems)
-
-
-def _unknown(place: HubPlace) -> tuple[str, ...]:
-    """Note that the hub was not reachable, if so."""
-    text = "the hub was not asked, so its files and permissions are not known"
-    return (f"{text} ({place.unknown})",) if place.unknown else ()
-
-
-def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
-    """Notes on the license stated in the card, and on local paths that the manifest would publish."""
-    from actmat.report.licenses import read_card
-
-    card = read_card((folder / CARD).read_text(encoding="utf-8"))
-    if not public:
-        return card.notes
-    license = "the card states no license, so others may not use the model: add 'license:' to README.md"
-    told = [] if card.licenses else [license]
-    manifest = read_manifest(folder)
-    rows = [r for r in (manifest["base"], *manifest["experts"], *manifest.get("statistics", ())) if r is not None]
-    if paths := dict.fromkeys(filter(None, map(_telling_path, rows))):
-        told.append(f"the manifest publishes these paths of this machine: {', '.join(map(terminal, paths))}")
-    return (*card.notes, *told)
-
-
-def _telling_path(row: Mapping[str, Any]) -> str:
-    """A path in an input's manifest entry that reveals folders above the given location; may be empty.
-
-    >>> _telling_path({"location": "models/a", "from_here": "../models/a"})
-    ''
-    >>> _telling_path({"location": "models/a", "from_here": "../../home/me/models/a"})
-    '../../home/me/models/a'
-    """
-    location, near = str(row["location"]), str(row.get("from_here") or "")
-    if any(os.path.isabs(part.strip()) for part in location.split("+")):
-        return location
-    named, given = ([n for n in PurePath(place).parts if n != ".."] for place in (near, location))
-    return near if named and named != given[-len(named) :] else ""

@@ -1,4 +1,4 @@
-"""Recipe files of actmat, and configurations of mergekit."""
+"""Recipe files of actmat, and configurations of mergekit; checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.resolve import open_model as open_model
 from actmat.recipe import Recipe
 from actmat.recipe.load import parse_file
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe file, or a configuration of mergekit, which is converted.
+    r"""Read a recipe file, or a configuration of mergekit, which is converted.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "recipe.yaml")
+    ...     _ = file.write_text("base: org/base\nexperts: [org/math, org/code]\nmethod: ties\n")
+    ...     recipe = read_recipe(file, {"scale": 0.5})
+    >>> recipe.method, recipe.labels, recipe.scale
+    ('ties', ('math', 'code'), 0.5)
 
     Args:
         path: YAML (or JSON) file; relative paths in it are relative to its folder.

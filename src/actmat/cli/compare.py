@@ -9,6 +9,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, counting, escape, plain_table, print_result
 
 if TYPE_CHECKING:
     from actmat.extras.pages.comparison import MergeComparison
@@ -21,9 +22,7 @@ MOST = 10
 def compare(
     first: Annotated[Path, typer.Argument(metavar="OUT1", help="Directory of a merged model.")],
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
-    json: flags.Json = False,
-    full: flags.Full = False,
-    quiet: flags.Quiet = False,
+    shown: flags.OutputFlags,
 ) -> None:
     """Compare two merges of the same base and experts: recipes, weights, residuals, checks.
 
@@ -34,19 +33,17 @@ def compare(
     --diagnose. Merges of different bases or experts are refused: all
     differences are listed and the exit code is 1.
     """
-    from actmat.cli.screen import counting, print_result
     from actmat.extras.pages.comparison import compare as compare_outputs
 
-    with counting("comparing", quiet=quiet) as seen:
+    with counting("comparing", quiet=shown.quiet) as seen:
         found = compare_outputs(first, second, progress=seen)
-    if json:
-        print_result("compare", found.to_json(), long=("tensors",), full=full)
-    elif not quiet:
+    if shown.json:
+        print_result("compare", found.to_json(), long=("tensors",), full=shown.full)
+    elif not shown.quiet:
         _print(found)
 
 
 def _print(found: MergeComparison) -> None:
-    from actmat.cli.screen import console, escape
 
     first, second = found.names
     console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
@@ -62,7 +59,6 @@ def _print(found: MergeComparison) -> None:
 
 
 def _print_tensors(found: MergeComparison) -> None:
-    from actmat.cli.screen import console
 
     differing = found.differing
     if not differing:
@@ -84,8 +80,6 @@ def _print_tensors(found: MergeComparison) -> None:
 
 def _print_rows(head: list[str], rows: list[list[str]]) -> None:
     """Print a table and an empty line, or nothing if there are no rows."""
-    from actmat.cli.screen import console, escape, plain_table
-
     if rows:
         table = plain_table(*map(escape, head), numbers=head[1:] if len(head) != 3 else ())
         for row in rows:

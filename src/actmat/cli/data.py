@@ -1,13 +1,77 @@
-"""Values of flags that give data to experts."""
+"""Inputs of experts: flags that name them, settings for reading them, and for the models that run on them."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from actmat.cli.flags import split_name
+from actmat.cli.flags import FlagFields, split_name
+from actmat.flag import Setting
+
+if TYPE_CHECKING:
+    from actmat.extras.collect.data import DataOptions
+    from actmat.extras.tune.kept import InputSettings
+
+DATA = "Unlabeled inputs of expert NAME's task: a prompt, better eight in a file."
+CHECK = "Inputs on which the answers of the merge are compared with those of expert NAME."
+CheckFlag = Annotated[list[str] | None, typer.Option("--check", metavar="NAME=INPUTS", help=CHECK)]
+ModelClass = Annotated[str | None, Setting("Transformers class that loads the model; default: the config's.")]
+ModelDtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "float64"], Setting("Dtype of the models while they run.")
+]
+
+
+@dataclass(frozen=True)
+class ReadingFlags:
+    """Settings for reading a data set."""
+
+    split: Annotated[str, Setting("Split of a data set on the hub or in a folder.")] = "train"
+    subset: Annotated[str | None, Setting("Configuration of a data set on the hub.")] = None
+    text_column: Annotated[str | None, Setting("Column of texts; default: detected.")] = None
+    image_column: Annotated[str | None, Setting("Column of images; default: detected.")] = None
+    target_column: Annotated[str | None, Setting("Column of the decoder's texts, for encoder-decoder models.")] = None
+    label_column: Annotated[str | None, Setting("Column of labels; default: 'label', if it has numbers.")] = None
+    batch_size: Annotated[int, Setting("Samples in one forward pass.", low=1)] = 8
+    max_length: Annotated[int, Setting("Maximum number of tokens per text.", low=1)] = 512
+    samples: Annotated[int | None, Setting("Number of samples; default: 64, of 'tune' 128.", low=1)] = None
+
+    def options(self, location: str, samples: int | None = None, **more: Any) -> DataOptions:
+        """Options to read the data set at `location`, `samples` by default, and `more` fields of them."""
+        from actmat.extras.collect.data import DataOptions
+
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(ReadingFlags) if f.name != "samples"}
+        return DataOptions(location, max_samples=self.samples or samples, **given, **more)
+
+
+@dataclass(frozen=True)
+class InputFlags(ReadingFlags):
+    """Inputs of the experts of a merge, and the models that run on them."""
+
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="NAME=INPUTS", help=DATA)] = None
+    check: CheckFlag = None
+    new_tokens: Annotated[int, Setting("Tokens of a language model's answer to an input.", low=0)] = 16
+    model_class: ModelClass = None
+    model_dtype: ModelDtype = "float32"
+    keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
+    tune_scale: Annotated[bool, Setting("Choose the scale by the inputs.")] = False
+
+    def settings(self, *, as_adapter: bool = True) -> InputSettings:
+        """Settings of models that run on inputs."""
+        from actmat.extras.collect.data import SAMPLES
+        from actmat.extras.tune.kept import InputSettings
+
+        names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **given)
+
+
+COMPARED = FlagFields(without=("check", "keep_statistics", "tune_scale"))
+"""Fields of `InputFlags` of commands that do not merge by the inputs."""
 
 
 def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:

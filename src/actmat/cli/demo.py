@@ -9,6 +9,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import SafeConsole, console, print_result
 
 
 @command("merge", "all merges are written", "the output folder or a method is wrong")
@@ -16,17 +17,15 @@ def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder for checkpoints and results.")] = Path("demo-output"),
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only this method; repeatable.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the data splits and of training.")] = 0,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Train a small transformer and several experts on real digits, merge them with every method, compare.
 
     Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
     """
-    from actmat.cli.screen import SafeConsole, console, print_result
     from actmat.extras.demo.run import run_demo
 
-    shown = SafeConsole(quiet=True) if quiet or json else console
-    result = run_demo(out, seed=seed, methods=method, console=shown)
-    if json:
+    printer = SafeConsole(quiet=True) if shown.quiet or shown.json else console
+    result = run_demo(out, seed=seed, methods=method, console=printer)
+    if shown.json:
         print_result("demo", result)

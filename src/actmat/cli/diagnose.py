@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import DataFlags, FlagFields, RecipeFlags, statistics_of
+from actmat.cli.data import COMPARED, InputFlags
+from actmat.cli.flags import FlagFields, RecipeFlags, statistics_of
 from actmat.cli.listing import BAD_INPUTS, command
+from actmat.cli.screen import counting, print_json, print_result, showing_progress
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -38,15 +40,12 @@ def diagnose(
             help="A recipe file, the directory of a merged model, or its report.json.",
         ),
     ] = None,
-    given: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT)],
+    given: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to",))],
     run: Annotated[RunSettings, FlagFields(only=MEASURING)],
-    strict: flags.StrictOption = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Write the report to FILE.html, to FILE.json, or both into a directory."),
-    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check found an issue.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the report to FILE.html, FILE.json, or a directory.")] = None,
     shown: flags.OutputFlags,
-    data: DataFlags,
+    asked: Annotated[InputFlags, COMPARED],
 ) -> None:
     """Measure and check what a merge does to every layer, without writing the model.
 
@@ -56,28 +55,31 @@ def diagnose(
     actmat diagnose MERGED                               (its report)
     actmat diagnose MERGED --out page.html               (the same as a page)
     actmat diagnose report.json --out page.html
-    actmat diagnose MERGED --data texts.jsonl            (answers on your data)
+    actmat diagnose MERGED --data math=math.jsonl        (answers on your data)
     actmat diagnose MERGED --statistics math=stats/math  (rho on measured inputs)
 
     Takes the inputs of 'actmat merge'. Prints norms, ranks and overlaps of the
     experts, findings of the checks, and the ten layers on which the experts
     disagree most. To measure while merging: actmat merge --diagnose.
     """
+    from actmat.api.diagnosing import write_report
     from actmat.diagnostics.model import read_diagnosis
 
     if recipe is not None and _is_report(recipe):
-        if given.given or data.data:
+        if given.given or asked.data:
             raise typer.BadParameter(f"{recipe} is a report, which is only shown: remove the inputs")
         found = read_diagnosis(recipe)
     elif recipe is not None and os.path.isdir(recipe):
-        found = _of_output(recipe, given, run, data, quiet=shown.quiet)
-    elif data.data:
+        found = _of_output(recipe, given, run, asked, quiet=shown.quiet)
+    elif asked.data:
         raise typer.BadParameter("--data goes with a merged model that exists: actmat diagnose MERGED --data DATA")
     else:
         found = _of_recipe(recipe, given, run, quiet=shown.quiet)
-    files = _write(found, out)
-    if shown.json:
-        _print_json(found, full=shown.full)
+    files = [] if out is None else write_report(found, out)
+    if shown.json and shown.full:  # as `read_diagnosis` reads it
+        print_json(found.to_json())
+    elif shown.json:
+        print_result("diagnose", found.to_json(), long=("tensors", "measures"))
     elif not shown.quiet:
         from actmat.cli.summary import print_diagnosis
 
@@ -98,28 +100,26 @@ def _is_report(path: Path) -> bool:
         return re.search(rb'"kind"\s*:\s*"diagnosis"', file.read(200)) is not None
 
 
-def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFlags, *, quiet: bool) -> Diagnosis:
+def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, asked: InputFlags, *, quiet: bool) -> Diagnosis:
     """The report of a merged model, measured again if it has none, with rows on data if requested."""
-    if "experts" in given or ("base" in given and not data.data):
+    if "experts" in given or ("base" in given and not asked.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
     from actmat.api.diagnosing import check_measurable, diagnose_output
-    from actmat.cli.screen import counting, showing_progress
 
     check_measurable(merged)
-
     base, statistics = given.values["base"], given.values["statistics"]
     rows = None
-    if data.data:
+    if asked.data:
         from actmat.cli.searching import compare_answers
 
-        rows = compare_answers(merged, data, base=base, device=run.device, quiet=quiet)
+        rows = compare_answers(merged, asked, base=base, device=run.device, quiet=quiet)
     with showing_progress("measuring", quiet=quiet) as progress:
         found = diagnose_output(merged, run, progress)
     if rows is not None:
         found = replace(found, agreement=rows)
     if not statistics:
         return found
-    from actmat.extras.collect.on_data import residual_on_data
+    from actmat.api.measuring import residual_on_data
 
     with counting("measuring on data", quiet=quiet) as counted:
         measured = residual_on_data(merged, statistics_of(statistics), progress=counted)
@@ -130,30 +130,7 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
     recipes = given.recipes(file)
     if len(recipes) > 1:
         raise typer.BadParameter("diagnose takes one merge: one method, one value per option")
-    from actmat.cli.screen import showing_progress
     from actmat.run import diagnose_recipe
 
     with showing_progress("measuring", quiet=quiet) as progress:
         return diagnose_recipe(recipes[0], run, progress)
-
-
-def _write(found: Diagnosis, out: Path | None) -> list[Path]:
-    """Write the report to `out`, if given; return the files."""
-    if out is None:
-        return []
-    from actmat.api.diagnosing import write_report
-    from actmat.checkpoints.writing.staging import disk_errors
-
-    with disk_errors(out.parent):
-        return write_report(found, out)
-
-
-def _print_json(found: Diagnosis, *, full: bool) -> None:
-    """Print the report as JSON; `full` includes the rows per tensor and matrix that `read_diagnosis` needs."""
-    from actmat.cli.screen import print_json, print_result
-
-    data = found.to_json()
-    if full:
-        print_json(data)
-    else:
-        print_result("diagnose", data, long=("tensors", "measures"))

@@ -9,24 +9,22 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, escape, print_result
 from actmat.cli.streams import optional_stdout
 
 
 @command("share", "written", "the checkpoint cannot be read, or the output location is invalid", imports_torch=True)
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
-    out: Annotated[Path, typer.Option("--out", help="File to write; must not exist.")],
-    to: Annotated[
-        str, typer.Option("--to", help="Format: gguf (llama.cpp); for LoRA of images: comfy, kohya or diffusers.")
-    ],
+    out: Annotated[Path, typer.Option(help="File to write; must not exist.")],
+    to: Annotated[str, typer.Option(help="Format: gguf (llama.cpp); for LoRA of images: comfy, kohya or diffusers.")],
     like: Annotated[
-        str | None, typer.Option("--like", help="gguf: a GGUF file of the base; gives names, metadata and tokenizer.")
+        str | None, typer.Option(help="gguf: a GGUF file of the base; gives names, metadata and tokenizer.")
     ] = None,
     type_: Annotated[
         str | None, typer.Option("--type", help="gguf: type of the matrices: f32, f16, bf16 or q8_0 (default: bf16).")
     ] = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Write a checkpoint, such as a merged model, in the form of another tool.
 
@@ -38,13 +36,12 @@ def export(
     converted exactly between the layouts of ComfyUI, kohya and diffusers.
     """
     from actmat.api.exporting import export as write
-    from actmat.cli.screen import console, escape, print_result
 
     given = {"like": like, "type": type_}
     said = write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
     with optional_stdout("The export is complete."):
-        if json:
+        if shown.json:
             print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})
-        if json or quiet:
+        if shown.json or shown.quiet:
             return
         console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} as {escape(to)}; {said}")

@@ -9,7 +9,7 @@ import typer
 from actmat.cli import flags
 from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import command
-from actmat.cli.streams import optional_stdout
+from actmat.cli.merge import carry_out
 from actmat.settings import RunSettings
 
 
@@ -18,15 +18,10 @@ def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
-    given: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype"))],
+    given: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype", "others"))],
     run: Annotated[RunSettings, FlagFields(without=("device", "device_memory"))],
-    others: Annotated[
-        str,
-        typer.Option("--others", help="Changed tensors that LoRA cannot hold (norms, tables): 'save' or 'leave' them."),
-    ] = "save",
-    plan: Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")] = False,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    plan: flags.Plan = False,
+    shown: flags.JsonQuiet,
 ) -> None:
     """Extract a LoRA adapter from a fine-tuned model: the best approximation of every layer's delta.
 
@@ -36,24 +31,6 @@ def extract(
     verify, diagnose and inspect read it like a merge. To continue an
     interrupted extraction, repeat the command.
     """
-    from actmat.api.extracting import extract_recipe, report_of
-    from actmat.api.merging import merge_recipes
-    from actmat.cli.plan import show_plans
-    from actmat.cli.screen import print_result, showing_progress
-    from actmat.cli.summary import extraction_data, print_summary, print_warnings
+    from actmat.api.extracting import extract_recipe
 
-    recipe = extract_recipe(base, model, **given.given, others=others)
-    if plan:
-        show_plans([recipe], run, json=json, quiet=quiet)
-        return
-    if recipe.out is None:
-        raise typer.BadParameter("no output given: pass --out OUT")
-    with showing_progress(quiet=quiet or json) as progress:
-        (report,) = merge_recipes([recipe], run, progress)
-    with optional_stdout("The adapter is complete."):
-        if json:
-            print_result("extract", extraction_data(report_of(report)))
-        elif quiet:
-            print_warnings(report.plan)
-        else:
-            print_summary(report)
+    carry_out([extract_recipe(base, model, **given.given)], run, shown, plan=plan, layout="extract")

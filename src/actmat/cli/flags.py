@@ -1,4 +1,4 @@
-"""Flags of commands: shared ones, those of a recipe's fields, those of the fields of a dataclass of settings."""
+"""Flags of commands, and fields that `--set` takes, from the fields of the recipe and of dataclasses of settings."""
 
 from __future__ import annotations
 
@@ -8,73 +8,51 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.models import OptionInfo
 
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
-from actmat.flag import Flag
-from actmat.settings import RunSettings
+from actmat.flag import Flag, Setting
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from actmat.extras.collect.data import DataOptions
     from actmat.recipe import Recipe
-
-RunDtype = Literal["float32", "bfloat16", "float16", "float64"]
-"""Dtypes in which a model can run."""
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Options": (
-        *("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
-        *("data", "check", "weight", "overwrite", "diagnose"),
+        *("base", "experts", "weight", "method", "options", "scale", "data", "check", "out", "plan"),
+        *("overwrite", "diagnose", "json", "full", "quiet"),
     ),
-    "What is merged": (
-        *("keep", "drop", "space", "post", "statistics", "vocabulary", "average", "set"),
-    ),
-    "What is written": ("dtype", "to", "rank"),
-    "Where it runs": (
-        *("device", "device_memory", "max_memory", "threads", "executor"),
-    ),
-    "Measures": ("strict",),
+    "Search": ("methods", "scales", "score", "minutes", "budget"),
+    "Question": ("prompt", "new_tokens", "images", "lm_eval", "limit", "compare"),
 }  # fmt: skip
-"""Help panels of a command that takes a recipe, in order -> names of their parameters."""
-
-FIRST = (
-    *PANELS["Options"],
-    *("minutes", "budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
-)
-"""Parameters that `--help` of such a command describes; it lists the other flags by name only."""
+"""Help panels of a command that takes a recipe, in order -> names of their parameters; the last has the others."""
 
 RecipeArgument = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 """Endings of recipe files."""
-_SETTINGS = ("durable", "sha256")
-"""Run settings that have no flag and are set with `--set`."""
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Any other field of a recipe, such as seed=3 or scope=all; see docs/formats/recipe.md. Repeatable.",
-    ),
-]
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")
-]
+_STRUCTURES = ("rules", "roles", "postprocess")
+_NOT_SET = (*_STRUCTURES, "path", "name", "measured_from", "notes", "warnings", "executor", "kind", "layout")
+"""Fields of a recipe that no command takes: structures, and those that other fields decide."""
+Plan = Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Full = Annotated[bool, typer.Option("--full", help="With --json: include lists with one row per tensor.")]
+Full = Annotated[bool, typer.Option("--full", help="With --json: include the long lists.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and output for scripts.")]
 """Print no text for people. Scripts still get JSON (with --json) and the output that a command exists for:
 the recipe of `plan --as-recipe`, the command of `inspect --serve`, the answers of `try`, the address of `ui`."""
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other field, once per field; --help-all lists them."),
+]
 
 
 @dataclass(frozen=True)
@@ -86,145 +64,22 @@ class OutputFlags:
     quiet: Quiet = False
 
 
-def _data_option(flag: str, text: str, **more: Any) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="Data and the models that run on it", **more)
-
-
-ModelClass = Annotated[
-    str | None, _data_option("--model-class", "Transformers class that loads the model (default: the config's).")
-]
-SplitOption = Annotated[str, _data_option("--split", "Split of a data set on the hub or in a folder.")]
-Subset = Annotated[str | None, _data_option("--subset", "Configuration of a data set on the hub.")]
-TextColumn = Annotated[str | None, _data_option("--text-column", "Column of texts (default: detected).")]
-ImageColumn = Annotated[str | None, _data_option("--image-column", "Column of images (default: detected).")]
-TargetColumn = Annotated[
-    str | None, _data_option("--target-column", "Column of the decoder's texts, for encoder-decoder models.")
-]
-BatchSize = Annotated[int, _data_option("--batch-size", "Samples in one forward pass.")]
-MaxLength = Annotated[int, _data_option("--max-length", "Maximum number of tokens per text.")]
-ModelDtype = Annotated[RunDtype, _data_option("--dtype", "Dtype of the model while it runs.")]
-
-
-@dataclass(frozen=True)
-class ReadingFlags:
-    """Flags of reading a data set."""
-
-    split: SplitOption = "train"
-    subset: Subset = None
-    text_column: TextColumn = None
-    image_column: ImageColumn = None
-    target_column: TargetColumn = None
-    batch_size: BatchSize = 8
-    max_length: MaxLength = 512
-
-    def options(self, location: str, **more: Any) -> DataOptions:
-        """Options to read the data set at `location`, and `more` fields of them."""
-        from actmat.extras.collect.data import DataOptions
-
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(ReadingFlags)}
-        return DataOptions(location, **given | more)
-
-
-@dataclass(frozen=True)
-class DataFlags(ReadingFlags):
-    """Flags for reading data and for loading the models that run on it."""
-
-    data: Annotated[
-        list[str] | None,
-        _data_option(
-            "--data",
-            "Unlabeled inputs for comparing a merged model with its experts: prompt, file, folder or hub id; "
-            "NAME=DATA for one expert.",
-        ),
-    ] = None
-    samples: Annotated[int, _data_option("--samples", "Maximum number of samples per expert.", min=1)] = 64
-    new_tokens: Annotated[
-        int, _data_option("--new-tokens", "Tokens of a language model's answer to an input.", min=0)
-    ] = 32
-    model_class: ModelClass = None
-    dtype: ModelDtype = "float32"
-
-
-@dataclass(frozen=True)
-class InputFlags(ReadingFlags):
-    """Inputs of the experts of a merge; the fields without a flag are set with --set."""
-
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="NAME=INPUTS",
-            help="Inputs of expert NAME's task, without labels: a prompt, better eight in a file (.jsonl, .csv, "
-            ".txt), or images. 'auto' measures; a quarter compares answers.",
-        ),
-    ] = None
-    check: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--check",
-            metavar="NAME=INPUTS",
-            help="Inputs on which the answers of the merge are compared with those of expert NAME.",
-        ),
-    ] = None
-    label_column: str | None = None
-    samples: int = 64
-    new_tokens: int = 16
-    model_class: str | None = None
-    model_dtype: RunDtype = "float32"
-    keep_statistics: bool = False
-    tune_scale: bool = False
-
-
-_OF_INPUTS = tuple(field.name for field in dataclasses.fields(InputFlags) if field.name not in ("data", "check"))
-Changed = TypeVar("Changed", bound=RunSettings | InputFlags)
-
 # Recipes
 
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """Values of recipe flags by field of `Recipe` and `ExpertRef`; None for a flag that is not given.
-
-    `more`: names that --set takes beside fields of the recipe.
-    """
+    """Values by field of `Recipe`, its output and `ExpertRef`; None for a flag that is not given."""
 
     values: Mapping[str, Any]
-    more: tuple[str, ...] = _SETTINGS
 
     def __contains__(self, field: str) -> bool:
         return self.values.get(field) not in (None, [])
 
     @property
     def given(self) -> dict[str, Any]:
-        """The given flags except `--set`."""
-        return {name: value for name, value in self.values.items() if name in self and name != "set"}
-
-    def _set(self) -> dict[str, Any]:
-        """Recipe fields and run settings of `--set`.
-
-        Raises:
-            RecipeError: a name is unknown, or has a flag of its own.
-        """
-        from actmat.recipe import Recipe, parse_option
-        from actmat.recipe.output import settable_fields
-
-        pairs = map(parse_option, self.values.get("set") or ())  # the last of two equal names counts
-        found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
-        known = (*settable_fields(Recipe), *self.more)
-        if strange := [name for name in found if name not in known]:
-            from actmat.methods import all_methods
-
-            fields = {o: f"-o {o}=VALUE" for method in all_methods() for o in method.options}
-            fields |= {n: f"--{n}" for n in (*Recipe.model_fields, "weight", "expert")} | dict.fromkeys(known, "")
-            word = did_you_mean(strange[0], fields)
-            near = next((f"{word} Its flag is {f}." for n, f in fields.items() if f and f"'{n}'" in word), word)
-            raise RecipeError(f"--set {strange[0]}: expected one of {', '.join(known)}.{near}")
-        return found
-
-    def with_settings(self, given: Changed) -> Changed:
-        """Run settings, or flags of inputs, updated from `--set`."""
-        names = {field.name for field in dataclasses.fields(given)} & set(self.more)
-        return dataclasses.replace(given, **{name: value for name, value in self._set().items() if name in names})
+        """The values of the given flags and of --set."""
+        return {name: value for name, value in self.values.items() if name in self}
 
     def recipes(self, file: Path | None) -> list[Recipe]:
         """The recipe, or one for each combination of methods and listed option values, each with its own `out`.
@@ -240,9 +95,7 @@ class RecipeFlags:
         from actmat.recipe.output import with_output
 
         given = self.given
-        weights, statistics = given.pop("weight", None), given.pop("statistics", None)
-        given |= {name: value for name, value in self._set().items() if name not in self.more}
-        stacks = given.pop("stacks", None)
+        weights, statistics, stacks = (given.pop(name, None) for name in ("weight", "statistics", "stacks"))
         methods, options = given.pop("method", []), given.pop("options", [])
         if "experts" in given:
             given["experts"] = experts_of(given["experts"], weights)
@@ -262,14 +115,23 @@ class RecipeFlags:
             hint = f"Fix, if '{file}' is an expert: each needs its own flag, -e A -e B"
             raise RecipeError(f"{error.sentence}. {hint}") from None
         if statistics:
-            recipe = _with_own(recipe, statistics_of(statistics), "statistics")
+            recipe = _with_own(recipe, statistics_of(_listed(statistics)), "statistics")
         if stacks:
-            name, words = split_name(",".join(stacks) if isinstance(stacks, list) else str(stacks))
+            name, words = split_name(",".join(_listed(stacks)))
             recipe = _with_own(recipe, dict.fromkeys([name] if name else recipe.labels, words), "stacks")
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
         return variants(recipe, methods, choices)
+
+
+def _listed(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [str(value)]
+
+
+def split_list(text: str) -> list[str]:
+    """The parts of a list with commas, without those that are empty."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -278,8 +140,8 @@ def split_name(text: str) -> tuple[str, str]:
     return (name, place) if equals and not {"/", "\\"} & {*name} else ("", text)
 
 
-def statistics_of(given: Sequence[str], field: str = "statistics") -> dict[str, str] | list[str]:
-    """Values of --statistics or a similar flag: a mapping if all are NAME=VALUE, else a list.
+def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
+    """Values of --statistics: a mapping if all are NAME=VALUE, else a list.
 
     Raises:
         RecipeError: a name is given twice.
@@ -287,7 +149,7 @@ def statistics_of(given: Sequence[str], field: str = "statistics") -> dict[str, 
     pairs = [split_name(text) for text in given]
     by_name = all(name for name, _ in pairs)
     if by_name and len(dict(pairs)) < len(pairs):
-        raise RecipeError(f"--{field} is given twice for one expert.")
+        raise RecipeError("--statistics is given twice for one expert.")
     return dict(pairs) if by_name else list(given)
 
 
@@ -329,26 +191,58 @@ def _with_own(recipe: Recipe, given: Mapping[str, str] | Sequence[str], field: s
 
 @dataclass(frozen=True)
 class FlagFields:
-    """Annotation of a group of flags: the command takes `only` these fields, or all fields `without` these."""
+    """Annotation of a group of fields: the command takes `only` these, or all `without` these; `set`: by --set only."""
 
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    set: tuple[str, ...] = ()
+
+
+JsonQuiet = Annotated[OutputFlags, FlagFields(without=("full",))]
+USUAL = OutputFlags()
 
 
 @dataclass(frozen=True)
-class _FlagGroup:
-    """Flags that together form one argument of a command."""
+class _Field:
+    """A field that a command takes: by its flag, or by --set where `flag` is None."""
 
-    parameters: list[inspect.Parameter]
-    make: Callable[[dict[str, Any]], Any]
+    name: str
+    help: str
+    flag: inspect.Parameter | None = None
+
+
+Texts = Mapping[str, Sequence[str]]
+"""Field -> its values as --set gives them."""
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """Fields that together form one argument of a command, made of the values of flags and of --set."""
+
+    fields: Sequence[_Field]
+    make: Callable[[dict[str, Any], Texts], Any]
+
+    @property
+    def flags(self) -> list[inspect.Parameter]:
+        return [f.flag for f in self.fields if f.flag is not None]
+
+    def selected(self, by: FlagFields) -> _Flags:
+        """The group of the fields that the command takes."""
+        names = {f.name for f in self.fields}
+        assert names >= {*by.only, *by.without, *by.set}, (
+            f"no fields for { ({*by.only, *by.without, *by.set} - names) }"
+        )
+        taken = [f for f in self.fields if f.name not in by.without and (not by.only or f.name in by.only)]
+        return _Flags([dataclasses.replace(f, flag=None) if f.name in by.set else f for f in taken], self.make)
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace parameters of type `RecipeFlags` or a dataclass by one flag per field.
+    """Replace parameters of type `RecipeFlags` or a dataclass by one flag per field, and --set for fields without one.
 
     A field of the recipe is a flag if it is annotated with a `Flag`; a field of a dataclass if it is annotated with a
-    `Flag` or with a `typer.Option`. `Annotated[..., FlagFields(...)]` selects some of them. Typer reads the new
-    signature.
+    `Flag` or with a `typer.Option`. --set takes the other fields of the recipe that hold a value or a list, and fields
+    of dataclasses that are annotated with a `Setting`. `Annotated[..., FlagFields(...)]` selects some of them. Typer
+    reads the new signature.
     """
     declared = inspect.signature(command, eval_str=True).parameters.values()
     groups = {p.name: group for p in declared if (group := _group(p.annotation)) is not None}
@@ -357,25 +251,55 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for parameter in declared:
         group = groups.get(parameter.name)
-        parameters += group.parameters if group else [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-    if any(kind is RecipeFlags for p in declared for kind in (p.annotation, *typing.get_args(p.annotation)[:1])):
+        parameters += group.flags if group else [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+    settings = {f.name: f.help for group in groups.values() for f in group.fields if f.flag is None}
+    if settings:
+        parameters.append(_keyword("set", Set, None))
+    if any(p.name == "experts" for p in parameters):
         parameters = _in_panels(parameters)
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
+        texts = _texts(given.pop("set", None) or (), settings, parameters)
         for name, group in groups.items():
-            given[name] = group.make({p.name: given.pop(p.name) for p in group.parameters})
-        fields = next((g for g in given.values() if isinstance(g, RecipeFlags)), None)
-        if fields is not None:
-            if any(isinstance(g, InputFlags) for g in given.values()):
-                fields = dataclasses.replace(fields, more=(*_SETTINGS, *_OF_INPUTS))
-            given |= {n: fields for n, g in given.items() if isinstance(g, RecipeFlags)}
-            given |= {n: fields.with_settings(g) for n, g in given.items() if isinstance(g, RunSettings | InputFlags)}
+            own = {f.name: texts[f.name] for f in group.fields if f.flag is None and f.name in texts}
+            given[name] = group.make({p.name: given.pop(p.name) for p in group.flags}, own)
         command(**given)
 
-    vars(flat)["takes_recipe"] = any(p.name == "experts" for p in parameters)
-    vars(flat)["__signature__"] = inspect.Signature(parameters)
+    vars(flat).update(settings=settings, __signature__=inspect.Signature(parameters))
     return flat
+
+
+def _texts(given: Sequence[str], settings: Mapping[str, str], flags: Sequence[inspect.Parameter]) -> Texts:
+    """Values of --set by field.
+
+    Raises:
+        RecipeError: a name is unknown, or has a flag.
+    """
+    texts: dict[str, list[str]] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(f"--set takes NAME=VALUE, found '{text[:100]}'.")
+        texts.setdefault(name.strip(), []).append(value.strip())
+    if unknown := [name for name in texts if name not in settings]:
+        from actmat.methods import all_methods
+
+        names = {flag.name: spelled(flag) for flag in flags} | dict.fromkeys(settings, "")
+        if "options" in names:
+            names = {o: f"-o {o}=VALUE" for method in all_methods() for o in method.options} | names
+        near = did_you_mean(unknown[0], names)
+        flag = next((f" Its flag is {flag}." for n, flag in names.items() if flag and f"'{n}'" in near), "")
+        expected = "" if near else f" Expected one of {', '.join(settings)}."
+        raise RecipeError(f"--set takes no '{unknown[0]}'.{near}{flag}{expected}")
+    return texts
+
+
+def spelled(flag: inspect.Parameter) -> str:
+    """The long spelling of a flag."""
+    option = typing.get_args(flag.annotation)[1]
+    declared = (option.default, *(option.param_decls or ()))  # typer keeps the first where a default would stand
+    return next((d for d in declared if isinstance(d, str) and d.startswith("--")), f"--{flag.name}")
 
 
 def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
@@ -390,64 +314,86 @@ def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Paramete
     return sorted(parameters, key=lambda p: (ranks | arguments).get(p.name, len(panels) + 1))
 
 
-def _group(annotation: Any) -> _FlagGroup | None:
+def _group(annotation: Any) -> _Flags | None:
     kind: Any
     kind, *marks = typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else (annotation,)
     if kind is RecipeFlags:
-        from actmat.recipe import Recipe
-
-        group = _FlagGroup(list(_of_model(Recipe)), RecipeFlags)
+        group = _of_recipe()
     elif dataclasses.is_dataclass(kind):
-        make: Any = kind
-        group = _FlagGroup(list(_of_dataclass(kind)), lambda given: make(**given))
+        group = _of_dataclass(kind)
     else:
         return None
     for fields in (m for m in marks if isinstance(m, FlagFields)):
-        unknown = {*fields.only, *fields.without} - {p.name for p in group.parameters}
-        assert not unknown, f"{kind.__name__} has no flags for {unknown}"
-        kept = [p for p in group.parameters if p.name not in fields.without]
-        group = _FlagGroup([p for p in kept if not fields.only or p.name in fields.only], group.make)
+        group = group.selected(fields)
     return group
 
 
-def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
-    """Yield flags of a recipe's fields. Their default is None, so that a recipe file can decide."""
-    from actmat.recipe import ExpertRef, Recipe
+def _of_recipe() -> _Flags:
+    """Fields of a recipe, its output and its experts. Flags have no default, so that a recipe file can decide."""
+    from actmat.recipe import ExpertRef, Recipe, parse_option
     from actmat.recipe.output import KINDS
 
-    for name, field in model.model_fields.items():
-        for flag in (m for m in field.metadata if isinstance(m, Flag)):
-            text = flag.help.removesuffix(".") or _sentence(field.description or "")
-            if shown := _spelled(flag, field.default):
-                text += f"; default: {shown}"
-            yield _parameter("to" if name == "output" else name, field.annotation, flag, text, None)
-        if name == "experts":
-            yield from _of_model(ExpertRef)
-        if name == "output":
-            yield from {p.name: p for kind in KINDS.values() for p in _of_model(kind)}.values()
-    if model is Recipe:
-        yield _keyword("set", Set, None)
+    fields: dict[str, _Field] = {}
+    models: tuple[type[BaseModel], ...] = (Recipe, ExpertRef, *KINDS.values())
+    for model in models:
+        for name, field in model.model_fields.items():
+            flag = next((m for m in field.metadata if isinstance(m, Flag)), None)
+            if name in fields or (flag is None and name in _NOT_SET):
+                continue
+            name = "to" if name == "output" else name
+            text = _described((flag and flag.help) or _sentence(field.description or ""), field.default)
+            parameter = None if flag is None else _parameter(name, field.annotation, flag, text, None)
+            fields[name] = _Field(name, text, parameter)
+
+    def make(flags: dict[str, Any], texts: Texts) -> RecipeFlags:
+        chosen = {name: parse_option(f"{name}={values[-1]}")[1] for name, values in texts.items()}
+        return RecipeFlags(flags | {name: v[0] if len(v) == 1 else v for name, v in chosen.items()})
+
+    return _Flags(list(fields.values()), make)
 
 
-def _of_dataclass(kind: Any) -> Iterator[inspect.Parameter]:
-    hints = typing.get_type_hints(kind, include_extras=True)
+def _of_dataclass(kind: Any) -> _Flags:
+    hints = {
+        n: h for n, h in typing.get_type_hints(kind, include_extras=True).items() if typing.get_origin(h) is Annotated
+    }
+    fields = []
     for field in dataclasses.fields(kind):
-        if typing.get_origin(hints[field.name]) is not Annotated:
-            continue
-        annotation, flag, *_ = typing.get_args(hints[field.name])
-        if isinstance(flag, Flag):
-            yield _parameter(field.name, annotation, flag, flag.help, field.default)
-        else:
-            yield _keyword(field.name, hints[field.name], field.default)
+        annotation, mark, *_ = typing.get_args(hints.get(field.name)) or (None, None)
+        if isinstance(mark, Setting):
+            fields.append(_Field(field.name, _described(mark.help, field.default)))
+        elif isinstance(mark, Flag):
+            text = _described(mark.help, None)
+            fields.append(_Field(field.name, text, _parameter(field.name, annotation, mark, text, field.default)))
+        elif mark is not None:
+            fields.append(_Field(field.name, str(mark.help), _keyword(field.name, hints[field.name], field.default)))
+
+    def make(flags: dict[str, Any], texts: Texts) -> Any:
+        return kind(**flags, **{name: _checked(name, values, hints[name]) for name, values in texts.items()})
+
+    return _Flags(fields, make)
+
+
+def _checked(name: str, texts: Sequence[str], hint: Any) -> Any:
+    """The value of a setting; one that holds several takes all texts, another the last.
+
+    Raises:
+        RecipeError: it is no value of this type, or out of bounds.
+    """
+    from pydantic import Field, TypeAdapter, ValidationError
+
+    kind, mark, *_ = typing.get_args(hint)
+    bounded: Any = Annotated[kind, Field(ge=mark.low, le=mark.high)] if isinstance(mark, Setting) else kind
+    given = tuple(texts) if typing.get_origin(kind) is tuple else texts[-1]
+    try:
+        return TypeAdapter(bounded).validate_python(given)
+    except ValidationError as error:
+        raise RecipeError(f"--set {name}={texts[-1][:100]}: {error.errors()[0]['msg']}.") from None
 
 
 def _parameter(name: str, annotation: Any, flag: Flag, text: str, default: Any) -> inspect.Parameter:
     kind = flag.type or _typed(annotation)
     kind = types.GenericAlias(list, (kind,)) if flag.repeated else kind
-    text, _, shown = text.removesuffix(".").partition("; default: ")
-    option = typer.Option(
-        *(flag.names or (f"--{name.replace('_', '-')}",)), help=f"{text} (default: {shown})." if shown else f"{text}."
-    )
+    option = typer.Option(*(flag.names or (f"--{name.replace('_', '-')}",)), help=text, min=flag.low)
     return _keyword(name, Annotated[kind | None if default is None else kind, option], default)
 
 
@@ -459,12 +405,12 @@ def _sentence(description: str) -> str:
     return f"{description[:1].upper()}{description[1:]}".replace("`", "'")
 
 
-def _spelled(flag: Flag, default: Any) -> str:
-    """Format a default as on the command line; a switch's default is its name."""
-    if isinstance(default, bool):
-        on, _, off = flag.names[0].partition("/") if flag.names else ("", "", "")
-        return on if default else off
-    return str(default) if isinstance(default, str | int | float) else ""
+def _described(text: str, default: Any) -> str:
+    """The text of a field with its default in parentheses, if it has one that says anything."""
+    text, _, shown = text.removesuffix(".").partition("; default: ")
+    if not shown and isinstance(default, str | int | float) and default not in ("", False):
+        shown = str(default).lower() if default is True else str(default)
+    return f"{text} (default: {shown})." if shown else f"{text}."
 
 
 def _typed(annotation: Any) -> Any:

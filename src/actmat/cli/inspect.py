@@ -11,6 +11,10 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, escape, first_to_last, plain_table, print_result
+from actmat.cli.streams import say
+from actmat.errors import format_size
+from actmat.foreign import terminal
 
 if TYPE_CHECKING:
     from actmat.checkpoints.model import Model
@@ -25,9 +29,7 @@ if TYPE_CHECKING:
 )
 def inspect(
     place: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Directory, file, hub id or URL.")],
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Print the commands that load a merged model: vLLM's and transformers'.")
-    ] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Print the commands that load a merged model.")] = False,
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", "--full", help="One line per tensor; in JSON, a row.")] = False,
     quiet: flags.Quiet = False,
@@ -47,10 +49,7 @@ def inspect(
 
 def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
     """Print the commands that load a merged model."""
-    from actmat.cli.screen import print_result
-    from actmat.cli.streams import say
     from actmat.extras.serving import serving_commands
-    from actmat.foreign import terminal
 
     found = serving_commands(out)
     if json:
@@ -69,7 +68,6 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
-    from actmat.cli.screen import print_result
     from actmat.experts.locate import locate
     from actmat.experts.lora.adapter import Adapter
     from actmat.layout.resolve import resolve_layout
@@ -127,8 +125,6 @@ def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:
 
 
 def _print(data: Mapping[str, Any], *, every: bool) -> None:
-    from actmat.cli.screen import console, escape, first_to_last, plain_table
-    from actmat.errors import format_size
 
     family = data["family"] or "not recognized, by names and shapes"
     console.print(f"[bold]{escape(data['location'])}[/bold]")
@@ -185,54 +181,32 @@ def _describe_adapter(adapter: Adapter) -> dict[str, Any]:
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
-    from actmat.cli.screen import console, escape
-
-    (_print_changes if "needs_base" in data else _print_factors)(data, every=every)
+    """Print an adapter of factor pairs, which merges without a base, or one whose deltas need their base."""
+    needs_base, kind, of = "needs_base" in data, data["adapter"], data["base_model"] or "an unnamed base"
+    counts = Counter(m["part"] for m in data["modules"] if m.get("part"))
+    parts = ", ".join(f"{part} ({n})" for part, n in counts.items())
+    if needs_base:
+        words = f"{kind}, " + (f"modules of {parts}" if parts else f"an adapter of {of}")
+    elif kind == "lora":
+        words = f"LoRA adapter of {of}"
+    else:
+        words = f"LoRA file in {kind}'s layout, modules of {parts or 'one model'}"
+    console.print(f"[bold]{escape(data['location'])}[/bold]: {escape(words)}")
+    if needs_base:
+        console.print(f"merged with its base only: {escape(data['needs_base'])}")
+    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
+    columns = ("tensors", "kind", "made of") if needs_base else ("modules", "kind", "rank", "scaling", "O x I")
+    table = plain_table(*columns, "which", numbers=["tensors"])
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for m in data["modules"]:
+        cells: tuple[str, ...] = (m["kind"], ", ".join(m.get("stored", ())))
+        if not needs_base:
+            cells = (m["kind"], str(m["rank"]), f"{m['scaling']:g}", "x".join(map(str, m["shape"])))
+        groups.setdefault((*cells, m["name"] if every else ""), []).append(m["name"])
+    for cells, names in groups.items():
+        table.add_row(str(len(names)), *map(escape, cells[:-1]), escape(first_to_last(names)))
+    console.print(table)
     for name, shape in data["full_tensors"].items():
         console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")
     for problem in data["problems"]:
         console.print(f"[red]problem[/red]: {escape(problem)}")
-
-
-def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
-    """Print an adapter of factor pairs, which merges without a base."""
-    from actmat.cli.screen import console, escape, first_to_last, plain_table
-    from actmat.errors import format_size
-
-    place = f"[bold]{escape(data['location'])}[/bold]"
-    of = escape(data["base_model"] or "an unnamed base")
-    if data["adapter"] == "lora":
-        console.print(f"{place}: LoRA adapter of {of}")
-    else:
-        parts = ", ".join(f"{part} ({n})" for part, n in Counter(m.get("part", "") for m in data["modules"]).items())
-        console.print(f"{place}: LoRA file in {data['adapter']}'s layout, modules of {escape(parts or 'one model')}")
-    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
-    table = plain_table("modules", "kind", "rank", "scaling", "O x I", "which")
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for m in data["modules"]:
-        key = (m["kind"], m["rank"], f"{m['scaling']:g}", "x".join(map(str, m["shape"])))
-        groups.setdefault(key if not every else (*key, m["name"]), []).append(m["name"])
-    for key, names in groups.items():
-        table.add_row(str(len(names)), *map(str, key[:4]), escape(first_to_last(names)))
-    console.print(table)
-
-
-def _print_changes(data: Mapping[str, Any], *, every: bool) -> None:
-    """Print an adapter whose deltas need its base, or that has more than two factors."""
-    from actmat.cli.screen import console, escape, first_to_last, plain_table
-    from actmat.errors import format_size
-
-    of = escape(data["base_model"] or "an unnamed base")
-    parts = Counter(m["part"] for m in data["modules"] if m.get("part"))
-    which = f"modules of {', '.join(f'{part} ({n})' for part, n in parts.items())}" if parts else f"an adapter of {of}"
-    console.print(f"[bold]{escape(data['location'])}[/bold]: {escape(data['adapter'])}, {escape(which)}")
-    console.print(f"merged with its base only: {escape(data['needs_base'])}")
-    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
-    table = plain_table("tensors", "kind", "made of", "which", numbers=["tensors"])
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for m in data["modules"]:
-        key = (m["kind"], ", ".join(m["stored"]), *([m["name"]] if every else []))
-        groups.setdefault(key, []).append(m["name"])
-    for key, names in groups.items():
-        table.add_row(str(len(names)), key[0], escape(key[1]), escape(first_to_last(names)))
-    console.print(table)

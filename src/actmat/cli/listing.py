@@ -17,7 +17,7 @@ import typer
 import typer.core
 import typer.main
 
-from actmat.cli.flags import FIRST, with_flags
+from actmat.cli.flags import with_flags
 from actmat.cli.streams import starting
 from actmat.plugins import entries
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "actmat.commands"
 
 COMMANDS = (
-    *("merge", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
+    *("merge", "average", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
     *("compare", "demo", "export", "statistics", "try", "tune"),
 )
 """Commands of this distribution. Each is the function of its name in the module of its name in `actmat.cli`; Python
@@ -108,22 +108,18 @@ def declared_command(name: str) -> Any:
         return None
 
 
-def _shorten(made: Any) -> None:
-    """Limit a command's help to the flags in `FIRST`; list the others by panel."""
-    hidden: dict[str, list[str]] = {}
-    for option in made.params:
-        if option.param_type_name == "option" and option.name not in (*FIRST, "help"):
-            option.hidden = True
-            hidden.setdefault(option.rich_help_panel, []).append(max(option.opts, key=len))
-    listed = "\n\n".join(f"{panel}: {' '.join(names)}" for panel, names in hidden.items())
-    made.epilog = f"[bold]More flags[/bold], described by 'actmat {made.name} --help-all':\n\n{listed}\n\n{made.epilog}"
+def _list_settings(made: Any) -> None:
+    """Add the fields that --set takes to a command's help."""
+    if settings := getattr(made.callback, "settings", {}):
+        listed = "\n".join(f"[bold]{name}[/bold]: {text}" for name, text in settings.items())
+        made.epilog = f"[bold]Fields that --set NAME=VALUE takes[/bold]:\n\n{listed}\n\n{made.epilog}"
 
 
 def _typer_command(name: str, declared: Any, *, flags: bool) -> Any:
     """Build the typer command of a function, with flags if requested, or the group of a `typer.Typer`."""
     info = info_of(declared)
     codes = "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning in info.exits.items())
-    epilog = f"Exit codes: {codes}. Others: see 'actmat --help'." if codes else None
+    epilog = f"Exit codes: {codes}. Others: see 'actmat -h'." if codes else None
     if isinstance(declared, typer.Typer):
         made: Any = typer.main.get_command(declared)
         for each in (made, *made.commands.values()):
@@ -160,8 +156,8 @@ class Commands(typer.core.TyperGroup):
                 starting(name, args[1:])
             made = _typer_command(name, declared, flags=True)
             given = ["--help" if a == "--help-all" else a for a in args[1:]]
-            if getattr(made.callback, "takes_recipe", False) and given == args[1:] and {"--help", "-h"} & {*given}:
-                _shorten(made)
+            if given != args[1:]:
+                _list_settings(made)
             return name, made, given
         if name in DISTRIBUTIONS:
             ctx.fail(

@@ -22,7 +22,7 @@ import typer
 
 from actmat.cli.listing import Commands
 from actmat.cli.streams import checked_stdout, open_closed_streams, say, show_any_text
-from actmat.errors import MergeError, OutputError, memory_errors
+from actmat.errors import MergeError, OutputError, did_you_mean, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
 
@@ -94,27 +94,40 @@ def _printable_usage_errors() -> Iterator[None]:
         raise
 
 
+GONE = {
+    "--average": "Averages are made by 'actmat average WEIGHTS CHECKPOINT...'",
+    "--cuda": "For GPUs use --device cuda",
+    "--strict": "Of a merge made with --diagnose: 'actmat diagnose MERGED --strict'",
+}
+"""Flags that users of other tools or commands type -> the right way."""
+
+
 def _hint(error: Any) -> str:
-    """Suggest a fix for `-e experts/*` (the shell passes several values), mergekit's flags, and recipe fields."""
-    unknown = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-    if unknown == "--cuda":
-        return ". For GPUs use --device cuda"
-    if unknown.startswith("--"):
-        from actmat.recipe import Recipe
-        from actmat.recipe.output import settable_fields
-
-        field = unknown.removeprefix("--").replace("-", "_")
-        if field in settable_fields(Recipe):
-            return f". Set this field with --set {field}=VALUE"
-        from actmat.methods import METHODS
-
-        owners = [m.name for m in METHODS if field in m.options]
-        return f". It is an option of the method ({', '.join(owners)}): -o {field}=VALUE" if owners else ""
-    parameters = getattr(getattr(error.ctx, "command", None), "params", ())
-    experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]
-    if "unexpected extra argument" not in error.message or not experts:
+    """Suggest the right spelling of a flag that a command lacks, and a fix for `-e experts/*` (of the shell)."""
+    command: Any = getattr(error.ctx, "command", None)
+    if type(error).__name__ == "NoSuchOption" and error.option_name.startswith("--"):
+        return _similar_flag(error.option_name, command)
+    parameters = getattr(command, "params", ())
+    if "unexpected extra argument" not in error.message or not any("--expert" in p.opts for p in parameters):
         return ""
-    return ". Each expert needs its own flag: -e A -e B; for all in a folder: $(printf ' -e %s' experts/*)"
+    if any("--expert" in p.opts and error.ctx.params.get(p.name) for p in parameters):
+        return ". Each expert needs its own flag: -e A -e B; for all in a folder: $(printf ' -e %s' experts/*)"
+    return ". Name the output with --out OUT, and each expert with its own flag: -e A -e B"
+
+
+def _similar_flag(flag: str, command: Any) -> str:
+    """The field for --set, or the option of a method, that an unknown flag seems to mean."""
+    from actmat.methods import METHODS
+
+    name, settings = flag.removeprefix("--").replace("-", "_"), getattr(command.callback, "settings", {})
+    if flag in GONE:
+        return f". {GONE[flag]}"
+    if name in settings:
+        return f". It is set with --set {name}=VALUE"
+    if owners := [m.name for m in METHODS if name in m.options]:
+        return f". It is an option of the method ({', '.join(owners)}): -o {name}=VALUE"
+    near = did_you_mean(name, [*settings, *(p.name for p in command.params)])
+    return f".{near} Fields are set with --set NAME=VALUE" if any(f"'{s}'" in near for s in settings) else ""
 
 
 app = typer.Typer(

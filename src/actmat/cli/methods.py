@@ -9,28 +9,26 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, plain_table, print_result
 
 
 @command("choose", "listed", "unknown method")
 def methods(
     name: Annotated[str | None, typer.Argument(help="Method to show in full, such as ties.")] = None,
-    json: flags.Json = False,
-    full: Annotated[bool, typer.Option("--full", help="With --json: include every field of every method.")] = False,
-    quiet: flags.Quiet = False,
+    shown: flags.OutputFlags = flags.USUAL,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.catalog import read_catalog
-    from actmat.cli.screen import print_result
 
     if name == "auto":
         raise typer.BadParameter("auto is one of the methods, by your experts: 'actmat plan' names it, and says why")
     known = read_catalog()
     chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
-    if json:
+    if shown.json:
         short = ("name", "summary", "needs", "low_rank", "gflop")
-        rows = chosen if full or name is not None else [{key: m[key] for key in short} for m in chosen]
+        rows = chosen if shown.full or name is not None else [{key: m[key] for key in short} for m in chosen]
         print_result("methods", {"methods": rows})
-    elif quiet:
+    elif shown.quiet:
         return
     elif name is None:
         _table(chosen)
@@ -60,7 +58,6 @@ def _one(name: str) -> dict[str, Any]:
 
 def _table(chosen: list[dict[str, Any]]) -> None:
     from actmat.cli.catalog import shown
-    from actmat.cli.screen import console, plain_table
 
     table = plain_table("method", "data?", "low rank", "GFLOP", "idea")
     for m in chosen:
@@ -74,7 +71,6 @@ def _show(m: dict[str, Any]) -> None:
     from rich.markdown import Markdown
 
     from actmat.cli.catalog import shown
-    from actmat.cli.screen import console
 
     console.print(f"[bold]{m['name']}[/bold]: {m['summary']}\n")
     if m["equation"]:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import FlagFields, InputFlags, RecipeFlags
+from actmat.cli.data import InputFlags
+from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import command
+from actmat.cli.screen import print_json, print_result
+from actmat.cli.streams import say
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlanOutput(flags.OutputFlags):
+    """Flags for the form of a plan."""
+
+    full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False
 
 
 @command("merge", "the merge is possible")
@@ -22,13 +33,9 @@ def plan(
     recipe: flags.RecipeArgument = None,
     given: Annotated[RecipeFlags, FlagFields(without=("out",))],
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory"))],
-    as_recipe: Annotated[
-        bool, typer.Option("--as-recipe", help="Print the recipe as YAML; also converts mergekit configurations.")
-    ] = False,
-    asked: Annotated[InputFlags, FlagFields(only=("data", "check"))],
-    full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    as_recipe: Annotated[bool, typer.Option("--as-recipe", help="Print the recipe as YAML, also of mergekit.")] = False,
+    asked: Annotated[InputFlags, FlagFields(without=("keep_statistics", "tune_scale"))],
+    shown: PlanOutput,
 ) -> None:
     """Show what 'actmat merge' would do with the same flags, from headers.
 
@@ -43,52 +50,35 @@ def plan(
     """
     recipes = given.recipes(recipe)
     if as_recipe:
-        _print_recipe(recipes, json=json, quiet=quiet)
+        _print_recipe(recipes, json=shown.json, quiet=shown.quiet)
     else:
-        show_plans(recipes, run, asked, full=full, json=json, quiet=quiet)
+        show_plans(recipes, run, asked, shown)
 
 
-def show_plans(
-    recipes: Sequence[Recipe],
-    run: RunSettings,
-    asked: InputFlags | None = None,
-    *,
-    full: bool = False,
-    json: bool,
-    quiet: bool,
-) -> None:
+def show_plans(recipes: Sequence[Recipe], run: RunSettings, asked: InputFlags | None, shown: flags.OutputFlags) -> None:
     """Plan the recipes and print the plans; of a merge by inputs what is measured, on which its plan depends."""
     if asked is not None and asked.data:
         from actmat.cli.searching import plan_by
 
-        plan_by(asked, recipes[0], json=json, quiet=quiet)
+        plan_by(asked, recipes[0], json=shown.json, quiet=shown.quiet)
         return
+    from actmat.cli.summary import compact_plan, print_plan
     from actmat.run import plan_recipe
 
     plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
-    if json:
-        from actmat.cli.screen import print_json, print_result
-        from actmat.cli.summary import compact_plan
-
-        if full:  # as `MergePlan.from_json` reads them
-            data = [plan.to_json() for plan in plans]
-            print_json(data[0] if len(data) == 1 else data)
-        else:
-            print_result("plan", {"plans": [compact_plan(plan) for plan in plans]})
-    if json or quiet:
-        return
-    from actmat.cli.summary import print_plan
-
-    for one in plans:
-        print_plan(one, full=full)
+    if shown.json and shown.full:  # as `MergePlan.from_json` reads them
+        data = [plan.to_json() for plan in plans]
+        print_json(data[0] if len(data) == 1 else data)
+    elif shown.json:
+        print_result("plan", {"plans": [compact_plan(plan) for plan in plans]})
+    for plan in () if shown.json or shown.quiet else plans:
+        print_plan(plan, full=shown.full)
 
 
 def _print_recipe(recipes: Sequence[Recipe], *, json: bool, quiet: bool) -> None:
     """Print a recipe on stdout, and its notes on stderr unless `quiet` is set."""
     if len(recipes) > 1:
         raise typer.BadParameter("--as-recipe takes one method and one value per option")
-    from actmat.cli.screen import print_result
-    from actmat.cli.streams import say
     from actmat.recipe import recipe_yaml
 
     (recipe,) = recipes

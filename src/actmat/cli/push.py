@@ -10,7 +10,9 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, escape, hub_bars, plain_table, print_result
 from actmat.cli.streams import optional_stdout
+from actmat.errors import format_size
 
 if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
@@ -24,8 +26,7 @@ def push(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another output in the repository.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; send nothing.")] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Hash the output again before sending it.")] = True,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Send a merged model to the Hugging Face hub, with its card and manifest.
 
@@ -37,20 +38,17 @@ def push(
     interrupted push, repeat the command. First log in: hf auth login.
     """
     from actmat.api.pushing import push as send
-    from actmat.cli.screen import hub_bars, print_result
 
-    with hub_bars(quiet=quiet or json):
+    with hub_bars(quiet=shown.quiet or shown.json):
         report = send(out, repo, public=public, overwrite=overwrite, dry_run=dry_run, check=check)
     with optional_stdout("The push is complete." if report.url else ""):
-        if json:
+        if shown.json:
             print_result("push", dataclasses.asdict(report))
-        elif not quiet:
+        elif not shown.quiet:
             _print(report, out)
 
 
 def _print(report: PushReport, out: Path) -> None:
-    from actmat.cli.screen import console, escape, plain_table
-    from actmat.errors import format_size
 
     table = plain_table("file", "size", "", numbers=["size"])
     for file in report.files:

@@ -35,24 +35,10 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 
-LAYOUTS: Mapping[str, int] = dict.fromkeys(
-    (
-        *("merge", "plan", "recipe", "extract", "demo", "inspect", "serve", "verify", "diagnose"),
-        *(
-            "compare",
-            "methods",
-            "tune",
-            "try",
-            "push",
-            "export",
-            "statistics",
-            "analyze",
-            "experiment",
-            "ui",
-        ),
-    ),
-    1,
+_COMMANDS = (
+    "average extract demo inspect verify diagnose compare methods tune try push export statistics analyze experiment ui"
 )
+LAYOUTS: Mapping[str, int] = dict.fromkeys(("merge", "plan", "recipe", "serve", *_COMMANDS.split()), 1)
 """JSON layout -> version."""
 
 CELL_INDENT = 2

@@ -8,10 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import typer
+
+from actmat.cli.data import pairs_of
+from actmat.cli.screen import console, escape, plain_table, print_result, progress_bar
+from actmat.cli.streams import optional_stdout, say
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from actmat.cli.flags import DataFlags, InputFlags
+    from actmat.cli.data import InputFlags
     from actmat.diagnostics.model import AgreementRow
     from actmat.extras.tune.kept import InputSettings
     from actmat.extras.tune.progress import TuneProgress
@@ -30,8 +36,6 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
     """Show progress on stderr: memory plan, notes, stage, best candidate so far, remaining time."""
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from actmat.cli.screen import escape, progress_bar
-    from actmat.cli.streams import say
     from actmat.extras.tune.evaluate import Trial
     from actmat.extras.tune.progress import TuneProgress
 
@@ -109,8 +113,6 @@ class Lines:
 
 def print_search(report: TuneReport) -> None:
     """Print the chosen merge, the final comparison, and the folder with the other files."""
-    from actmat.cli.screen import console, escape, plain_table
-
     console.print(f"[bold]{escape(report.out)}[/bold]: {escape(report.chosen.candidate)}")
     measured = report.score if report.compared == report.score else f"{report.compared} (chosen by {report.score})"
     console.print(f"{len(report.trials)} trials; {escape(measured)} on inputs that the search did not see:\n")
@@ -127,30 +129,20 @@ def print_search(report: TuneReport) -> None:
     console.print(f"\n{escape(report.out)}.tune: recipe.yaml, tune.json, tune.html")
 
 
-def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    """Merge each recipe at the scale chosen from unlabeled inputs (`--set tune_scale=true`); print summaries.
-
-    Args:
-        data: values of the flag: NAME=DATA, or one data set for all experts.
-    """
-    from actmat.cli.data import pairs_of
-    from actmat.cli.streams import optional_stdout
+def tune_scales(recipes: Sequence[Recipe], given: InputFlags, run: RunSettings, *, quiet: bool) -> list[MergeReport]:
+    """Merge each recipe at the scale chosen from unlabeled inputs (`--set tune_scale=true`); print summaries."""
     from actmat.cli.summary import print_summary
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.space import scale_space
     from actmat.extras.tune.tuning import tune_recipe
 
-    places = pairs_of(data)
-    reports = []
+    places, settings = pairs_of(given.data or []), TuneSettings(average=False)
     with showing_search(quiet=quiet) as progress:
-        for recipe in recipes:
-            settings = TuneSettings(average=False)
-            reports.append(tune_recipe(recipe, scale_space, places, settings, run, progress))
-    if not quiet:
-        with optional_stdout("The merge is complete."):
-            for report in reports:
-                print_summary(report.merged)
-                print_search(report)
+        reports = [tune_recipe(r, scale_space, places, settings, run, progress) for r in recipes]
+    with optional_stdout("The merge is complete."):
+        for report in () if quiet else reports:
+            print_summary(report.merged)
+            print_search(report)
     return [report.merged for report in reports]
 
 
@@ -167,11 +159,9 @@ def merge_by(
 
 def plan_by(given: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> None:
     """Print what a merge by inputs would measure and hold."""
-    from actmat.cli.screen import console, escape, print_result
     from actmat.extras.tune.with_inputs import plan_inputs
 
-    data, check, settings = _inputs(given, as_adapter=True)
-    lines = plan_inputs(recipe, data, check, settings)
+    lines = plan_inputs(recipe, *_inputs(given, as_adapter=True))
     if json:
         print_result("plan", {"plans": [], "inputs": [line.strip() for line in lines]})
     elif not quiet:
@@ -180,42 +170,18 @@ def plan_by(given: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> No
 
 def _inputs(given: InputFlags, *, as_adapter: bool) -> tuple[dict[str, str], dict[str, str], InputSettings]:
     """Data sets of both flags by expert, and the settings."""
-    import typer
-
-    from actmat.cli.data import pairs_of
-    from actmat.extras.tune.kept import InputSettings
-
     data, check = (pairs_of(values or [], flag) for values, flag in ((given.data, "--data"), (given.check, "--check")))
     if isinstance(data, str) or isinstance(check, str):
         raise typer.BadParameter("every expert needs inputs of its own task: give --data NAME=INPUTS once per expert")
-    options = given.options("", max_samples=given.samples, label_column=given.label_column)
-    settings = InputSettings(
-        reading=options,
-        new_tokens=given.new_tokens,
-        model_class=given.model_class,
-        dtype=given.model_dtype,
-        keep_statistics=given.keep_statistics,
-        as_adapter=as_adapter,
-    )
-    return data, check, settings
+    return data, check, given.settings(as_adapter=as_adapter)
 
 
 def compare_answers(
-    merged: str | Path, given: DataFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
+    merged: str | Path, given: InputFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
 ) -> tuple[AgreementRow, ...]:
     """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
-    from actmat.cli.data import pairs_of
-    from actmat.extras.tune.kept import agreement
+    from actmat.extras.tune.kept import measure_agreement
 
+    data, settings = pairs_of(given.data or []), given.settings()
     with showing_search(quiet=quiet) as progress:
-        return agreement(
-            merged,
-            pairs_of(given.data or []),
-            base=base,
-            device=device,
-            progress=progress,
-            reading=given.options("", max_samples=given.samples),
-            new_tokens=given.new_tokens,
-            model_class=given.model_class,
-            dtype=given.dtype,
-        )
+        return measure_agreement(merged, data, settings, base=base, device=device, progress=progress)

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from actmat.cli import flags
+from actmat.cli.data import ModelClass, ModelDtype, ReadingFlags
 from actmat.cli.flags import FlagFields, with_flags
 from actmat.cli.listing import command
+from actmat.cli.screen import console, escape, print_result, progress_bar
+from actmat.cli.streams import say
+from actmat.flag import Flag
 
 if TYPE_CHECKING:
-    from actmat.extras.collect.data import DataOptions
+    from actmat.extras.models.loading import Loaded
     from actmat.statistics.header import StatisticsHeader
 
 statistics = typer.Typer(
@@ -34,61 +38,44 @@ class Loading:
     """Flags for loading the model."""
 
     base: Annotated[
-        str | None, typer.Option("--base", "-b", help="Base of an adapter (default: the base that its config names).")
+        str | None, Flag(("--base", "-b"), "Base of an adapter; default: the base that its config names.")
     ] = None
-    model_class: flags.ModelClass = None
-    dtype: flags.ModelDtype = "float32"
-    device: Annotated[str, typer.Option("--device", help="Device the model runs on: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Annotated[str, Flag(help="Device the model runs on: cpu, cuda, cuda:N or mps.")] = "cpu"
+    model_class: ModelClass = None
+    model_dtype: ModelDtype = "float32"
+
+    def load(self, model: str) -> Loaded:
+        """Load the model at a location."""
+        from actmat.extras.models.loading import load_model
+
+        return load_model(
+            model, base=self.base, model_class=self.model_class, dtype=self.model_dtype, device=self.device
+        )
 
 
 @dataclass(frozen=True)
-class DataReading(flags.ReadingFlags):
-    """Flags for reading the data, and so many samples of it."""
+class DataReading(ReadingFlags):
+    """Flags and settings for reading the data."""
 
-    label_column: Annotated[
-        str | None, typer.Option("--label-column", help="Column of class labels, for --fisher-labels given.")
-    ] = None
-    samples: Annotated[int | None, typer.Option("--samples", help="Maximum number of samples (default: all).")] = None
-
-    def options(self, location: str, **more: Any) -> DataOptions:
-        """Options for reading the data set at `location`."""
-        return super().options(location, max_samples=self.samples, label_column=self.label_column, **more)
+    samples: Annotated[int | None, Flag(help="Number of samples; default: all.", low=1)] = None
 
 
 @dataclass(frozen=True)
 class Measuring:
     """Flags for the measurement."""
 
-    gram: Annotated[bool, typer.Option("--gram/--no-gram", help="Measure Gram matrices.")] = True
-    fisher: Annotated[
-        bool, typer.Option("--fisher", help="Measure the diagonal Fisher; takes one backward pass per sample.")
-    ] = False
+    gram: Annotated[bool, Flag(("--gram/--no-gram",), "Measure Gram matrices.")] = True
+    fisher: Annotated[bool, Flag(help="Measure the diagonal Fisher; takes one backward pass per sample.")] = False
     fisher_labels: Annotated[
         Literal["drawn", "given"],
         typer.Option("--fisher-labels", help="Labels drawn from the model's predictions, or those of the data."),
     ] = "drawn"
-    compute_dtype: Annotated[SumDtype, typer.Option("--compute-dtype", help="Dtype of products; sums are float64.")] = (
-        "float32"
-    )
-    store_dtype: Annotated[SumDtype, typer.Option("--store-dtype", help="Dtype of the stored sums.")] = "float32"
+    compute_dtype: Annotated[SumDtype, typer.Option(help="Dtype of products; sums are float64.")] = "float32"
+    dtype: Annotated[SumDtype, typer.Option("--store-dtype", help="Dtype of the stored sums.")] = "float32"
     share: Annotated[
-        bool, typer.Option("--share/--no-share", help="Store one Gram matrix for layers that read the same input.")
+        bool, Flag(("--share/--no-share",), "Store one Gram matrix for layers that read the same input.")
     ] = True
-    seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the labels of the Fisher.")] = 0
-
-    def options(self, data: DataOptions) -> dict[str, Any]:
-        """Arguments of `extras.collect.collect` for a data set."""
-        return {
-            "gram": self.gram,
-            "fisher": self.fisher,
-            "fisher_labels": self.fisher_labels,
-            "compute_dtype": self.compute_dtype,
-            "dtype": self.store_dtype,
-            "share": self.share,
-            "seed": self.seed,
-            "source": data.location,
-            "details": data.details(),
-        }
+    seed: Annotated[int, Flag(help="Seed for drawing the labels of the Fisher.")] = 0
 
 
 @statistics.command()
@@ -102,7 +89,7 @@ def collect(
     reading: DataReading,
     measuring: Measuring,
     overwrite: Overwrite = False,
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Run a model on data and store sums over the inputs of its layers, without padding.
 
@@ -113,18 +100,14 @@ def collect(
     """
     from rich.progress import BarColumn, TimeRemainingColumn
 
-    from actmat.cli.screen import progress_bar
-    from actmat.cli.streams import say
     from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
     from actmat.extras.collect.files import check_output
-    from actmat.extras.models.loading import load_model
 
     check_output(out, overwrite=overwrite)
     options = reading.options(data)
-    loaded = load_model(model, **asdict(loading))
+    loaded = loading.load(model)
     labels = measuring.fisher and measuring.fisher_labels == "given"
-    settings = measuring.options(options)
     notes: list[str] = []
     counts = "{task.completed} samples, {task.fields[tokens]} tokens"
     if getattr(loaded.model, "main_input_name", "") == "pixel_values":
@@ -139,7 +122,9 @@ def collect(
             out=out,
             overwrite=overwrite,
             progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
-            **settings,
+            source=options.location,
+            details=options.details(),
+            **asdict(measuring),
         )
     for note in () if shown.quiet else notes:
         say(f"note: {note}")
@@ -150,15 +135,9 @@ def collect(
 class StageFlags:
     """Flags of the block-wise measurement."""
 
-    blocks: Annotated[
-        str | None, typer.Option("--blocks", help="Module with the blocks, such as model.layers (default: detected).")
-    ] = None
-    off_diagonal: Annotated[
-        float, typer.Option("--off-diagonal", help="Factor on off-diagonal Gram entries when merging a block.")
-    ] = 0.95
-    compute_dtype: Annotated[
-        SumDtype, typer.Option("--compute-dtype", help="Dtype of products and merges; sums are float64.")
-    ] = "float32"
+    blocks: Annotated[str | None, Flag(help="Module with the blocks, such as model.layers; default: detected.")] = None
+    off_diagonal: Annotated[float, Flag(help="Factor on off-diagonal Gram entries when merging a block.")] = 0.95
+    compute_dtype: Annotated[SumDtype, typer.Option(help="Dtype of products and merges; sums are float64.")] = "float32"
 
 
 @statistics.command()
@@ -178,7 +157,7 @@ def staged(
     loading: Annotated[Loading, FlagFields(without=("base",))],
     staging: StageFlags,
     reading: Annotated[DataReading, FlagFields(without=("label_column",))],
-    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Measure all experts block by block, each on the output of the merged blocks before it (RegMean++).
 
@@ -186,10 +165,9 @@ def staged(
 
     Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. The same command continues an interrupted run.
     """
+    from actmat.api.measuring import staged_statistics
     from actmat.cli.flags import split_name
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.staged import staged_statistics
-    from actmat.extras.models.loading import load_model
     from actmat.recipe import ExpertRef
     from actmat.statistics import open_statistics
 
@@ -197,7 +175,7 @@ def staged(
     experts = {name or ExpertRef(path=place).label: place for name, place in named}
     if len(experts) < len(expert):
         raise typer.BadParameter("two experts have the same name; name them with NAME=PATH")
-    loaded = load_model(base, model_class=loading.model_class, dtype=loading.dtype, device=loading.device)
+    loaded = loading.load(base)
     sources = {name: reading.options(place) for name, place in map(split_name, data)}
     written = staged_statistics(
         loaded.model,
@@ -205,9 +183,7 @@ def staged(
         experts,
         {name: partial(make_batches, loaded, options) for name, options in sources.items()},
         out=out,
-        blocks=staging.blocks,
-        off_diagonal=staging.off_diagonal,
-        compute_dtype=staging.compute_dtype,
+        **asdict(staging),
     )
     headers = {}
     for folder in written.values():
@@ -250,8 +226,6 @@ def show(
 def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, every: bool = False) -> None:
     """Print the measured tensors, as text or JSON."""
     if json:
-        from actmat.cli.screen import print_result
-
         print_result("statistics", {"statistics": [_data(path, header) for path, header in headers.items()]})
     for path, header in () if json or quiet else headers.items():
         _print(path, header, every=every)
@@ -270,7 +244,6 @@ def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
 
 
 def _print(out: Path, header: StatisticsHeader, *, every: bool = False) -> None:
-    from actmat.cli.screen import console, escape
     from actmat.statistics.header import amount, contents
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""

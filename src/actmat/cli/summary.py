@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from actmat.api.extracting import extracted_rows
 from actmat.cli.screen import console, escape, note_console, plain_table
 from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
-from actmat.errors import Note, format_size
+from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
 from actmat.report.words import (
     action_counts,
@@ -32,7 +31,6 @@ from actmat.report.words import (
 from actmat.system import usable_cores
 
 if TYPE_CHECKING:
-    from actmat.api.extracting import ExtractReport
     from actmat.planning import MergePlan
     from actmat.report.totals import Norms
     from actmat.run import MergeReport
@@ -211,24 +209,28 @@ def _print_findings(report: MergeReport) -> None:
 
 def print_extracted(report: MergeReport) -> None:
     """Print layers, ranks and errors of an extracted adapter, and tensors saved whole or left out."""
-    rows = extracted_rows(report.manifest)
-    factored = [r for r in rows if r["kind"] == "factored"]
-    ranks = sorted({r["rank"] for r in factored})
+    rows: list[dict[str, Any]] = report.manifest["modules"]
+    changed = [r for r in rows if not (r["unchanged"] or r["stats"].get("norm") == 0.0)]
+    factored = [r for r in changed if r["kind"] == "factored"]
+    ranks = sorted({r["stats"]["rank"] for r in factored})
     shown = "none" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    worst = sorted((r for r in factored if r["relative_error"] > ROUNDING), key=lambda r: -float(r["relative_error"]))
-    worst = worst[:WORST]
-    error = report.manifest["output"]["relative_error"]
-    console.print(f"  {len(factored)} layers of rank {shown}; relative error {error:.3g} over all layers"
-                  + ("; largest:" if worst else ""))  # fmt: skip
-    for row in worst:
-        console.print(f"    {row['relative_error']:.3g}  {escape(row['name'])}")
-    for kind, words in (("saved", "saved whole"), ("left out", "left out")):
-        found = [r for r in rows if r["kind"] == kind]
-        for reason in dict.fromkeys(r["reason"] for r in found):
-            names = [r["name"] for r in found if r["reason"] == reason]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            console.print(f"  {words}: {escape(names[0])}{more} ({escape(reason)})")
-    if same := sum(r["kind"] == "unchanged" for r in rows):
+    errors = sorted(((float(r["stats"]["relative_error"]), r["name"]) for r in factored), key=lambda e: -e[0])
+    worst = [(error, name) for error, name in errors[:WORST] if error > ROUNDING]
+    console.print(
+        f"  {len(factored)} layers of rank {shown}; relative error {report.totals.relative_error:.3g} over all layers"
+        + ("; largest:" if worst else "")
+    )
+    for error, name in worst:
+        console.print(f"    {error:.3g}  {escape(name)}")
+    whole: dict[tuple[str, str], list[str]] = {}
+    for row in changed:
+        if row["kind"] != "factored":
+            whole.setdefault((row["kind"], row["why"]), []).append(row["name"])
+    for (kind, why), names in whole.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        words = "saved whole" if kind == "saved" else kind
+        console.print(f"  {words}: {escape(names[0])}{more} ({escape(why)})")
+    if same := len(rows) - len(changed):
         console.print(f"  {same} tensors are the same as in the base")
 
 
@@ -272,6 +274,7 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "unchanged": totals.unchanged,
         "answers": [dataclasses.asdict(row) for row in report.answers] or None,
         "nonfinite": totals.nonfinite,
+        "relative_error": totals.relative_error,
         "size": size_data(totals.norms, plan),
         "warnings": list(map(str, warnings_of(totals, plan))),
         "read_bytes": plan.read_bytes,
@@ -279,21 +282,6 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "seconds": round(report.seconds, 3),
         "notes": [dataclasses.asdict(n) for n in plan.notes],
         "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
-    }
-
-
-def extraction_data(report: ExtractReport) -> dict[str, Any]:
-    """An extracted adapter as plain data; the error of every layer is in its manifest."""
-    rows: list[dict[str, Any]] = list(report.record["tensors"])
-    return {
-        "out": str(report.out),
-        "was_finished": report.was_finished,
-        "relative_error": report.relative_error,
-        "layers": sum(r["kind"] == "factored" for r in rows),
-        "saved": sum(r["kind"] == "saved" for r in rows),
-        "left_out": sum(r["kind"] == "left out" for r in rows),
-        "warnings": [str(Note(**n)) for n in report.record["notes"] if n["severity"] == "warning"],
-        "notes": list(report.record["notes"]),
     }
 
 

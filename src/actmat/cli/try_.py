@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import FlagFields, RecipeFlags
+from actmat.cli.data import ModelClass, ModelDtype
+from actmat.cli.flags import FlagFields, RecipeFlags, split_list
 from actmat.cli.listing import command
+from actmat.cli.screen import console, escape, print_result, showing_progress
+from actmat.flag import Flag, Setting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -18,36 +21,30 @@ if TYPE_CHECKING:
     from actmat.recipe import Recipe
 
 
-def _option(flag: str, text: str, **more: Any) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="Question", **more)
-
-
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Flags of the queries."""
+    """Flags and settings of the queries."""
 
-    prompt: Annotated[list[str] | None, _option("--prompt", "Text to continue, or a question. Repeatable.")] = None
-    new_tokens: Annotated[int, _option("--new-tokens", "Maximum number of tokens per answer.", min=1)] = 64
-    plain: Annotated[bool, _option("--plain", "Do not use the tokenizer's chat template.")] = False
-    images: Annotated[str | None, _option("--images", "Folder of images, with or without one subfolder per class.")] = (
+    prompt: Annotated[list[str] | None, Flag(help="Text to continue, or a question, once per text.", repeated=True)] = (
         None
     )
-    classes: Annotated[
-        str | None, _option("--classes", "Classes of images, for CLIP: a,b,c (default: the names of the folders).")
-    ] = None
-    template: Annotated[str, _option("--template", "Prompt for CLIP; {} is the class.")] = "a photo of a {}."
-    lm_eval: Annotated[str | None, _option("--lm-eval", "Tasks of lm-eval, such as gsm8k,arc_easy.")] = None
-    limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task (default: all).", min=1)] = None
-    model_class: flags.ModelClass = None
-    model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the model while it runs.")] = "float32"
-    compare: Annotated[bool, _option("--compare", "Also query the base and every expert.")] = False
+    new_tokens: Annotated[int, Flag(help="Maximum number of tokens per answer.", low=1)] = 64
+    images: Annotated[str | None, Flag(help="Folder of images, with or without one subfolder per class.")] = None
+    lm_eval: Annotated[str | None, Flag(help="Tasks of lm-eval, such as gsm8k,arc_easy.")] = None
+    limit: Annotated[int | None, Flag(help="Questions per lm-eval task; default: all.", low=1)] = None
+    compare: Annotated[bool, Flag(help="Also query the base and every expert.")] = False
+    plain: Annotated[bool, Setting("Do not use the tokenizer's chat template.")] = False
+    classes: Annotated[str, Setting("Classes of images, for CLIP: a,b,c; default: the names of the folders.")] = ""
+    template: Annotated[str, Setting("Prompt for CLIP; {} is the class.")] = "a photo of a {}."
+    model_class: ModelClass = None
+    model_dtype: ModelDtype = "float32"
 
     def check(self) -> None:
         """Raise if there is no query, or a flag that no query uses."""
         if not (self.prompt or self.images or self.lm_eval):
             raise typer.BadParameter("no query given: pass --prompt TEXT, --images FOLDER or --lm-eval TASK")
         if (self.classes and not self.images) or (self.limit is not None and not self.lm_eval):
-            raise typer.BadParameter("--classes needs --images, and --limit needs --lm-eval")
+            raise typer.BadParameter("classes need --images, and --limit needs --lm-eval")
 
     def asker(self, recipe: Recipe) -> Callable[[Loaded], dict[str, Any]]:
         """Function from a model to its answers as plain data.
@@ -58,10 +55,8 @@ class QuestionFlags:
         from actmat.extras.tune.harness import LmEval
         from actmat.extras.tune.trying import answer, classify, images_of
 
-        scored = None
-        if self.lm_eval:
-            tasks = [t.strip() for t in self.lm_eval.split(",") if t.strip()]
-            scored = LmEval(tasks, recipe.base or recipe.experts[0].path, limit=self.limit)
+        tasks, files = split_list(self.lm_eval or ""), recipe.base or recipe.experts[0].path
+        scored = LmEval(tasks, files, limit=self.limit) if tasks else None
         if self.images:
             images_of(self.images)  # fail before merging
 
@@ -71,11 +66,8 @@ class QuestionFlags:
                 chat = False if self.plain else None
                 found["answers"] = [answer(loaded, p, new_tokens=self.new_tokens, chat=chat) for p in self.prompt]
             if self.images:
-                names = [c.strip() for c in (self.classes or "").split(",") if c.strip()]
-                rows = classify(loaded, self.images, classes=names, template=self.template)
-                found["images"] = [
-                    {"image": r.image, "label": r.label, "probability": r.probability, "folder": r.folder} for r in rows
-                ]
+                rows = classify(loaded, self.images, classes=split_list(self.classes), template=self.template)
+                found["images"] = [asdict(row) for row in rows]
             if scored is not None:
                 found["scores"] = scored.scores(loaded.model)
             return found
@@ -87,11 +79,12 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("out",))],
-    run: Annotated[RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"))],
+    given: Annotated[RecipeFlags, FlagFields(without=("out",), set=("statistics", "dtype", "to", "rank"))],
+    run: Annotated[
+        RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"), set=("max_memory",))
+    ],
     question: QuestionFlags,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: flags.JsonQuiet,
 ) -> None:
     """Merge in memory and query the result; nothing is written.
 
@@ -108,14 +101,12 @@ def try_(
     recipes = given.recipes(recipe)
     ask = question.asker(recipes[0])
     results = []
-    for name, loaded in _models(recipes, run, question, quiet=quiet or json):
+    for name, loaded in _models(recipes, run, question, quiet=shown.quiet or shown.json):
         found = {"model": name, **ask(loaded)}
         results.append(found)
-        if not json:
+        if not shown.json:
             _print(found, question.prompt or [])
-    if json:
-        from actmat.cli.screen import print_result
-
+    if shown.json:
         print_result("try", {"prompts": question.prompt or [], "models": results})
 
 
@@ -123,35 +114,30 @@ def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
     """Yield name and model of each merge, and of the inputs with --compare; one at a time is in memory."""
-    from actmat.cli.screen import showing_progress
     from actmat.extras.models.in_memory import run_in_memory
     from actmat.extras.models.loading import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
 
     device, _ = model_device(run.device)
-    model_class, dtype = question.model_class, question.model_dtype
+    options: dict[str, Any] = {"model_class": question.model_class, "dtype": question.model_dtype, "device": device}
     base = ""
     for wanted in recipes:
         with showing_progress(quiet=quiet) as progress:
             merged = run_in_memory(wanted, run, progress)
         base, recipe = merged.base, merged.plan.recipe
-        loaded = merged.load(model_class=model_class, dtype=dtype, device=device)
+        loaded = merged.load(**options)
         del merged
-        where = "" if recipe.space == "full" else f" --space {recipe.space}"
+        where = "" if recipe.space == "full" else f" --set space={recipe.space}"
         yield str(MergeChoice(recipe.method, recipe.options)) + where, loaded
         del loaded
     if question.compare:
-        yield "base", load_model(base, model_class=model_class, dtype=dtype, device=device)
+        yield "base", load_model(base, **options)
         for expert in recipes[0].experts:
-            yield (
-                expert.label,
-                load_model(expert.path, adapters_base=base, model_class=model_class, dtype=dtype, device=device),
-            )
+            yield expert.label, load_model(expert.path, adapters_base=base, **options)
 
 
 def _print(found: dict[str, Any], prompts: Sequence[str]) -> None:
-    from actmat.cli.screen import console, escape
 
     console.print(f"[bold]{escape(found['model'])}[/bold]")
     for prompt, text in zip(prompts, found.get("answers", ()), strict=False):

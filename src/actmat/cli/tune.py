@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.data import pairs_of
-from actmat.cli.flags import DataFlags, FlagFields, RecipeFlags, split_name
+from actmat.cli.data import COMPARED, InputFlags, pairs_of
+from actmat.cli.flags import FlagFields, RecipeFlags, split_list, split_name
 from actmat.cli.listing import command
+from actmat.cli.merge import refuse_no_output
+from actmat.cli.screen import print_result
+from actmat.flag import Flag, Setting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -21,49 +24,30 @@ if TYPE_CHECKING:
     from actmat.recipe import Recipe
 
 
-def _option(flag: str, text: str, **more: Any) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="Search", **more)
-
-
 @dataclass(frozen=True)
 class SearchFlags:
-    """Flags of the search."""
+    """Flags and settings of the search."""
 
     methods: Annotated[
-        str | None,
-        _option("--methods", "Methods to try, such as ties,actmat@pico, or 'all' (default: five, of adapters three)."),
+        str | None, Flag(help="Methods to try, such as ties,actmat@pico, or 'all'; default: five, of adapters three.")
     ] = None
-    scales: Annotated[str | None, _option("--scales", "Scales to try, such as 0.3,0.5,1.")] = None
+    scales: Annotated[str | None, Flag(help="Scales to try, such as 0.3,0.5,1.")] = None
     score: Annotated[
-        str,
-        _option("--score", "divergence, disagreement, perplexity, accuracy (with labels), or lm-eval:TASK,TASK."),
+        str, Flag(help="divergence, disagreement, perplexity, accuracy (with labels), or lm-eval:TASK,TASK.")
     ] = "divergence"
-    limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task (default: all).", min=1)] = None
-    label_column: Annotated[str | None, _option("--label-column", "Column of labels, for --score accuracy.")] = None
-    classes: Annotated[
-        list[str] | None,
-        _option("--classes", "Classes of images, for CLIP: [NAME=]a,b,c or a file (default: the folders' names)."),
-    ] = None
-    template: Annotated[str, _option("--template", "Prompt for CLIP; {} is the class.")] = "a photo of a {}."
     minutes: Annotated[
-        float | None,
-        _option("--minutes", "Minutes for refining after the first merge (default: until all is tried).", min=0),
+        float | None, Flag(help="Minutes for refining after the first merge; default: until all is tried.", low=0)
     ] = None
-    budget: Annotated[int | None, _option("--budget", "Number of merges to try at most.", min=1)] = None
+    budget: Annotated[int | None, Flag(help="Number of merges to try at most.", low=1)] = None
     least_agreement: Annotated[
-        float,
-        _option("--least-agreement", "Share of its predictions that every expert must keep, 0 to 1.", min=0, max=1),
+        float, Setting("Share of its predictions that every expert must keep, 0 to 1.", low=0, high=1)
     ] = 0.0
-    inputs: Annotated[
-        int,
-        _option(
-            "--samples",
-            "Inputs per expert: half for the search, half for the final comparison.",
-            min=2,
-        ),
-    ] = 128
-    model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
-    keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
+    limit: Annotated[int | None, Setting("Questions per lm-eval task; default: all.", low=1)] = None
+    classes: Annotated[
+        tuple[str, ...], Setting("Classes of images, for CLIP: [EXPERT=]a,b,c or a file; default: the folders' names.")
+    ] = ()
+    template: Annotated[str, Setting("Prompt for CLIP; {} is the class.")] = "a photo of a {}."
+    keep_work: Annotated[bool, Setting("Keep the merges that were tried.")] = False
 
     def chosen_space(self) -> SearchSpace:
         """The search space from the flags.
@@ -74,7 +58,7 @@ class SearchFlags:
         from actmat.extras.tune.space import make_space
 
         listed = {"methods": self.methods, "scales": self.scales}
-        return make_space({k: [x.strip() for x in v.split(",") if x.strip()] for k, v in listed.items() if v})
+        return make_space({name: split_list(text) for name, text in listed.items() if text})
 
     def chosen_score(self, recipe: Recipe, batch_size: int) -> Score:
         """The score from the flags.
@@ -86,11 +70,10 @@ class SearchFlags:
         from actmat.extras.tune.harness import PREFIX, LmEval
 
         if self.score.startswith(PREFIX):
-            tasks = [t.strip() for t in self.score.removeprefix(PREFIX).split(",") if t.strip()]
-            files = recipe.base or recipe.experts[0].path
+            tasks, files = split_list(self.score.removeprefix(PREFIX)), recipe.base or recipe.experts[0].path
             return LmEval(tasks, files, limit=self.limit, batch_size=batch_size)
         if self.limit is not None:
-            raise typer.BadParameter("--limit needs --score lm-eval:TASK,TASK; to limit inputs, use --samples")
+            raise typer.BadParameter("limit needs --score lm-eval:TASK,TASK; samples is the number of inputs")
         if self.score not in get_args(ScoreName):
             raise typer.BadParameter(
                 f"--score is one of {', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK; got '{self.score}'"
@@ -104,77 +87,65 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
     for text in given:
         name, listed = split_name(text)
         path = Path(listed)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else listed.split(",")
-        classes = tuple(c.strip() for c in lines if c.strip())
+        classes = tuple(
+            split_list(",".join(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else listed)
+        )
         if name and name not in names:
-            raise typer.BadParameter(f"--classes names '{name}', which is not an expert; experts: {', '.join(names)}")
+            raise typer.BadParameter(
+                f"classes are given for '{name}', but no expert has this name; experts: {', '.join(names)}"
+            )
         out |= dict.fromkeys([name] if name else names, classes)
     return out
-
-
-def _places(wanted: Recipe, data: Sequence[str] | None) -> dict[str, str]:
-    """Expert -> its data; raises `typer.BadParameter` without an output or data."""
-    if wanted.out is None:
-        raise typer.BadParameter("no output given: pass --out OUT, or set 'out' in the recipe")
-    if not data:
-        raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=DATA, once per expert")
-    named = pairs_of(data)
-    return dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
 
 
 @command("choose", "found and merged", imports_torch=True)
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"))],
+    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics",))],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
-    data: Annotated[DataFlags, FlagFields(without=("samples", "dtype"))],
+    asked: Annotated[InputFlags, COMPARED],
     search: SearchFlags,
-    json: flags.Json = False,
-    full: Annotated[bool, typer.Option("--full", help="With --json: include every trial.")] = False,
-    quiet: flags.Quiet = False,
+    shown: flags.OutputFlags,
 ) -> None:
     """Find the best merge from a few unlabeled inputs of each expert.
 
-    actmat tune -b BASE -e math=M -e code=C
-           --data math=math.jsonl --data code=code.jsonl --out BEST
+    actmat tune -b BASE -e math=M --data math=math.jsonl
+           -e code=C --data code=code.jsonl --out BEST
 
     Begins with RegMean on some of the inputs, as 'actmat merge --data', and
-    says what it keeps; then tries other methods and scales, as long as
-    --minutes allows. The score is the distance of the merged model's
-    predictions from each expert's, on that expert's inputs. No labels are
-    needed. Half of the inputs are held out to test whether the winner is
-    better than the average. Adapters become an adapter. BEST.tune has the
-    recipe, all trials (tune.json) and a page (tune.html). To continue an
-    interrupted search, repeat the command.
+    says what it keeps; then tries other methods and scales, as long as allowed
+    by --minutes. The score is the distance of the merged model's predictions
+    from each expert's, on that expert's inputs. No labels are needed. Half of
+    the inputs are held out to test whether the winner is better than the
+    average. Adapters become an adapter. BEST.tune has the recipe, all trials
+    (tune.json) and a page (tune.html). To continue an interrupted search,
+    repeat the command.
     """
     from actmat.cli.searching import print_search, showing_search
     from actmat.extras.tune.settings import TuneSettings
-    from actmat.extras.tune.tuning import tune_recipe
+    from actmat.extras.tune.tuning import READ, tune_recipe
 
     (wanted, *_) = given.recipes(recipe)
-    places = _places(wanted, data.data)
-    settings = TuneSettings(
-        score=search.chosen_score(wanted, data.batch_size),
-        minutes=search.minutes,
-        budget=search.budget,
-        least_agreement=search.least_agreement,
-        model_class=data.model_class,
-        dtype=search.model_dtype,
-        new_tokens=data.new_tokens,
-        keep=search.keep_work,
-        as_adapter=recipe is None and "to" not in given,
-    )
-    classes = _named_classes(search.classes or (), list(places))
-    more = {"max_samples": search.inputs, "label_column": search.label_column, "template": search.template}
-    sources = {n: data.options(place, classes=classes.get(n, ()), **more) for n, place in places.items()}
-    with showing_search(quiet=quiet or json) as progress:
+    refuse_no_output([wanted])
+    if not asked.data:
+        raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=INPUTS, once per expert")
+    named = pairs_of(asked.data)
+    places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
+    classes = _named_classes(search.classes, list(places))
+    sources = {
+        name: asked.options(place, READ, classes=classes.get(name, ()), template=search.template)
+        for name, place in places.items()
+    }
+    shared = {n: getattr(search, n) for n in ("minutes", "budget", "least_agreement", "keep_work")}
+    shared |= {n: getattr(asked, n) for n in ("model_class", "model_dtype", "new_tokens")}
+    score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in given
+    settings = TuneSettings(score=score, as_adapter=as_adapter, **shared)
+    with showing_search(quiet=shown.quiet or shown.json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
-    if json:
-        from actmat.cli.screen import print_result
-
-        print_result("tune", report.to_json(), long=("trials",), full=full)
-    elif quiet:
+    if shown.json:
+        print_result("tune", report.to_json(), long=("trials",), full=shown.full)
+    elif shown.quiet:
         from actmat.cli.summary import print_warnings
 
         print_warnings(report.merged.plan)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from actmat.cli import flags
+from actmat.cli.data import CheckFlag, InputFlags
 from actmat.cli.listing import command
-
-if TYPE_CHECKING:
-    from actmat.diagnostics.model import AgreementRow
+from actmat.cli.screen import console, escape, print_result
 
 
 @command("look", "everything matches", "something differs, or the merge is not finished")
@@ -19,21 +18,10 @@ def verify(
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
     against: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--against", help="Adapter that was added to the base, once per expert: add it again and compare."
-        ),
+        list[str] | None, typer.Option(help="Adapter that was added to the base, once per expert: add it again.")
     ] = None,
-    check: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--check",
-            metavar="NAME=INPUTS",
-            help="Inputs (a prompt or a file) on which the merge's answers are compared with those of expert NAME.",
-        ),
-    ] = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    check: CheckFlag = None,
+    shown: flags.JsonQuiet = flags.USUAL,
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
@@ -47,16 +35,16 @@ def verify(
     the models, and prints the share of each expert's answers that was kept.
     """
     from actmat.api.verifying import verify as compare
-    from actmat.cli.screen import console, escape, print_result
+    from actmat.cli.searching import compare_answers
 
     result = compare(out, inputs=inputs, against=against or ())
-    rows = _answers(out, check, quiet=quiet or json) if check else ()
-    if json:
+    rows = compare_answers(out, InputFlags(data=check), quiet=shown.quiet or shown.json) if check else ()
+    if shown.json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}
         added |= {"answers": [dataclasses.asdict(row) for row in rows]} if rows else {}
         print_result("verify", {"out": out} | {name: getattr(result, name) for name in names} | added)
-    if json or (quiet and result.ok):
+    if shown.json or (shown.quiet and result.ok):
         raise typer.Exit(0 if result.ok else 1)
     if rows:
         from actmat.cli.summary import print_kept
@@ -73,10 +61,3 @@ def verify(
         console.print(f"{len(result.problems)} difference(s); checked {escape(checked)}")
         raise typer.Exit(1)
     console.print(f"[green]intact[/green]: {escape(checked)}")
-
-
-def _answers(out: str, check: list[str], *, quiet: bool) -> tuple[AgreementRow, ...]:
-    """Answers kept of each expert."""
-    from actmat.cli.searching import compare_answers
-
-    return compare_answers(out, flags.DataFlags(data=check), quiet=quiet)

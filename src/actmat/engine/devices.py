@@ -133,7 +133,7 @@ def device_room(text: str, memory: str | int | None = None) -> DeviceRoom:
     limit = None if memory is None else parse_size(memory)
     if parse_devices(text) == ON_HOST:
         if limit is not None:
-            raise RecipeError(f"--device-memory {memory} limits devices, and none is given: add --device")
+            raise RecipeError(f"device_memory={memory} limits devices, and none is given: add --device")
         return HOST
     sizes = [] if _missing(text) else [device.total_bytes() for device in open_devices(text)]
     known = [int(USABLE * size) for size in sizes if size is not None] + ([] if limit is None else [limit])
@@ -151,7 +151,7 @@ def device_memory_errors(device: Device | None, tensor: str, planned: int) -> It
         raise MergeError(
             f"{device.name} ran out of memory at tensor '{tensor}', for which {format_size(planned)} were planned; "
             f"{format_size(device.free_bytes())} are free now. Likely cause: another program uses the device, or the "
-            f"estimate is too low. Fix: end that program, or give --device-memory below {format_size(planned)}, which "
-            "leaves this tensor to the host; the same command goes on where it stopped. "
+            f"estimate is too low. Fix: end that program, or --set device_memory=SIZE below {format_size(planned)}, "
+            "which leaves this tensor to the host; the same command goes on where it stopped. "
             f"({' '.join(str(error).split())[:200]})"
         ) from error

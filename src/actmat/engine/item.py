@@ -174,7 +174,8 @@ def _record_of(sink: Sink, reader: ItemReader, seconds: float, *, changed: bool)
     if task.item.action == "merge" and reader.sample is not None:
         reader.sample.finish()
         size = size_of(task.item, reader.sample, sink.sample.entries)
-        products = products_of(reader.sample.probes)
+        probes = reader.sample.probes
+        products = products_of(torch.stack(probes) @ torch.stack(probes).mT) if probes else ()
     is_unchanged = not (task.merges and changed) if written.unchanged is None else written.unchanged
     return Record(
         name=task.item.name,

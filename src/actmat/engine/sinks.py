@@ -1,7 +1,8 @@
 """Sinks write merged values: they round once, check range, sign and finiteness, and hash.
 
     Sum        W_0 + scale * D*, chunk by chunk
-    Factors    A = a, B = scale * b of a module that was merged by its factors, cut or padded to the planned rank
+    Factors    A = a, B = scale * b of a module that was merged by its factors, cut or padded to the planned rank;
+               of a sum that has this rank, the experts' factors as they are
     Svd        B = U_r sqrt(s_r), A = sqrt(s_r) V_r^T of a delta that was merged whole, D* = U diag(s) V^T
 
 Shapes: `O` out_features, `I` in_features, `R` rank, `S` entries of a chunk. Factors are computed in float64.
@@ -29,8 +30,9 @@ from actmat.engine.size import Sample, products_of
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
+from actmat.linalg.inner import is_finite
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
+from actmat.linalg.lowrank import LowRank, Truncated, inner_products, padded, truncate
 from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Item, ModuleForm
 from actmat.planning.regions import CHUNK, Region
@@ -45,10 +47,10 @@ def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
     """
     dtype = torch_dtype(spec.dtype)
     out = value.to(dtype).contiguous()
-    if not bool(torch.isfinite(out).all()):
+    if not is_finite(out):
         raise NumericalError(
             f"tensor '{spec.name}' has values beyond {dtype}'s range; write with --dtype bfloat16 or float32"
-            if bool(torch.isfinite(value).all())
+            if is_finite(value)
             else f"tensor '{spec.name}' has NaN or Inf, but its factors are finite. Likely cause: options out of "
             "proportion to the deltas; try other options, or another method for this module"
         )
@@ -195,20 +197,23 @@ class Factors(Sink):
         """See `Sink`; a module is one region."""
         assert isinstance(value, LowRank), "a module is merged by its factors"
         assert deltas is not None, "a module is never copied"
-        scaled = LowRank(value.b_OR * self.scale, value.a_RI)
-        self._truncated = truncate(scaled, self.item.write.rank)
+        scaled, rank = LowRank(value.b_OR * self.scale, value.a_RI), self.item.write.rank
+        call, acts_on = self.task.call, self.task.method.acts_on
+        is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.steps
+        self._truncated = padded(scaled, rank) if is_sum and scaled.rank <= rank else truncate(scaled, rank)
         self._experts = deltas.whole_factors
 
     def finish(self) -> Written:
         """See `Sink`."""
-        stats = _norms(self._experts, self._truncated)
+        gram_TT = inner_products(self._experts)
+        stats = _norms(gram_TT, self._truncated)
         values = list(_stored(self.item.module, self._truncated.value))
         for spec in self.item.outputs[len(values) :]:
             is_scale = spec.name.endswith(ALPHA)
             rank = torch.tensor(float(self.item.write.rank), dtype=torch.float64)
             values.append(rank if is_scale else _bias(self.item, self.reader))
         hashes = write_tensors(self.writer, self.item.outputs, values)
-        digest, products = hash_names(hashes.items()), products_of(self._experts)
+        digest, products = hash_names(hashes.items()), products_of(gram_TT)
         return Written(hashes, digest, stats, products, unchanged=not any(stats["expert_norms"]))
 
 
@@ -314,14 +319,12 @@ def _stored(form: ModuleForm, value: LowRank) -> tuple[Tensor, Tensor]:
     return value.a_RI, value.b_OR
 
 
-def _norms(deltas: Sequence[LowRank], truncated: Truncated) -> dict[str, Any]:
+def _norms(gram_TT: Tensor, truncated: Truncated) -> dict[str, Any]:
     """Norms of the inputs, of their sum and of the result, and the error of the truncation."""
-    total = weighted_sum(deltas, [1.0] * len(deltas))
     return {
         "norm": truncated.norm,
-        "expert_norms": [frobenius_norm(d) for d in deltas],
-        "sum_norm": frobenius_norm(total),
-        "numerical_rank": truncated.rank,
+        "expert_norms": gram_TT.diagonal().clamp_min(0).sqrt().tolist(),
+        "sum_norm": float(gram_TT.sum().clamp_min(0).sqrt()),
         "error_norm": truncated.error,
         "relative_error": truncated.error / truncated.norm if truncated.norm else 0.0,
         **retry_stats(truncated.retries),

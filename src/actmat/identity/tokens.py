@@ -228,7 +228,7 @@ def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str,
     shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows]
     return (
         f"{words_of(a.label)} and {words_of(b.label)} have different tokens in {len(rows)} rows of their token tables: "
-        f"{first_of(shown, SHOWN)}. Merged row by row, these would be mixed. Fix: take rows by token (--vocabulary "
+        f"{first_of(shown, SHOWN)}. Merged row by row, these would be mixed. Fix: take rows by token (--set vocabulary="
         "union, or base, or the name of an expert)"
     )
 
@@ -245,6 +245,6 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
         shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(found.items())]
         yield (
             f"{words_of(one.label)} has {len(found)} tokens that the written tokenizer, of {words_of(written)}, lacks: "
-            f"{first_of(shown, SHOWN)}. '--vocabulary union' gives each its row, '--set files_from=NAME' writes "
+            f"{first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes "
             "another tokenizer"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actmat.recipe.experts import ExpertRef
-from actmat.recipe.load import load_recipe, recipe_yaml
+from actmat.recipe.load import recipe_yaml
 from actmat.recipe.schema import Postprocess, PostRef, Recipe, RoleRule, Rule, add_statistics, make_recipe
 from actmat.recipe.variants import parse_option, variants
 
@@ -15,7 +15,6 @@ __all__ = [
     "RoleRule",
     "Rule",
     "add_statistics",
-    "load_recipe",
     "make_recipe",
     "parse_option",
     "recipe_yaml",

@@ -50,27 +50,6 @@ class RecipeFile:
         return make_recipe(fields, where={k: v for k, v in self.where.items() if k.partition(".")[0] not in given})
 
 
-def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    r"""Read a recipe file; relative paths in it are relative to the file's folder.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = Path(folder, "recipe.yaml")
-    ...     _ = file.write_text("base: org/base\nexperts: [org/math, org/code]\nmethod: ties\n")
-    ...     recipe = load_recipe(file, {"scale": 0.5})
-    >>> recipe.method, recipe.labels, recipe.scale
-    ('ties', ('math', 'code'), 0.5)
-
-    Args:
-        path: YAML (or JSON) file.
-        overrides: fields that replace those of the file, as flags have them.
-
-    Raises:
-        RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
-    """
-    return parse_file(path).recipe(overrides)
-
-
 def parse_file(path: str | Path) -> RecipeFile:
     """Parse a YAML file that is a mapping.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from actmat.flag import Flag
 from actmat.recipe.values import Strict
@@ -16,7 +16,7 @@ class ModelOutput(Strict):
     """A full model, merged into the base."""
 
     kind: Literal["model"] = "model"
-    vocabulary: Annotated[Vocabulary | None, Flag(type=str)] = Field(
+    vocabulary: Vocabulary | None = Field(
         default=None,
         description="tokens of the merged model: those of the 'base', the 'union' of base and experts, or those "
         "of an expert (its name); default: tables of one shape, merged row by row",
@@ -142,18 +142,6 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         kind = "extracted"
         merged.pop("layout", None)
     return {**found, "output": {"kind": kind, **merged}}
-
-
-_OF_OTHER_FLAGS = {"measured_from", "notes", "warnings", "executor", "kind", "layout"}
-STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", *_OF_OTHER_FLAGS})
-"""Fields that --set does not take: lists of mappings, and those that other flags decide."""
-
-
-def settable_fields(recipe: type[BaseModel]) -> tuple[str, ...]:
-    """Names of the fields of a recipe and of its output that hold a value or a list and are not flags of commands."""
-    fields = [of for model in (recipe, *KINDS.values()) for of in model.model_fields.items()]
-    found = [n for n, field in fields if not any(isinstance(mark, Flag) for mark in field.metadata)]
-    return (*dict.fromkeys(n for n in found if n not in STRUCTURES), "stacks")
 
 
 def _kind(given: Mapping[str, Any], *, has_base: bool) -> str:

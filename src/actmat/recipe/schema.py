@@ -47,6 +47,9 @@ from actmat.recipe.values import (
 )
 from actmat.recipe.vocabulary import Vocabulary
 
+TO_HELP = (
+    "Kind of output: model, adapter, peft, kohya, diffusers or comfy; default: adapter, of adapters without a base."
+)
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -136,9 +139,12 @@ def _scalar(text: str) -> Any:
 
 
 class Recipe(Strict):
-    """One merge, completely. A field annotated with a `Flag` is a flag of `merge`, `plan` and `diagnose`."""
+    """One merge, completely. A field annotated with a `Flag` is a flag of commands; `--set` takes the others."""
 
-    base: Annotated[str, Flag(("--base", "-b"))] = Field(
+    base: Annotated[
+        str,
+        Flag(("--base", "-b"), "Base of all experts: folder, file, hub id or URL; adapters need none."),
+    ] = Field(
         default="",
         description="the checkpoint that all experts were fine-tuned from: folder, file, hub id or URL; not "
         "needed for adapters, averages and interpolations",
@@ -151,7 +157,7 @@ class Recipe(Strict):
         str,
         Flag(
             ("--method", "-m"),
-            "Merge method, see 'actmat methods'; merge and plan take several. Default: by a table of measurements.",
+            "Merge method, see 'actmat methods'; merge and plan take several; default: by a table of measurements.",
             repeated=True,
         ),
     ] = Field(default="auto", description="merge method, see `actmat methods`; auto: by a table of measurements")
@@ -163,7 +169,7 @@ class Recipe(Strict):
         default=False,
         description="divide the experts' weights by their sum, for each tensor, unless the sum is 0",
     )
-    scale: Annotated[Weight, Flag(type=float)] = Field(
+    scale: Annotated[Weight, Flag(help="Factor of the merged delta, W* = W_0 + scale * D*.", type=float)] = Field(
         default=1.0,
         description="factor of the merged delta where the method merges, W* = W_0 + scale * D*: a number, a "
         "gradient over depth, or entries by pattern",
@@ -184,7 +190,7 @@ class Recipe(Strict):
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
     )
-    space: Annotated[Literal["full", "core", "factors", "pico"], Flag()] = Field(
+    space: Literal["full", "core", "factors", "pico"] = Field(
         default="full",
         description="space in which adapters are merged: their deltas (full), the core space of their factors "
         "(core), A and B separately (factors), or deltas with shared output directions damped (pico)",
@@ -192,11 +198,6 @@ class Recipe(Strict):
     post: Annotated[
         tuple[PostRef, ...],
         BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value),
-        Flag(
-            help="Post-processing step, NAME or NAME:OPTION=VALUE,...; once per step, in order.",
-            type=str,
-            repeated=True,
-        ),
     ] = Field(
         default=(),
         description="post-processing of every merged matrix, in the given order: subspace_boosting, "
@@ -217,7 +218,7 @@ class Recipe(Strict):
     max_shard_size: Annotated[str, Field(coerce_numbers_to_str=True)] = Field(
         default="5GB", description="largest size of a weight file, such as 500MB (powers of ten), or bytes"
     )
-    output: Annotated[AnyOutput | None, BeforeValidator(from_text), Flag(("--to",), type=str)] = Field(
+    output: Annotated[AnyOutput | None, BeforeValidator(from_text), Flag(("--to",), TO_HELP, str)] = Field(
         default=None,
         description="kind of output: model, adapter (in the experts' layout), peft, kohya, diffusers or comfy; "
         "default: adapter if all experts are adapters and no base is given",
@@ -237,7 +238,7 @@ class Recipe(Strict):
     executor: str | None = Field(
         default=None,
         exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result
-        description=("executor if --executor is not given: threads, ray or ray=ADDRESS, see docs/cluster.md"),
+        description="executor if the run names none: threads, ray or ray=ADDRESS, see docs/cluster.md",
     )
 
     @model_validator(mode="before")

@@ -128,7 +128,7 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
     if steps:
         return CheckpointError(
             f"{location}: expected weights, found a training run with the folders {first_of(steps, 6)}. Fix: give one "
-            f"of them, or average them (actmat merge --average {location.rstrip('/')}/{steps[-1]} ...)."
+            f"of them, or average them (actmat average uniform {location.rstrip('/')}/{steps[-1]} ...)."
         )
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
     likely = "the wrong folder, or a download of the config alone. Fix: give the folder that holds the weights."

@@ -455,7 +455,7 @@ def _column(
         texts = [c for c in columns if isinstance(rows[0][c], str)]
         name = texts[0] if len(texts) == 1 else None
     if name is None or name not in columns:
-        hint = did_you_mean(wanted, columns) if wanted else f" Fix: pass --{what}-column."
+        hint = did_you_mean(wanted, columns) if wanted else f" Fix: --set {what}_column=NAME."
         named = f" {wanted!r}" if wanted else ""
         raise StatisticsError(f"{where}: no column of {what}s{named}; it has {', '.join(columns)}.{hint}")
     values = [row[name] for row in rows]

@@ -1,6 +1,6 @@
 """Compare a merged model on disk with its experts on the inputs that their layers see.
 
-`rho_t` of a diagnosis uses the inputs that the deltas represent; `residual_on_data` uses measured ones, as Gram
+`rho_t` of a diagnosis uses the inputs that the deltas represent; this one uses measured ones, as Gram
 matrices `C_t`:
 
     rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
@@ -40,27 +40,12 @@ from actmat.run.inputs import open_inputs
 from actmat.run.run import plan_all
 
 
-def residual_on_data(
+def measure_residuals(
     directory: str | Path,
     statistics: Mapping[str, str | Path] | Sequence[str | Path],
-    *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None],
 ) -> tuple[DataResidual, ...]:
-    """Distance of a merged model from its experts on the inputs that their layers see, `rho_t` of measured inputs.
-
-    `rho_t^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2` over the merged matrices `l` with a Gram matrix: 0 is as
-    the expert, 1 as the base. A few tensors are in memory at a time, and no model is run.
-
-    Args:
-        directory: output of `merge`, a full model.
-        statistics: expert -> what `actmat statistics collect` wrote for it, or one for each in their order.
-        progress: called with tensors done and of how many.
-
-    Raises:
-        CheckpointError: no manifest there, or inputs that are gone.
-        RecipeError: statistics for an expert that the merge does not have.
-        StatisticsError: statistics of another model, or a merged adapter.
-    """
+    """Rows of `actmat.residual_on_data`."""
     place = Path(directory)
     recipe = recipe_of_output(place)
     given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]

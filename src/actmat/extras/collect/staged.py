@@ -25,8 +25,10 @@ from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
 from actmat.extras.collect.files import join_statistics
 from actmat.extras.collect.measures import Measurement, Settings
-from actmat.recipe.arguments import Location, make_arguments
+from actmat.recipe import add_statistics, make_recipe
+from actmat.recipe.arguments import Location
 from actmat.run import run_recipes
+from actmat.settings import RunSettings
 from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 
@@ -34,43 +36,19 @@ Batches = Callable[[], Iterable[Batch]]
 """Makes the batches of an expert's task, the same ones every time."""
 
 
-def staged_statistics(
+def measure_blocks(
     model: nn.Module,
     base: Location,
     experts: Mapping[str, Location],
     batches: Mapping[str, Batches],
-    *,
-    out: str | Path,
-    blocks: str | None = None,
-    off_diagonal: float = 0.95,
-    compute_dtype: str = "float32",
+    out: Path,
+    blocks: str | None,
+    off_diagonal: float,
+    compute_dtype: str,
 ) -> dict[str, Path]:
-    """Measure the experts block by block, each block on the output of the merged blocks before it.
-
-    The model starts as the average of the experts. For each block in turn, every expert's own block is put in, its
-    task's batches are run and the Gram matrices of the block are stored; then the block is merged by `regmean` and
-    stays in. One block of one expert is in memory beside the model. Blocks that are stored are not measured again, so
-    that an interrupted call goes on. `merge(..., method="regmean", options={"off_diagonal": ...}, statistics=...)`
-    with the result is RegMean++: layers outside the blocks have no statistics and are averaged, as there.
-
-    Args:
-        model: holds the weights of the `base`, and those of the last stage when this returns.
-        experts: full checkpoints by name.
-        batches: by the experts' names; called once per block.
-        out: folder for the statistics, one folder per expert, and for the stages (`stages/`, may be deleted).
-        blocks: name of the module whose children are the blocks, such as "model.layers"; default: the only
-            `nn.ModuleList` that is in no other.
-        off_diagonal: see `regmean`; 0.95 as published for vision, 0.1 for language.
-        compute_dtype: of Gram matrices and merges, "float32" or "float64".
-
-    Returns:
-        The folder of every expert's statistics.
-
-    Raises:
-        StatisticsError: an expert is an adapter, has no batches, or an earlier call with other inputs was at `out`.
-    """
+    """Folders of `actmat.staged_statistics`."""
     names = _blocks(model, blocks)
-    stages, folders = Path(out) / "stages", {label: Path(out) / label for label in experts}
+    stages, folders = out / "stages", {label: out / label for label in experts}
     with contextlib.ExitStack() as stack:
         located = {label: locate_in(stack, place) for label, place in experts.items()}
         _check(located, batches)
@@ -143,13 +121,15 @@ class _Job:
                 _write(checkpoint, stored, folder / "in" / label)
             experts = [{"path": str(folder / "in" / label), "name": label} for label in self.experts]
             fields: dict[str, Any] = {
+                "base": str(folder / "in" / "base"),
+                "experts": add_statistics(experts, statistics),
                 "out": str(folder / "out"),
                 "method": "regmean",
                 "options": {"off_diagonal": off_diagonal},
+                "compute_dtype": self.compute_dtype,
+                "dtype": dtype,
             }
-            fields |= {"compute_dtype": self.compute_dtype, "dtype": dtype, "durable": False, "threads": 1}
-            recipe, settings = make_arguments(folder / "in" / "base", experts, fields, statistics=statistics)
-            run_recipes([recipe], settings)
+            run_recipes([make_recipe(fields)], RunSettings(durable=False, threads=1))
             with locate(folder / "out") as merged:
                 self._put(own, stored_of(merged).tensors.read)
 

@@ -259,7 +259,7 @@ def _unnamed(location: str) -> str:
     """Error of a checkpoint that cannot be run."""
     return (
         f"{location} cannot be run: no config.json names its architecture (image models are merged, but not run). Fix: "
-        "name the class, such as --model-class AutoModelForCausalLM (of merge: --set model_class=...)"
+        "name the class, such as --set model_class=AutoModelForCausalLM"
     )
 
 
@@ -281,7 +281,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     except (OSError, ValueError) as error:
         raise StatisticsError(
             f"{location}: transformers {transformers.__version__} cannot load it as {model_class}: {in_brief(error)}. "
-            "Fix: pass another class (--model-class), or install a version of transformers that supports the model"
+            "Fix: pass another class (--set model_class=...), or install a version of transformers that knows the model"
         ) from error
     missing = sorted(found.get("missing_keys") or ())
     if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
@@ -290,7 +290,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
         raise StatisticsError(
             f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({first_of(missing)}); "
             "they would be random, and so would all results that depend on them. Fix: pass the class that it was saved "
-            "from (--model-class)."
+            "from (--set model_class=...)."
         )
     return model
 

@@ -38,7 +38,7 @@ def check_address(address: str) -> None:
         raise RecipeError(
             f"The executor 'ray' takes the address HOST:PORT of a cluster, 'auto' or 'local'; found '{address}'. The "
             "driver must share the storage of the workers: run the command on a node of the cluster, for example "
-            "with 'ray job submit -- actmat merge ... --executor ray=auto'."
+            "with 'ray job submit -- actmat merge ... --set executor=ray=auto'."
         )
 
 

@@ -70,7 +70,7 @@ class RayExecutor:
         """See `Executor`."""
         if device == "cpu":
             return None
-        return f"merges on CPUs only; found the device '{device}'. Fix: remove --device, or use --executor threads."
+        return f"merges on CPUs only; found the device '{device}'. Fix: remove --device, or use --set executor=threads."
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""

@@ -41,7 +41,7 @@ REFUSED = {
     403: "the token has no write permission there. Fix: use a token with write permission, or your own namespace.",
     409: "the repository changed meanwhile. Fix: repeat the command.",
     412: "the repository changed meanwhile. Fix: repeat the command.",
-    413: "the hub rejects files of this size. Fix: merge with a smaller --max-shard-size.",
+    413: "the hub rejects files of this size. Fix: merge with a smaller --set max_shard_size=SIZE.",
 }
 """HTTP status -> cause and fix."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,43 +21,25 @@ Pair = tuple[Any, Any]
 """Tensors, or arrays of numpy."""
 
 
-def merge_matrices(
+class LayerInputs(NamedTuple):
+    """Arguments of `actmat.merge_matrices` about a layer."""
+
+    deltas: Sequence[Any] | Sequence[Pair]
+    base: Any = None
+    statistics: Mapping[str, Sequence[Any]] | None = None
+    weights: Sequence[float] | None = None
+    generator: torch.Generator | None = None
+
+
+def merge_layer(
     method: AnyMethod,
-    deltas: Sequence[Any] | Sequence[Pair],
-    *,
-    base: Any = None,
-    statistics: Mapping[str, Sequence[Any]] | None = None,
-    weights: Sequence[float] | None = None,
-    generator: torch.Generator | None = None,
-    space: Space = "full",
-    post: str | Sequence[str | Mapping[str, Any]] = (),
-    **options: Any,
+    layer: LayerInputs,
+    options: dict[str, Any],
+    space: Space,
+    post: str | Sequence[str | Mapping[str, Any]],
 ) -> Tensor:
-    """Merge the deltas of one layer.
-
-    Args:
-        method: name, declaration, or function `deltas -> delta`; `auto` as in `merge`, for pairs with the space.
-        deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise methods); floating
-            point, one dtype, one device; arrays of numpy are copied. bfloat16 and float16 are computed in float32. In
-            another space than the full one, a pair `(b, a)` of `O x R` and `R x I` per expert, computed in float64.
-        base: `W_0`; ignored by methods that do not read it.
-        statistics: kind ("gram", "fisher") -> one tensor per expert, for methods that need them.
-        weights: one per expert, for methods that take them.
-        generator: CPU generator of random methods; default: seeded with 0.
-        space: in which deltas of adapters are merged, see `methods.spaces`.
-        post: steps of post-processing in order, "isotropize:mean=rank" or {"name": "isotropize", "options": {}}.
-        options: options of the method.
-
-    Returns:
-        The merged delta `D*` (`O x I`), a tensor in the dtype of the deltas.
-
-    Raises:
-        MergeError: unknown method, option, step or space; unfit shapes; a result that is not finite.
-
-    >>> merge_matrices("average", [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 2.0]])])
-    tensor([[2., 1.]])
-    """
-    deltas, base, statistics = _as_tensors(deltas), _as_tensors(base), _as_tensors(statistics)
+    """The result of `actmat.merge_matrices`."""
+    deltas, base, statistics, weights, generator = map(_as_tensors, layer)
     if method == AUTO:
         method, space, options = _automatic(deltas, space, statistics, weights, options)
     chosen = get_method(method)

@@ -124,7 +124,7 @@ def _mark(recipe: Recipe, expert: ExpertRef, source: ExpertData, settings: TuneS
         data: object = (source.options, json.dumps(source.rows, default=_content, sort_keys=True))
     else:
         data = [[(k, tuple(v.shape), float(v.double().sum()), _content(v)) for k, v in b.items()] for b in source]
-    given = (settings.new_tokens, settings.model_class, settings.dtype, settings.score_name, measuring)
+    given = (settings.new_tokens, settings.model_class, settings.model_dtype, settings.score_name, measuring)
     return mark_of(*given, data, files_of([recipe.base, expert.path]))
 
 

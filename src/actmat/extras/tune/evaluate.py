@@ -104,7 +104,9 @@ def keep_answers(
             logits_PC, _ = _counted(predict(model, batch.keywords), batch)
             log_p_PC = logits_PC.float().log_softmax(-1)
             if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
-                raise StatisticsError("A prediction of the expert is NaN: check its weights, or use another --dtype.")
+                raise StatisticsError(
+                    "A prediction of the expert is NaN: check its weights, or use another --set model_dtype."
+                )
             classes: Tensor | None = None
             some_PK, rest = log_p_PC, torch.full_like(log_p_PC[:, 0], -torch.inf)
             if log_p_PC.shape[-1] > 2 * top:
@@ -282,7 +284,9 @@ def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | N
     numbers = range(len(counts)) if sample is None else sample
     total = sum(counts[n] for n in numbers)
     if not total:
-        raise StatisticsError(f"The score '{score}' needs labels, but the inputs have none. Fix: pass --label-column.")
+        raise StatisticsError(
+            f"The score '{score}' needs labels, but the inputs have none. Fix: --set label_column=NAME."
+        )
     values: Sequence[float] = {
         "divergence": found.divergence, "disagreement": found.differing, "perplexity": found.surprise,
         "accuracy": found.right,

@@ -40,7 +40,7 @@ from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
 from actmat.extras.tune.inputs import InputBatch, completed, is_causal, labeled_by_answers, of_similar_lengths
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.progress import TuneProgress, usual_tune_progress
+from actmat.extras.tune.progress import TuneProgress
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
@@ -61,7 +61,7 @@ class InputSettings:
     Args:
         reading: options of every data set, whose location is replaced.
         new_tokens: tokens of an expert's own answer to a text, at most.
-        model_class, dtype: of the models while they run.
+        model_class, model_dtype: of the models while they run.
         keep_statistics: keep the folder `OUT.statistics`.
         as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
     """
@@ -69,13 +69,13 @@ class InputSettings:
     reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
     new_tokens: int = 16
     model_class: str | None = None
-    dtype: str = "float32"
+    model_dtype: str = "float32"
     keep_statistics: bool = False
     as_adapter: bool = True
 
     def loader(self, base: str, device: str) -> Loader:
         """Loads the models."""
-        return Loader(base, self.model_class, self.dtype, device)
+        return Loader(base, self.model_class, self.model_dtype, device)
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
         """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
@@ -142,13 +142,13 @@ def with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> 
     """
     if not is_contrastive(config):
         if source.classes:
-            raise RecipeError("--classes needs a model that compares images with texts, such as CLIP.")
+            raise RecipeError("classes need a model that compares images with texts, such as CLIP.")
         return source
     classes = source.classes or class_names(source.location)
     if not classes and Path(source.location).is_dir():
         raise RecipeError(
-            f"The image classes of '{label}' are unknown: pass --classes {label}=a,b,c, or a folder of images with one "
-            "subfolder per class."
+            f"The image classes of '{label}' are unknown: --set classes={label}=a,b,c, or give a folder of images with "
+            "one subfolder per class."
         )
     return dataclasses.replace(source, classes=classes)
 
@@ -330,36 +330,17 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def agreement(
+def measure_agreement(
     directory: str | Path,
     data: Any,
+    settings: InputSettings,
     *,
     base: str | Path | None = None,
     device: str = "cpu",
-    progress: TuneProgress | None = None,
-    **fields: Any,
+    progress: TuneProgress,
 ) -> tuple[AgreementRow, ...]:
-    """Answers that a merge on disk kept of each of its experts, on a few inputs of the expert's task.
-
-    For classes: the share of inputs with equal predictions. For texts: the share of tokens of the expert's own greedy
-    answer that the merge ranks first when it is led through that answer; `whole` is the share of whole answers. The
-    plain average of the experts is compared too where it can be made. One model is in memory at a time.
-
-    Args:
-        directory: output of `merge`, a model or an adapter; its manifest names the experts.
-        data: a data set or a prompt for all experts, or expert -> its own (better: inputs of each expert's own task);
-            experts that are not named are left out. A location means its first 64 samples, `DataOptions` says more.
-        base: the checkpoint under adapters; default: as the manifest, else the adapter, says.
-        device: of the models.
-        progress: receives callbacks.
-        fields: of `InputSettings`: `new_tokens` of an answer, `model_class` and `dtype` of the models, ...
-
-    Raises:
-        CheckpointError: no manifest there.
-        RecipeError: data for an expert that the merge does not have.
-        StatisticsError: data or a model that cannot be used, or answers that cannot be compared.
-    """
-    place, settings = Path(directory), InputSettings(**fields)
+    """Rows of `actmat.agreement`."""
+    place = Path(directory)
     recipe = recipe_of_output(place)
     config, _ = _looked_at(str(base or recipe.base or place))
     sources = read_sources(recipe, data, settings, config, measured=False)
@@ -367,7 +348,7 @@ def agreement(
     if base is not None and not any(needs for _, needs in map(_looked_at, (str(place), *experts.values()))):
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
     loader = settings.loader(str(base or recipe.base or ""), device)
-    asking = Asking(loader, settings, progress or usual_tune_progress())
+    asking = Asking(loader, settings, progress)
     for label, location in experts.items():
         try:
             asking.ask(label, asking.loader.load(location), sources[label])

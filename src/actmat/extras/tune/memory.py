@@ -48,8 +48,8 @@ class MemoryPlan:
         if self.needed > self.limit:
             raise RecipeError(
                 f"The search needs about {format_size(self.needed)} ({format_size(self.model)} for a model), and "
-                f"{format_size(self.limit)} may be used ({self.source}). Use --model-dtype bfloat16, or more memory; "
-                "'actmat merge --data' needs one model at a time."
+                f"{format_size(self.limit)} may be used ({self.source}). Use --set model_dtype=bfloat16, or more "
+                "memory; 'actmat merge --data' needs one model at a time."
             )
 
     def line(self) -> str:
@@ -95,7 +95,7 @@ def gram_bytes(specs: Mapping[str, TensorSpec]) -> int:
 def _limit(run: RunSettings, device: str) -> tuple[int, str]:
     if device != "cpu":
         if run.device_memory is not None:
-            return parse_size(run.device_memory), f"--device-memory, of {device}"
+            return parse_size(run.device_memory), f"device_memory, of {device}"
         check_device(device)
         return int(USABLE * open_devices(device)[0].free_bytes()), f"nine tenths of the free memory on {device}"
     if run.max_memory is not None:

@@ -18,14 +18,14 @@ class TuneSettings:
         score: see `evaluate.Score`.
         minutes, budget: of the search, in minutes and in evaluations; default: until all is tried.
         least_agreement: share of its own predictions that every expert must keep in the chosen merge.
-        model_class, dtype, device: of the models while they run.
+        model_class, model_dtype, device: of the models while they run.
         new_tokens: tokens that a generating expert adds to an input.
         predict: logits of a model, for models whose output has none; or one for
             each expert by its name, if they have heads of their own.
         load: from a location to a model, in place of `extras.models.loading.load_model`.
         average: compare the chosen merge with the average in the end.
-        seed: of the bootstrap.
-        keep: keep the merges that were tried in the work folder.
+        bootstrap_seed: of the intervals.
+        keep_work: keep the merges that were tried in the work folder.
         as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
     """
 
@@ -34,14 +34,14 @@ class TuneSettings:
     budget: int | None = None
     least_agreement: float = 0.0
     model_class: str | None = None
-    dtype: str = "float32"
+    model_dtype: str = "float32"
     device: str = "cpu"
     new_tokens: int = 16
     predict: Predict | Mapping[str, Predict] = default_predict
     load: Callable[[str], Loaded] | None = None
     average: bool = True
-    seed: int = 0
-    keep: bool = False
+    bootstrap_seed: int = 0
+    keep_work: bool = False
     as_adapter: bool = True
 
     def predict_of(self, label: str) -> Predict:
@@ -50,7 +50,7 @@ class TuneSettings:
 
     def loader(self, base: str) -> Loader:
         """Loads the models of a search."""
-        return Loader(base, self.model_class, self.dtype, self.device, self.load)
+        return Loader(base, self.model_class, self.model_dtype, self.device, self.load)
 
     @property
     def score_name(self) -> str:

@@ -97,7 +97,7 @@ def classify(
     if hasattr(model.config, "text_config") and hasattr(model.config, "vision_config"):
         names = tuple(classes) or folders
         if not names:
-            raise StatisticsError(f"{folder} has no folder for each class: name them with --classes a,b,c")
+            raise StatisticsError(f"{folder} has no folder for each class: name them with --set classes=a,b,c")
         more = class_prompts(loaded, replace(DataOptions(str(folder)), classes=names, template=template))
     else:
         labels = getattr(model.config, "id2label", None) or {}

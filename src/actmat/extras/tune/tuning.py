@@ -1,10 +1,9 @@
-"""`actmat.tune` and `actmat.tune_scale`: find the best merge of some experts from a few unlabeled inputs of each."""
+"""Find the best merge of some experts from a few unlabeled inputs of each."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import shutil
 import time
@@ -23,7 +22,7 @@ from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory
 from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
 from actmat.extras.tune.page import write_tune
-from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
+from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.report import (
     FOUND,
     PAGE,
@@ -37,9 +36,8 @@ from actmat.extras.tune.report import (
 )
 from actmat.extras.tune.search import SearchBudget, choose, expected_trials, pareto_front, search
 from actmat.extras.tune.settings import TuneSettings
-from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate, make_space, scale_space
+from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.recipe import Recipe
-from actmat.recipe.arguments import Location, make_arguments
 from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.run import plan_recipe, run_recipes
@@ -51,93 +49,8 @@ LOCK = ".actmat-lock"
 TRIALS = "trials.jsonl"
 """The journal of the trials, which also marks a work folder as one of ours."""
 
-_SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype"}
-_MOST = 2 * SAMPLES
+READ = 2 * SAMPLES
 """Inputs per expert that are read of a location: half choose (some of these measure), half compare."""
-
-
-def tune(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
-    *,
-    data: Any,
-    out: Location,
-    space: SearchSpace | Mapping[str, Any] | None = None,
-    progress: TuneProgress | None = None,
-    **fields: Any,
-) -> TuneReport:
-    """Find the best merge of some experts from a few unlabeled inputs of each, and write it.
-
-    It begins with RegMean on some of the inputs, at scale 1. Then every method of the space is merged once, scales are
-    formed in memory, and all is scored by the mean divergence `KL(expert || merged)` of the experts' own predictions on
-    their inputs (docs/tune.md says how far to trust it). Half of the inputs are kept back to compare the chosen merge
-    with the average.
-
-    Args:
-        base: as for `merge`; None: the one that the adapters name.
-        experts: as for `merge`; adapters become an adapter.
-        data: expert -> its unlabeled inputs (8 to 256), or one data set for all: a location, a prompt, `DataOptions`,
-            or batches of keyword arguments of the model.
-        out: directory to write; the search itself is described in `OUT.tune`.
-        space: the candidates: `{"methods": [...], "scales": [...]}`; default: five methods, of adapters three, at up
-            to six scales.
-        progress: receives callbacks.
-        fields: fields of `TuneSettings` (`minutes`, `score`, `least_agreement`, `predict`, `load`, `model_class`,
-            `new_tokens`, ...; `model_dtype` is the dtype of the models while they run), of a recipe, and of
-            `RunSettings`.
-
-    Returns:
-        The report: the chosen recipe, all trials, the final comparison with intervals.
-
-    Raises:
-        MergeError: see `actmat.errors`; nothing is left at `out`.
-    """
-    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields})
-    chosen = space if isinstance(space, SearchSpace) else make_space(space or {})
-    return tune_recipe(recipe, chosen, data, settings, run, progress or usual_tune_progress())
-
-
-def tune_scale(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
-    *,
-    data: Any,
-    out: Location,
-    scales: Sequence[float] | None = None,
-    progress: TuneProgress | None = None,
-    **fields: Any,
-) -> TuneReport:
-    """Merge as `merge` does, at the scale that unlabeled inputs of the experts choose.
-
-    The method and its options are those of the arguments; it is merged once for the search and once for the output.
-    In the end, the chosen scale is compared with the one that was asked for and with the base.
-
-    Args:
-        base, experts: as for `merge`.
-        data: as for `tune`.
-        out: directory to write; the search is described in `OUT.tune`.
-        scales: to try first; default: six from 0.3 to 2. The best is refined within a factor of 1.5.
-        progress: receives callbacks.
-        fields: as for `tune`; `method` and `options` among them.
-
-    Raises:
-        MergeError: see `actmat.errors`; nothing is left at `out`.
-    """
-    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields})
-    settings = dataclasses.replace(settings, average=False)
-    space = functools.partial(scale_space, scales=scales)
-    return tune_recipe(recipe, space, data, settings, run, progress or usual_tune_progress())
-
-
-def _arguments(
-    base: Location | None,
-    experts: Sequence[Location | Mapping[str, Any]],
-    fields: dict[str, Any],
-) -> tuple[Recipe, TuneSettings, RunSettings]:
-    """Recipe and settings from the fields of all three."""
-    search = {k: fields.pop(k) for k in _SEARCH & fields.keys()} | {"dtype": fields.pop("model_dtype", "float32")}
-    recipe, run = make_arguments(base, experts, fields)
-    return recipe, TuneSettings(**search), run
 
 
 def tune_recipe(
@@ -155,7 +68,7 @@ def tune_recipe(
     Args:
         recipe: base, experts, scope, rules, output; its method and scale are one candidate of the final comparison.
         space: all candidates, or a function that makes them of the recipe with a named method.
-        data: as for `tune`.
+        data: as for `actmat.tune`.
         settings: of the search.
         run: of the merges.
         progress: receives callbacks.
@@ -209,7 +122,7 @@ def _sources_of(recipe: Recipe, data: Any, settings: TuneSettings, config: Mappi
     """Expert -> its data; data sets are read. Of a location, as many inputs as are usual are read."""
     given = by_expert(recipe, data)
     check_every_expert(recipe, given)
-    reading = InputSettings(reading=DataOptions("", max_samples=_MOST))
+    reading = InputSettings(reading=DataOptions("", max_samples=READ))
     sources: dict[str, ExpertData] = {}
     options: dict[str, DataOptions] = {}
     for label, source in given.items():
@@ -321,7 +234,7 @@ class _Search:
         )
         with disk_errors(self.work):
             write_tune(report, self.work / PAGE)
-            if not settings.keep:
+            if not settings.keep_work:
                 needs = any(e.statistics and self.work in Path(e.statistics).parents for e in final.experts)
                 _remove_made(self.work, MADE[: 1 if needs else 2])
             report.save(self.work)  # last: then the search is complete, and is not given again
@@ -338,7 +251,7 @@ class _Search:
         plan = plan_memory(
             self.base.specs,
             self.run,
-            dtype=self.settings.dtype,
+            dtype=self.settings.model_dtype,
             merges=len(self.space.merges) + 1,
             factors=self.are_adapters,
             statistics=experts if self.space.statistics else 0,
@@ -353,7 +266,7 @@ class _Search:
             live = LiveAdapter(self.loader)
         else:
             live = LiveModel(self.loader, self.base, fixed_tensors(merges.plans[first.key]))
-        mark = mark_of(mark, self.settings.score_name, self.settings.dtype, merges.mark)
+        mark = mark_of(mark, self.settings.score_name, self.settings.model_dtype, merges.mark)
         return Evaluator(live, merges, asked, self.settings.score, self.work / TRIALS, mark=mark)
 
     def _made(self, merges: Merges, budget: SearchBudget) -> Iterator[MergeChoice]:
@@ -400,4 +313,4 @@ class _Search:
             if candidate.merge.key in made and candidate.key != chosen.key:
                 found[name] = evaluator.final(candidate)
         found["base"] = evaluator.final(None)
-        return compare_finally(found, self.settings.score, self.settings.seed)
+        return compare_finally(found, self.settings.score, self.settings.bootstrap_seed)

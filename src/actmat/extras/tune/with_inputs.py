@@ -123,7 +123,7 @@ def plan_inputs(
         size, matrices = gram_bytes(specs), sum(len(s.shape) == 2 for s in specs.values())
         lines.append(f"  inputs of {matrices} matrices: at most {format_size(size)} on the disk per expert,")
         lines.append("  removed after the merge")
-    model = sum(s.numel * torch_dtype(settings.dtype).itemsize for s in specs.values() if s.is_floating)
+    model = sum(s.numel * torch_dtype(settings.model_dtype).itemsize for s in specs.values() if s.is_floating)
     return [*lines, f"  memory: one model of {format_size(model)} at a time; nothing was run"]
 
 

@@ -53,7 +53,7 @@ def real_rows(lead: torch.Size, scope: MaskScope) -> Tensor | str | None:
         return None
     return (
         f"its inputs come as {' x '.join(map(str, shape))} rows, which the model's mask ({n_samples} x {length}) does "
-        "not divide into tokens and padding; collect with batches without padding (--batch-size 1)"
+        "not divide into tokens and padding; collect with batches without padding (--set batch_size=1)"
     )
 
 
