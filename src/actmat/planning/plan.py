@@ -57,6 +57,7 @@ from actmat.planning.storage import (
     scheme_words,
     stems_of,
     trained_on_codes_notes,
+    unknown_note,
     unread_warnings,
 )
 from actmat.planning.targets import resolve_roles, targets_of
@@ -199,7 +200,7 @@ def _scope_of_base(
         aligned.targets,
         layouts,
         problems,
-        notes=(*part_notes(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
+        notes=(*part_notes(base), *unknown_note(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
         copied=copied,
         kept=extracted_kept if isinstance(recipe.output, ExtractedOutput) else {},
         warnings=aligned.warnings,

@@ -14,6 +14,7 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
+from actmat.checkpoints.side_files import is_unknown
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
@@ -79,6 +80,15 @@ def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas
             known = () if base is None else base.specs
             warnings += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return warnings
+
+
+def unknown_note(base: Model) -> list[str]:
+    """One sentence on files of the base that are copied, and of which nothing tells what they are."""
+    unknown = [path for path in base.folder.side_files().kept if is_unknown(path)]
+    text = (
+        "of unknown kind are copied from the base as they are; if they hold weights, they are the base's: remove them"
+    )
+    return [f"files {text}: {first_of(unknown, SHOWN)}"] if unknown else []
 
 
 def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
