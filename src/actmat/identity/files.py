@@ -33,6 +33,7 @@ from actmat.identity.templates import chat_template
 from actmat.identity.tokens import TOKENIZER, TokenReader, tokenizer_file
 from actmat.identity.usable import TOKENIZERS
 
+DAMAGED = "a file that cannot be read"
 TEMPLATES = "chat templates"
 """Stands for the files and entries that hold them."""
 _OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "*chat_template*")
@@ -74,6 +75,7 @@ class InputFiles:
         """Path -> its entries that count, or a hash of what is no JSON object; templates of all files together."""
         out: dict[str, dict[str, Any]] = {}
         for path in filter(self._counts, self.side.kept):
+            out[path] = {DAMAGED: True}
             with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
                 out[path] = self._read(path)
         templates = {p: out.pop(p) for p in [*out] if "chat_template" in p}
@@ -152,6 +154,7 @@ def agree_files(
         rows = [row for path in group for row in _unlike(files, path, group, written)]
         fixed = group[0].endswith(".py") or group[0] == MODULES or (is_new and group == of_tokenizer)
         fixed = fixed or any(f.has_weights(group[0]) for f in files.values())
+        fixed = fixed or any(DAMAGED in f.contents.get(path, ()) for f in files.values() for path in group)
         source = None if fixed or owner is not None or not rows else _agreed(files, group)
         if source is not None:
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=group == of_tokenizer), source)

@@ -181,10 +181,10 @@ class Recipe(Strict):
     )
     rules: tuple[Rule, ...] = Field(default=(), description="exceptions by pattern; the first match decides")
     roles: tuple[RoleRule, ...] = Field(default=(), description="roles by pattern; the first match decides")
-    keep: Annotated[Patterns, Flag()] = Field(
+    keep: Annotated[Patterns, Flag(help="Pattern of tensors to copy from the base.")] = Field(
         default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
     )
-    drop: Annotated[Patterns, Flag()] = Field(
+    drop: Annotated[Patterns, Flag(help="Pattern of adapter tensors to leave out.")] = Field(
         default=(), description="patterns of tensors of adapters that are not merged, such as 'lora_te2_*'"
     )
     ties: bool = Field(
