@@ -107,11 +107,6 @@ class InputFiles:
         plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in value.items()}
         return {k: v for k, v in plain.items() if not HARMLESS.search(k)}
 
-    def has_weights(self, path: str) -> bool:
-        """True for a file in the folder of a module that has weights of its own."""
-        top = path.partition("/")[0]
-        return top in self.side.modules and any(is_weights(p) for p in self.side.kept if p.startswith(f"{top}/"))
-
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
@@ -153,7 +148,6 @@ def agree_files(
         written = coded if group[0].endswith(".py") else "base" if of_base else owner or "base"
         rows = [row for path in group for row in _unlike(files, path, group, written)]
         fixed = group[0].endswith(".py") or group[0] == MODULES or (is_new and group == of_tokenizer)
-        fixed = fixed or any(f.has_weights(group[0]) for f in files.values())
         fixed = fixed or any(DAMAGED in f.contents.get(path, ()) for f in files.values() for path in group)
         source = None if fixed or owner is not None or not rows else _agreed(files, group)
         if source is not None:

@@ -132,9 +132,7 @@ class MergeSources:
     as_adapter: bool
 
 
-def read_inputs(
-    recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings
-) -> MergeSources:
+def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings) -> MergeSources:
     """Read the inputs; raises the errors of `read_sources`."""
     with locate_inputs(recipes[0]) as given, contextlib.ExitStack() as stack:
         kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
