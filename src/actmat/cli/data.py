@@ -57,7 +57,7 @@ class InputFlags(ReadingFlags):
     data: Annotated[list[str] | None, typer.Option("--data", metavar="NAME=INPUTS", help=DATA)] = None
     check: CheckFlag = None
     template: TemplateFlag = None
-    new_tokens: Annotated[int, Setting("Tokens of a language model's answer to an input.", low=0)] = 16
+    new_tokens: Annotated[int | None, Setting("Tokens of an answer; default: 32, of 'tune' 16.", low=0)] = None
     model_class: ModelClass = None
     model_dtype: ModelDtype = "float32"
     keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
@@ -69,7 +69,7 @@ class InputFlags(ReadingFlags):
         from actmat.extras.tune.kept import InputSettings
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         texts = [text.replace("\\n", "\n") for text in self.template or ()]
         given["template"] = pairs_of(texts, "--template") or None
         return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **given)
