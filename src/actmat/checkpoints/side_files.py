@@ -65,7 +65,7 @@ class SideFiles:
     Args:
         kept: to be copied, sorted.
         left_out: path of a file, or of a whole folder with a slash at its end -> why; the code is its kind.
-        modules: folders of modules outside of the merged model, kept with their weights.
+        modules: folders of modules of sentence-transformers.
     """
 
     kept: tuple[str, ...] = ()
@@ -118,8 +118,8 @@ def sort_side_files(
     Args:
         sizes: path below the folder -> bytes.
         merged: paths of the weights that are merged.
-        modules: folders that are kept with their weights, which belong to no merged tensor.
-        parts: folders of a pipeline's components: kept without their weights.
+        modules: folders of modules of sentence-transformers.
+        parts: folders of a pipeline's components. Both are kept without their weights.
 
     >>> found = sort_side_files({"model.safetensors": 9, "tekken.json": 5, "optimizer.pt": 9}, ["model.safetensors"])
     >>> found.kept, found.left_out["optimizer.pt"].text
@@ -128,18 +128,18 @@ def sort_side_files(
     folders: dict[str, list[str]] = {}
     for path in sizes:
         top, slash, _ = path.partition("/")
-        if slash and top not in modules:
+        if slash:
             folders.setdefault(top, []).append(path)
     left_out: dict[str, Note] = {}
     for top, paths in folders.items():
-        if (why := _why_not_folder(top, paths, top in parts)) is not None:
+        if (why := _why_not_folder(top, paths, top in parts or top in modules)) is not None:
             left_out[f"{top}/"] = why
     kept = []
     for path in sorted(set(sizes) - set(merged)):
         top, slash, _ = path.partition("/")
         if slash and f"{top}/" in left_out:
             continue
-        why = _why_not_file(path, sizes[path], weights_too=bool(slash) and top in modules)
+        why = _why_not_file(path, sizes[path])
         if why is None:
             kept.append(path)
         elif why.text:
@@ -161,7 +161,7 @@ def _why_not_folder(top: str, paths: list[str], is_part: bool) -> Note | None:
     return None
 
 
-def _why_not_file(path: str, size: int, *, weights_too: bool) -> Note | None:
+def _why_not_file(path: str, size: int) -> Note | None:
     """The reason why a file is left out, without words for an index of weights; None if it is kept."""
     name = PurePosixPath(path).name
     if name.startswith("."):
@@ -170,14 +170,14 @@ def _why_not_file(path: str, size: int, *, weights_too: bool) -> Note | None:
         return Note("note", "output", "written anew")
     if name == ADAPTER_CONFIG:
         return Note("note", "adapter", "file of an adapter, whose weights loaders would look for")
-    if is_weights(name) and not weights_too:
+    if is_weights(name):
         return Note("note", "weights", "" if name.endswith(".json") else "weights that are not merged, or a pickle")
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TRAINING):
         return Note("note", "training", "training record")
     kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
     if kind in _MEDIA or name.endswith(".pdf"):
         return Note("note", "media", "an image, audio or video file")
-    if size > LARGEST and not weights_too:
+    if size > LARGEST:
         return Note("note", "large", f"{size} bytes, more than the {LARGEST} of a side file")
     return None
 

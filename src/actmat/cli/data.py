@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
     from actmat.extras.tune.kept import InputSettings
 
-DATA = "Unlabeled inputs of expert NAME's task: a prompt, better eight in a file."
+DATA = "Unlabeled inputs of expert NAME's task: a prompt, eight in a file, or 'self'."
 CHECK = "Inputs on which the answers of the merge are compared with those of expert NAME."
 CheckFlag = Annotated[list[str] | None, typer.Option("--check", metavar="NAME=INPUTS", help=CHECK)]
+AROUND = "Text around prompts, {} in their place."
+TemplateFlag = Annotated[list[str] | None, typer.Option("--template", metavar="NAME=TEXT", help=AROUND)]
 ModelClass = Annotated[str | None, Setting("Transformers class that loads the model; default: the config's.")]
 ModelDtype = Annotated[
     Literal["float32", "bfloat16", "float16", "float64"], Setting("Dtype of the models while they run.")
@@ -54,7 +56,8 @@ class InputFlags(ReadingFlags):
 
     data: Annotated[list[str] | None, typer.Option("--data", metavar="NAME=INPUTS", help=DATA)] = None
     check: CheckFlag = None
-    new_tokens: Annotated[int, Setting("Tokens of a language model's answer to an input.", low=0)] = 16
+    template: TemplateFlag = None
+    new_tokens: Annotated[int | None, Setting("Tokens of an answer; default: 32, of 'tune' 16.", low=0)] = None
     model_class: ModelClass = None
     model_dtype: ModelDtype = "float32"
     keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
@@ -66,7 +69,9 @@ class InputFlags(ReadingFlags):
         from actmat.extras.tune.kept import InputSettings
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        texts = [text.replace("\\n", "\n") for text in self.template or ()]
+        given["template"] = pairs_of(texts, "--template") or None
         return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **given)
 
 

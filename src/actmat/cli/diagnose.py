@@ -116,7 +116,9 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, asked: InputF
     with showing_progress("measuring", quiet=quiet) as progress:
         found = diagnose_output(merged, run, progress)
     if rows is not None:
-        found = replace(found, agreement=rows)
+        from actmat.diagnostics.answers import with_answers
+
+        found = with_answers(found, rows)
     if not statistics:
         return found
     from actmat.api.measuring import residual_on_data

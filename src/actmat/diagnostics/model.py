@@ -134,28 +134,54 @@ class MatrixRow(_Strict):
         return max(self.residual, default=0.0)
 
 
+WRITTEN = "self ("
+"""Beginning of the name of data that an expert wrote itself; their number, seed and hash follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class RivalAnswers(_Strict):
+    """Answers that another merge of the same experts kept on the same inputs, and its accuracy where labels are known.
+
+    `gained`: inputs whose answer the merge keeps and this one does not; `lost`: the other way round.
+    """
+
+    kept: WholeNumber
+    gained: WholeNumber
+    lost: WholeNumber
+    accuracy: Number | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AgreementRow(_Strict):
-    """Distance of the merged model's answers from one expert's on unlabeled inputs; 0 and 0: the same answers.
+    """Answers of a merge on inputs of one expert's task, compared with the expert's own.
 
-    Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats. Of merges by inputs
-    also: the number of inputs, `measured` if the merge has seen them, the 95 % interval `low` to `high` of the share of
-    answers kept, that share of the average of the experts, accuracies of merged model, expert and average, and the
-    share `whole` of inputs whose whole answer is kept.
+    An input is `kept` if every prediction for it is the expert's: its class, or each token of its whole answer, with
+    the end; of `unended` answers the first tokens are compared. `low` to `high`: 95 % interval of the share kept, None
+    for few inputs. `measured`: the merge has seen the inputs. `without`: the merge that `auto` makes without inputs,
+    None if it is this one or was not made; `average`: of the experts. `accuracy`: of the merge, where labels are known.
+    Over all predictions: the share whose most probable class differs, and the mean of `KL(expert || merged)` in nats.
     """
 
     expert: str
     data: str
+    inputs: Annotated[int, Field(ge=1, lt=MAX_COUNT)]
+    kept: WholeNumber
+    predictions: WholeNumber
     disagreement: Number
     divergence: Number
-    predictions: WholeNumber
-    inputs: WholeNumber | None = None
-    measured: bool = False
     low: Number | None = None
     high: Number | None = None
-    average: Number | None = None
-    accuracy: tuple[Number | None, ...] = ()
-    whole: Number | None = None
+    measured: bool = False
+    unended: WholeNumber = 0
+    without: RivalAnswers | None = None
+    average: RivalAnswers | None = None
+    accuracy: Number | None = None
+    expert_accuracy: Number | None = None
+
+    @property
+    def is_self_written(self) -> bool:
+        """True for prompts that the expert wrote itself, which may be easier than a user's."""
+        return self.data.startswith(WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)

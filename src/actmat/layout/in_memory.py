@@ -223,8 +223,11 @@ def _converted(base: Model, *, packed: bool = False) -> tuple[dict[str, TensorOn
     if model_class is None or model_class.config_class.model_type != config.get("model_type"):
         known = f"{architecture} of the model type {config.get('model_type')}"
         return {}, f"transformers {transformers.__version__} does not know the architecture {known}"
-    with torch.device("meta"):
-        model = model_class(transformers.AutoConfig.for_model(**config))
+    try:
+        with torch.device("meta"):
+            model = model_class(transformers.AutoConfig.for_model(**config))
+    except Exception as error:  # noqa: BLE001 - a class may raise anything for a config of another program
+        return {}, f"{architecture} of transformers {transformers.__version__} refuses the config ({error})"
     return names_on_disk(base, model, model.state_dict(), packed=packed)
 
 

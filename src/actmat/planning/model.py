@@ -77,7 +77,7 @@ class MergePlan(Plain):
         experts: in the recipe's order.
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
-        stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
+        stems: of several models: prefix of the names of a component's tensors -> folder and name of its files.
         family: architecture that was recognized.
         metadata: texts in the headers of a model's files.
         adapter_config: `adapter_config.json` of an adapter.
@@ -131,12 +131,12 @@ class MergePlan(Plain):
         """The files to write."""
         if not self.stems:
             return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem, metadata=self.metadata)
-        groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}
-        return tuple(
-            shard
-            for prefix, specs in groups.items()
-            for shard in plan_shards(specs, self.max_shard_bytes, stem=self.stems[prefix], prefix=prefix)
-        )
+        groups: dict[str, list[TensorSpec]] = {prefix: [] for prefix in self.stems}
+        for spec in self.specs:
+            groups[max((p for p in groups if spec.name.startswith(p)), key=len)].append(spec)
+        most, header = self.max_shard_bytes, {"": self.metadata}
+        shards = [plan_shards(g, most, stem=self.stems[p], metadata=header.get(p), prefix=p) for p, g in groups.items()]
+        return tuple(shard for of_part in shards for shard in of_part)
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Item]:

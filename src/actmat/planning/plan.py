@@ -54,6 +54,7 @@ from actmat.planning.storage import (
     files_left_out,
     left_out_note,
     named_base_notes,
+    output_dtypes,
     part_notes,
     scheme_words,
     stems_of,
@@ -69,7 +70,6 @@ from actmat.planning.writes import (
     output_config,
     write_extracted,
     write_modules,
-    write_tensor_as,
 )
 from actmat.recipe import Recipe
 from actmat.recipe.output import ExtractedOutput
@@ -356,17 +356,17 @@ def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Sc
         notes = plan_notes(recipe, scope.adapters, [m.name for m in modules], modules, config)
         specs = [s for item in written for s in item.outputs]
         return _Written(modules, specs, stem=stem, config=config, notes=notes)
+    dtypes, of_dtypes = output_dtypes(recipe, base)
     if isinstance(recipe.output, ExtractedOutput):
-        extracted, notes = write_extracted(recipe, base, items, scope.layouts)
+        extracted, notes = write_extracted(recipe, base, items, scope.layouts, dtypes)
         specs = [s for item in extracted for s in item.outputs]
         config = extracted_config(recipe, extracted)
-        return _Written(extracted, specs, stem="adapter_model", config=config, notes=notes)
-    specs = [write_tensor_as(recipe, spec) for spec in base.specs.values()]
+        return _Written(extracted, specs, stem="adapter_model", config=config, notes=[*notes, *of_dtypes])
+    specs = [TensorSpec(n, spec.shape, dtypes[n], "") for n, spec in base.specs.items()]
     by_name = {spec.name: spec for spec in specs}
     stem, stems = stems_of(base)
-    return _Written(
-        [_written_whole(item, by_name) for item in items], specs, parse_size(recipe.max_shard_size), stem, stems
-    )
+    whole, most = [_written_whole(item, by_name) for item in items], parse_size(recipe.max_shard_size)
+    return _Written(whole, specs, most, stem, stems, notes=of_dtypes)
 
 
 def _written_whole(item: Item, specs: Mapping[str, TensorSpec]) -> Item:
