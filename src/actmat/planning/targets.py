@@ -11,8 +11,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
-from actmat.layout.renamed import in_new_form
+from actmat.layout.in_memory import MULTIMODAL, choose_part, names_in_memory, replace_beginning
+from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
@@ -144,12 +144,12 @@ class _Match:
 
 def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    present, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
+    present, new = rename_legacy(expert.specs), {old: name for name, old in rename_legacy(base.specs).items()}
     known = {n: expert.specs[s] for n, s in present.items()}
     renaming, ambiguous = _find_renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
     heads = tied_heads(expert.specs, base.specs, base.config)
     names = {
-        n: dict.fromkeys(begun_otherwise(new.get(s, s), renaming) for s in of_tensor)
+        n: dict.fromkeys(replace_beginning(new.get(s, s), renaming) for s in of_tensor)
         for n, of_tensor in spellings.items()
     }
     for head, table in heads.items():
@@ -262,18 +262,18 @@ def _find_renaming(
     if best <= _score(base, names, ()):
         return (), ()
     chosen = [c for c, score in zip(candidates, scores, strict=True) if score == best]
-    by_pairs = {tuple((n, r) for n in base if (r := begun_otherwise(n, c)) in names): c for c in reversed(chosen)}
+    by_pairs = {tuple((n, r) for n in base if (r := replace_beginning(n, c)) in names): c for c in reversed(chosen)}
     if len(by_pairs) > 1:
         several = {"".join(c[0]): c for c in reversed(by_pairs.values())}
         architecture = next(iter((config or {}).get("architectures") or ()), "")
-        part = part_called(str(architecture), list(several))
+        part = choose_part(str(architecture), list(several))
         return (several[part], ()) if part is not None else ((), tuple(several))
     return chosen[0], ()
 
 
 def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], renaming: Beginnings) -> tuple[int, int]:
     """Number of the base's tensors that the expert has in their shapes, and by their names."""
-    pairs = [(spec, names[r]) for n, spec in base.items() if (r := begun_otherwise(n, renaming)) in names]
+    pairs = [(spec, names[r]) for n, spec in base.items() if (r := replace_beginning(n, renaming)) in names]
     return sum(a.shape == b.shape for a, b in pairs), len(pairs)
 
 

@@ -19,6 +19,7 @@ from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
+from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Writer
@@ -31,7 +32,6 @@ from actmat.planning import MergePlan
 from actmat.planning.model import Item
 from actmat.planning.writes import settled_plan
 from actmat.report.card import model_card
-from actmat.report.identity import identity_findings
 from actmat.report.manifest import build_manifest, write_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.words import warnings_of
