@@ -32,7 +32,7 @@ def flagged(fields: dict[str, Any]) -> Recipe:
         (BASE, ModelOutput()),
         (BARE, None),
         (BASE | {"to": "model", "config_from": "code"}, ModelOutput(config_from="code")),
-        (BASE | {"vocabulary": "union", "files_from": "base"}, ModelOutput(vocabulary=Vocabulary())),
+        (BASE | {"vocabulary": "union", "files_from": "base"}, ModelOutput(vocabulary=Vocabulary(), files_from="base")),
         (BARE | {"files_from": "code"}, ModelOutput(files_from="code")),
         (BARE | {"rank": 8}, AdapterOutput(rank=8)),
         (BARE | {"to": "kohya", "ranks": "pattern"}, AdapterOutput(layout="kohya", ranks="pattern")),

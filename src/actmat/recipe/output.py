@@ -21,8 +21,10 @@ class ModelOutput(Strict):
         description="tokens of the merged model: those of the 'base', the 'union' of base and experts, or those "
         "of an expert (its name); default: tables of one shape, merged row by row",
     )
-    files_from: str = Field(
-        default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
+    files_from: str | None = Field(
+        default=None,
+        description="source of tokenizer and settings such as generation_config.json: 'base' or an expert's name; "
+        "default: the experts' where they agree, else the base's",
     )
     config_from: str | None = Field(
         default=None,
@@ -39,7 +41,12 @@ class ModelOutput(Strict):
     def files_of(self) -> str:
         """Source of the tokenizer's files: `files_from`, or the expert whose vocabulary is taken."""
         source = self.vocabulary.source if self.vocabulary is not None else "base"
-        return source if source not in ("base", "union") else self.files_from
+        return source if source not in ("base", "union") else self.files_from or "base"
+
+    @property
+    def names_files(self) -> bool:
+        """True if the recipe says whose files are written."""
+        return self.files_from is not None or self.files_of != "base"
 
 
 class _Ranked(Strict):

@@ -178,8 +178,11 @@ class Recipe(Strict):
     )
     rules: tuple[Rule, ...] = Field(default=(), description="exceptions by pattern; the first match decides")
     roles: tuple[RoleRule, ...] = Field(default=(), description="roles by pattern; the first match decides")
-    keep: Annotated[Patterns, Flag()] = Field(
+    keep: Annotated[Patterns, Flag(help="Pattern of tensors to copy from the base.")] = Field(
         default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
+    )
+    drop: Annotated[Patterns, Flag(help="Pattern of adapter tensors to leave out.")] = Field(
+        default=(), description="patterns of tensors of adapters that are not merged, such as 'lora_te2_*'"
     )
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
@@ -265,7 +268,7 @@ class Recipe(Strict):
                 f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name', -e NAME=PATH"
             )
         files, vocabulary = self.model.files_from, self.model.vocabulary
-        if files != "base" and files not in labels:
+        if files not in (None, "base", *labels):
             raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
         if self.model.config_from not in (None, "base", *labels):
             raise ValueError(f"config_from names '{self.model.config_from}'; it must be 'base' or one of {labels}")
@@ -274,7 +277,7 @@ class Recipe(Strict):
         source = vocabulary.source if vocabulary is not None else "base"
         if source not in ("base", "union", *labels):
             raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")
-        if vocabulary is not None and files not in ("base", source):
+        if vocabulary is not None and files not in (None, "base", source):
             raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {files}'")
         return self
 
