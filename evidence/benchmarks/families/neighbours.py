@@ -173,10 +173,12 @@ class Family:
         self.folder, model = folder, build(architecture)
         self.kind = type(model)
         model.save_pretrained(folder / "base")
-        self.batch, self.why = batch_of(model)
+        self.batch, why = batch_of(model)
+        if self.batch is None:
+            raise ValueError(f"not run: {why}")
         for seed, name in enumerate(("one", "two"), 1):
             _perturbed(copy.deepcopy(model), seed).save_pretrained(folder / name)
-        self.has_text = self.batch is not None and "input_ids" in self.batch
+        self.has_text = "input_ids" in self.batch
         for name in ("base", "one", "two"):
             if self.has_text:
                 _save_tokenizer(folder / name)
@@ -205,7 +207,7 @@ class Family:
             given.append(tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else None)
         if (folder / "generation_config.json").exists():
             settings = GenerationConfig.from_pretrained(folder).to_dict()
-            given.append({k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"})
+            given.append({k: v for k, v in settings.items() if v and k != "transformers_version" and k[0] != "_"})
         return json.dumps(given, sort_keys=True, default=str)
 
     def verdict(self, command: str, side: str, neighbour: Neighbour, changed: Path) -> str:
@@ -291,13 +293,14 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="classes whose names begin so")
-    parser.add_argument("--every", type=int, default=1, help="each so-manieth class only")
+    parser.add_argument("--every", type=int, default=1, help="only the classes that are so far apart")
+    parser.add_argument("--first", type=int, default=0, help="begin with this class")
     parser.add_argument("--changes", type=int, default=1_000_000, help="most changes of a class")
     parser.add_argument("--seconds", type=float, default=120.0, help="most time of a class")
     given = parser.parse_args()
     rows = []
     chosen = [a for a in architectures() if given.only is None or a.name.startswith(tuple(given.only))]
-    for architecture in chosen[:: given.every]:
+    for architecture in chosen[given.first :: given.every]:
         rows.append(check(architecture, given.changes, given.seconds))
         print(json.dumps(rows[-1]), flush=True)
     if given.only is None:

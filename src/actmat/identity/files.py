@@ -126,7 +126,7 @@ class FileAgreement:
 
 
 def agree_files(
-    files: Mapping[str, InputFiles], owner: str | None, coded: str, *, is_new: bool = False
+    files: Mapping[str, InputFiles], owner: str | None, coded: str, *, is_new: bool = False, is_model: bool = True
 ) -> FileAgreement:
     """Compare the files of inputs by label.
 
@@ -135,7 +135,9 @@ def agree_files(
         owner: whose tokenizer and settings are written, 'base' or a label; None: the experts' where these agree.
         coded: whose code is written.
         is_new: a new tokenizer is written.
+        is_model: the output is a model, for which `files_from` chooses.
     """
+    can_choose = is_model and "base" in files
     whole = {top for of_input in files.values() for top in of_input.side.modules}
     paths = sorted({path for of_input in files.values() for path in of_input.contents})
     of_tokenizer = tuple(p for p in paths if p == TEMPLATES or _matches(p, _OF_TOKENIZER))
@@ -153,10 +155,10 @@ def agree_files(
         if source is not None:
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=group == of_tokenizer), source)
             shown = first_of(list(dict.fromkeys(f"{p}: {key}" if key else p for p, key, _ in rows)), SHOWN)
-            fix = ", those of the base not (--set files_from=base)" if "base" in files else ""
+            fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
         else:
-            notes += _notes(files, group, rows, written, "" if of_base or "base" not in files else FIX)
+            notes += _notes(files, group, rows, written, "" if of_base or not can_choose else FIX)
     return FileAgreement(taken, tuple(notes))
 
 

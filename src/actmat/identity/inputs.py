@@ -40,7 +40,7 @@ def compare_inputs(
         config_from: whose entries of the config are written where they differ: 'base' or a label; None: not said.
         files_from: whose tokenizer is written; None: the experts' where they agree, else the base's.
         has_vocabulary: rows of token tables are taken by token.
-        is_model: a model is written; an adapter has no config and no chat template, so that differences are notes.
+        is_model: a model is written; an adapter has no config, so that differences are notes.
     """
     written = base.folder.written.get("config.json", base.config)
     configs = [(label, config_of(expert)) for label, expert in experts]
@@ -48,13 +48,14 @@ def compare_inputs(
     reader = TokenReader()
     every: list[tuple[str, Model | Deltas]] = [("base", base), *experts]
     agreed = FileAgreement()
-    if is_model and base.folder.files:
-        agreed = agree_files(_files_by_label(every, reader), files_from, config_from or "base", is_new=has_vocabulary)
+    if base.folder.files:
+        files, coded = _files_by_label(every, reader), config_from or "base"
+        agreed = agree_files(files, files_from, coded, is_new=has_vocabulary, is_model=is_model)
     problems, notes = ([], []) if has_vocabulary else _tokens(every, files_from or "base", kept, reader)
     if TOKENIZER in agreed.taken and not problems:
         notes = _tokens(every, agreed.taken[TOKENIZER], kept, reader)[1]
     if not is_model:
-        return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
+        return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes, *agreed.notes), {}, agreed.taken)
     full = [(n, e) for n, e in experts if not e.needs_base and e.model.folder.files and base.folder.files]
     if bare := [f"'{label}'" for label, one in full if (one.config is None) != (base.config is None)]:
         which = "the base" if base.config is None else first_of(bare)
