@@ -158,7 +158,8 @@ def agree_files(
             fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
         else:
-            notes += _notes(files, group, rows, written, "" if of_base or not can_choose else FIX)
+            differing = _notes(files, group, rows, written, "" if of_base or "base" not in files else FIX)
+            notes += differing if can_choose else [note.removesuffix(FIX) for note in differing]
     return FileAgreement(taken, tuple(notes))
 
 
