@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -22,53 +22,70 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.names import canonical
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
-from actmat.recipe.arguments import make_arguments
+from actmat.recipe.arguments import list_experts, make_arguments
 
 if TYPE_CHECKING:
     from actmat.extras.models.in_memory import MemoryMerge
 
 MergeInput = str | Path | nn.Module | Mapping[str, Any]
 """A location, a module, or a state dict; of an expert also a mapping with one of these as `path`."""
+MergeInputs = Sequence[MergeInput] | Mapping[str, MergeInput]
+"""Experts in order, or by name."""
 PLACE = "<memory>"
 """Folder of the names that recipes, plans and errors give to inputs in memory."""
 
 
-def hold_inputs(
-    base: MergeInput | None, experts: Sequence[MergeInput]
-) -> tuple[Any, Any, dict[str, Callable[[], OpenInput]]]:
-    """Base and experts with places for those in memory, and the inputs at these places.
+@dataclass(frozen=True)
+class HeldInputs:
+    """Base and experts, with places for those in memory.
 
-    Objects of other types are returned unchanged.
+    Args:
+        base: a location, a place, or an object of another type unchanged.
+        experts: fields of each, with such a `path`.
+        openers: by place.
+        modules: those among the inputs in memory, by place.
+    """
+
+    base: Any
+    experts: list[dict[str, Any]]
+    openers: dict[str, Callable[[], OpenInput]]
+    modules: dict[str, nn.Module]
+
+
+def hold_inputs(base: MergeInput | None, experts: MergeInputs) -> HeldInputs:
+    """Give places to the inputs in memory.
 
     Raises:
-        RecipeError: a module that cannot be merged as it is.
+        RecipeError: the experts are no list, or a module cannot be merged as it is.
     """
-    held: dict[str, Callable[[], OpenInput]] = {}
+    held = HeldInputs(None, [], {}, {})
 
-    def place(name: str, given: Any) -> Any:
-        if isinstance(given, Mapping) and "path" in given and not isinstance(given["path"], Tensor):
-            return {**given, "path": place(given.get("name") or name, given["path"])}
-        if (opened := _opener(where := f"{PLACE}/{name}", given)) is None:
-            return given
-        held[where] = opened
+    def place(name: str, source: Any) -> Any:
+        if (opener := _opener(where := f"{PLACE}/{name}", source)) is None:
+            return source
+        held.openers[where] = opener
+        if isinstance(source, nn.Module):
+            held.modules[where] = source
         return where
 
-    is_one = isinstance(experts, str | os.PathLike)  # refused later
-    return place("base", base), experts if is_one else [place(f"expert_{n}", e) for n, e in enumerate(experts, 1)], held
+    for number, expert in enumerate(list_experts(experts), 1):
+        path = place(expert.get("name") or f"expert_{number}", expert["path"])
+        held.experts.append({**expert, "path": path})
+    return replace(held, base=place("base", base))
 
 
-def _opener(place: str, given: Any) -> Callable[[], OpenInput] | None:
+def _opener(place: str, source: Any) -> Callable[[], OpenInput] | None:
     """Opens an input in memory; None for anything else."""
-    if isinstance(given, Mapping):
-        return partial(_model, place, given, None)
-    if not isinstance(given, nn.Module):
+    if isinstance(source, Mapping):
+        return partial(_model, place, source, None)
+    if not isinstance(source, nn.Module):
         return None
-    if isinstance(active := getattr(given, "active_adapters", None), list):
+    if isinstance(active := getattr(source, "active_adapters", None), list):
         if len(active) != 1:
             raise RecipeError(f"{place}: expected one active adapter, found {len(active)}. Fix: set_adapter, or "
             "actmat.merge_adapters for several.")  # fmt: skip
-        return partial(_adapter, place, given, active[0])
-    return partial(_model, place, given.state_dict(), _config(given))
+        return partial(_adapter, place, source, active[0])
+    return partial(_model, place, source.state_dict(), _config(source))
 
 
 def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Model:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from actmat.api.diagnosing import draw_page
 from actmat.api.fields import AverageFields, InputFields, MergeArguments, MergeFields, check_names
-from actmat.api.held import MergeInput, hold_inputs
+from actmat.api.held import MergeInput, MergeInputs, hold_inputs
+from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
@@ -18,24 +20,26 @@ from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from actmat.extras.models.in_memory import MemoryMerge
 
 
 @overload
 def merge(
-    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: Location, **rest: Unpack[MergeArguments]
+    base: MergeInput | None = None, experts: MergeInputs = (), *, out: Location, **rest: Unpack[MergeArguments]
 ) -> MergeReport: ...
 @overload
 def merge(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     out: None = None,
     **rest: Unpack[MergeArguments],
 ) -> MemoryMerge: ...
 def merge(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     out: Location | None = None,
     method: AnyMethod = "auto",
@@ -50,8 +54,8 @@ def merge(
     Args:
         base: the checkpoint that all experts come from: directory, file, hub id `org/name[@revision]`, URL, module, or
             state dict; None merges adapters into an adapter.
-        experts: the same, one per expert; of a `PeftModel`, its active adapter. A mapping gives `path` (any of these),
-            `name` and `weight`.
+        experts: the same, one per expert, in a list or by name; of a `PeftModel`, its active adapter. A mapping gives
+            `path` (any of these), `name` and `weight`.
         out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set. None: nothing is
             written, the merge is returned.
         method: merge method, see `actmat methods`, or a function from deltas to a delta; `auto` chooses by the inputs,
@@ -60,7 +64,8 @@ def merge(
         statistics: outputs of `actmat statistics collect`, by expert name or in the order of the experts, for
             methods that need them.
         data: expert -> inputs of its task, a prompt, a file, or `DataOptions`: the merge is made for them, and
-            `answers` of the report says what it kept. Base and experts are locations then.
+            `answers` of the report says what it kept. Needs `out`. Experts in memory are transformers models then,
+            which run as they are, with the tokenizer of the folder that they were loaded from.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
@@ -75,12 +80,12 @@ def merge(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     check_names(fields, InputFields)
-    place, places, held = hold_inputs(base, experts)
-    given = {"out": out and str(out), "method": method, "held": held, **fields}
+    inputs = hold_inputs(base, experts)
+    given = {"out": out and str(out), "method": method, "held": inputs.openers, **fields}
     asked = {name: given.pop(name) for name in INPUT_FIELDS & given.keys()}
-    recipe, settings = make_arguments(place, places, given, weights, statistics)
+    recipe, settings = make_arguments(inputs.base, inputs.experts, given, weights, statistics)
     if data or asked.get("check"):
-        return _by_inputs(recipe, settings, data or {}, asked)
+        return _by_inputs(recipe, settings, data or {}, asked, inputs.modules)
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
@@ -93,27 +98,46 @@ INPUT_FIELDS = frozenset({"check", "new_tokens", "model_class", "model_dtype", "
 """Arguments of `merge` about inputs, and the models that run on them."""
 
 
-def _by_inputs(recipe: Recipe, run: RunSettings, data: Mapping[str, Any], asked: dict[str, Any]) -> MergeReport:
+def _by_inputs(
+    recipe: Recipe,
+    run: RunSettings,
+    data: Mapping[str, Any],
+    asked: dict[str, Any],
+    modules: Mapping[str, nn.Module],
+) -> MergeReport:
     """Merge by inputs of the experts.
 
     Raises:
-        RecipeError: a model that is in memory, no output, or inputs that are not by expert.
+        RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
     """
+    from actmat.extras.collect.batches import evaluating
+    from actmat.extras.models.loading import Loaded
     from actmat.extras.tune.kept import InputSettings
     from actmat.extras.tune.progress import usual_tune_progress
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
     check = asked.pop("check", None) or {}
     odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping)]
+    loaded = {}
+    for place in (e.path for e in recipe.experts if e.path in run.held):
+        model, files = run.held[place](), getattr(modules.get(place), "name_or_path", "")
+        if files and isinstance(model, Model):
+            loaded[place] = Loaded(modules[place], model, None, files)
+    stuck = ", ".join(e.label for e in recipe.experts if e.path in run.held and e.path not in loaded)
     causes = {
-        f"in memory: {', '.join(run.held)}; models run on inputs from folders that hold their tokenizers, too. Fix: "
-        "save_pretrained of model and tokenizer, and give the folders": bool(run.held),
+        f"in memory: {stuck}; only a transformers model that was loaded from a folder runs, with its tokenizer. Fix: "
+        "save_pretrained of model and tokenizer, and give the folders": bool(stuck),
         "no output given. Fix: out=FOLDER": recipe.out is None,
         f"data and check: expected expert -> inputs, found {', '.join(odd)}. Fix: {{'NAME': INPUTS, ...}}": bool(odd),
     }
     if problems := [text for text, is_found in causes.items() if is_found]:
         raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
-    return merge_with_inputs([recipe], data, check, InputSettings(**asked), run, usual_tune_progress())[0]
+    with contextlib.ExitStack() as stack:
+        for expert in loaded.values():
+            stack.enter_context(evaluating(expert.model))
+            asked.setdefault("model_dtype", str(next(expert.model.parameters()).dtype).removeprefix("torch."))
+        settings = InputSettings(loaded=loaded, **asked)
+        return merge_with_inputs([recipe], data, check, settings, run, usual_tune_progress())[0]
 
 
 def merge_recipes(
@@ -130,7 +154,7 @@ def merge_recipes(
 
 def plan(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
@@ -143,9 +167,10 @@ def plan(
         MergeError: the inputs are incompatible; lists all problems.
     """
     check_names(fields, MergeFields)
-    place, places, held = hold_inputs(base, experts)
-    recipe, settings = make_arguments(place, places, {"method": method, **fields}, weights, statistics)
-    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=held)
+    inputs = hold_inputs(base, experts)
+    given = {"method": method, **fields}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, given, weights, statistics)
+    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=inputs.openers)
 
 
 def average(

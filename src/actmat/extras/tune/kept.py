@@ -43,6 +43,7 @@ from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
+from actmat.run.locate import Held
 from actmat.settings import RunSettings
 
 FEWEST = 4
@@ -64,6 +65,7 @@ class InputSettings:
         model_class, model_dtype: of the models while they run.
         keep_statistics: keep the folder `OUT.statistics`.
         as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
+        loaded: models in memory, by the places that recipes give them.
     """
 
     reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
@@ -72,10 +74,11 @@ class InputSettings:
     model_dtype: str = "float32"
     keep_statistics: bool = False
     as_adapter: bool = True
+    loaded: Mapping[str, Loaded] = field(default_factory=dict)
 
     def loader(self, base: str, device: str) -> Loader:
         """Loads the models."""
-        return Loader(base, self.model_class, self.model_dtype, device)
+        return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
         """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
@@ -256,25 +259,27 @@ class Asking:
             self.progress.done(number)
         return found
 
-    def rows(self, places: Sequence[str | Path], recipe: Recipe, folder: Path) -> list[tuple[AgreementRow, ...]]:
+    def rows(
+        self, places: Sequence[str | Path], recipe: Recipe, folder: Path, held: Held
+    ) -> list[tuple[AgreementRow, ...]]:
         """Rows of each merge; the plain average of the recipe's experts is made in `folder`, and compared too."""
         if not self.questions:
             return [()] * len(places)
-        average = self._of_average(recipe, folder)
+        average = self._of_average(recipe, folder, held)
         return [
             tuple(_row(n, self.questions[n], *f, average.get(n)) for n, f in self.compare(place, str(place)).items())
             for place in places
         ]
 
-    def _of_average(self, recipe: Recipe, folder: Path) -> dict[str, tuple[AnswerComparison, float | None]]:
+    def _of_average(self, recipe: Recipe, folder: Path, held: Held) -> dict[str, tuple[AnswerComparison, float | None]]:
         """Comparison of the plain average's answers; empty where it would be large, or cannot be made."""
         plain = average_of(recipe)
         with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=".average.", dir=folder) as inside:
             average = plain.model_copy(update={"out": str(Path(inside) / "average")})
-            if (size := plan_recipe(average).write_bytes) > AVERAGE_BYTES:
+            if (size := plan_recipe(average, held=held).write_bytes) > AVERAGE_BYTES:
                 self.progress.note(f"the average is not compared: it would take {format_size(size)} on the disk")
                 return {}
-            run_recipes([average], RunSettings(durable=False))
+            run_recipes([average], RunSettings(durable=False, held=held))
             return self.compare(str(average.out), "the average")
         return {}
 
@@ -354,7 +359,7 @@ def measure_agreement(
             asking.ask(label, asking.loader.load(location), sources[label])
         except StatisticsError as error:
             raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
-    (rows,) = asking.rows([place], recipe, place.parent)
+    (rows,) = asking.rows([place], recipe, place.parent, {})
     return rows
 
 

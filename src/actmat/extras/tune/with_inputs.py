@@ -65,7 +65,7 @@ def merge_with_inputs(
     outs = [str(r.out) for r in recipes]
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
-    with locate_inputs(recipes[0]) as given:
+    with locate_inputs(recipes[0], run.held) as given:
         adapters = settings.as_adapter and given.only_adapters and given.have_factors
         kinds = kinds_of(recipes, given) if data else frozenset()
         both = ((data, True), (check, False))
@@ -87,7 +87,7 @@ def merge_with_inputs(
         fewest = min(measuring.measured, default=0)
         ready = [_ready(r, experts, notes, as_adapter=adapters, fewest=fewest) for r in recipes]
         reports = run_recipes(ready, run, MergingProgress(progress, "merging"), draw=write_html)
-        rows = asking.rows([r.out for r in reports], ready[0], Path(outs[0]).parent)
+        rows = asking.rows([r.out for r in reports], ready[0], Path(outs[0]).parent, run.held)
         return [_finished(r, own, removed=removed) for r, own in zip(reports, rows, strict=True)]
     finally:
         if removed:
