@@ -271,6 +271,7 @@ def test_prompts_and_places() -> None:
     assert not any(map(is_prompt, ["org/name", "org/name@main", "my data.jsonl", "./a b", "data.npz", " "]))
     said = InputSettings().source("hello", measured=True)
     assert (said.location, said.texts) == ("the prompt given", ("hello",))
+    assert InputSettings().source(["a", "b.txt"], measured=True).texts == ("a", "b.txt")
 
 
 def test_an_unknown_expert_is_an_error_in_python(family: Path, tmp_path: Path) -> None:

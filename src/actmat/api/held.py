@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from actmat.api.fields import MergeFields, check_names
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.memory import LABEL, hold_model
 from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experts.locate import OpenInput
@@ -31,8 +31,6 @@ MergeInput = str | Path | nn.Module | Mapping[str, Any]
 """A location, a module, or a state dict; of an expert also a mapping with one of these as `path`."""
 MergeInputs = Sequence[MergeInput] | Mapping[str, MergeInput]
 """Experts in order, or by name."""
-PLACE = "<memory>"
-"""Folder of the names that recipes, plans and errors give to inputs in memory."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def hold_inputs(base: MergeInput | None, experts: MergeInputs) -> HeldInputs:
     held = HeldInputs(None, [], {}, {})
 
     def place(name: str, source: Any) -> Any:
-        if (opener := _opener(where := f"{PLACE}/{name}", source)) is None:
+        if (opener := _opener(where := f"{LABEL}/{name}", source)) is None:
             return source
         held.openers[where] = opener
         if isinstance(source, nn.Module):
@@ -148,7 +146,7 @@ def merge_adapters(
         raise RecipeError(f"The model has no adapter '{missing[0]}'.{hint} Its adapters: {', '.join(known) or 'none'}.")
     if name in known:
         raise RecipeError(f"The model has an adapter '{name}' already: give another name, or delete_adapter('{name}').")
-    held = {f"{PLACE}/{a}": partial(_adapter, f"{PLACE}/{a}", model, a) for a in adapters}
+    held = {f"{LABEL}/{a}": partial(_adapter, f"{LABEL}/{a}", model, a) for a in adapters}
     experts = [{"path": place, "name": a} for place, a in zip(held, adapters, strict=True)]
     recipe, settings = make_arguments(None, experts, {"method": method, **fields, "held": held}, weights)
     merged = run_in_memory(recipe, settings, progress or usual_progress())

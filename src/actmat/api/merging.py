@@ -63,9 +63,9 @@ def merge(
         weights: one per expert, for methods that take weights.
         statistics: outputs of `actmat statistics collect`, by expert name or in the order of the experts, for
             methods that need them.
-        data: expert -> inputs of its task, a prompt, a file, or `DataOptions`: the merge is made for them, and
-            `answers` of the report says what it kept. Needs `out`. Experts in memory are transformers models then,
-            which run as they are, with the tokenizer of the folder that they were loaded from.
+        data: expert -> inputs of its task, a prompt, a list of them, a file, or `DataOptions`: the merge is made for
+            them, and `answers` of the report says what it kept. Needs `out`. Experts in memory are then models of
+            transformers, which run as they are, with the tokenizer of the folder that they were loaded from.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,

@@ -81,7 +81,9 @@ class InputSettings:
         return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
-        """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
+        """A data set, a text or texts; `samples` limits what is measured, not what answers are compared on."""
+        if isinstance(given, list | tuple):
+            return dataclasses.replace(self.reading, location="the prompts given", texts=tuple(map(str, given)))
         reading = given if isinstance(given, DataOptions) else dataclasses.replace(self.reading, location=str(given))
         if reading is not given and not measured:
             reading = dataclasses.replace(reading, max_samples=SAMPLES)
