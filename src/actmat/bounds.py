@@ -207,9 +207,9 @@ def check_values(
     """
     if len(text) <= values:
         return
-    found = sum(map(text.count, (b",", b"[", b"{")))
-    if found > values:
-        raise error(f"{where}: expected a JSON text of at most {values} values, found about {found}")
+    count = sum(map(text.count, (b",", b"[", b"{")))
+    if count > values:
+        raise error(f"{where}: expected a JSON text of at most {values} values, found about {count}")
 
 
 def _whole_number(text: str) -> int:

@@ -38,7 +38,7 @@ class MergeError(Exception):
     exit_code: ClassVar[int] = 3
     """Exit code of the command line: 1 if inputs, recipe or output location are wrong, 3 for a failure at run time."""
 
-    recurs: bool = False
+    is_permanent: bool = False
     """True if only another recipe or other inputs can fix it, so that partial results are useless."""
 
     def __init__(self, headline: str, problems: Iterable[str] = ()) -> None:
@@ -110,7 +110,7 @@ class RecipeError(MergeError):
     """The recipe or the flags cannot be carried out as written (unknown method, misspelled option, bad value)."""
 
     exit_code = 1
-    recurs = True
+    is_permanent = True
 
 
 class CheckpointError(MergeError):
@@ -123,14 +123,14 @@ class AlignmentError(MergeError):
     """The checkpoints do not fit together (a tensor missing in one expert, another shape, other ties)."""
 
     exit_code = 1
-    recurs = True
+    is_permanent = True
 
 
 class StatisticsError(MergeError):
     """Statistics are missing, of another model, or of the wrong shape."""
 
     exit_code = 1
-    recurs = True
+    is_permanent = True
 
 
 class OutputError(MergeError):
@@ -143,7 +143,7 @@ class NumericalError(MergeError):
     """A computation failed on finite inputs (an eigensolver that never converged)."""
 
     exit_code = 3
-    recurs = True
+    is_permanent = True
 
 
 _MEMORY_MESSAGES = (
@@ -175,9 +175,9 @@ def memory_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         if not is_memory_error(error):
             raise
-        found = " ".join(str(error).split())[:200]
+        text = " ".join(str(error).split())[:200]
         raise MergeError(
-            f"Too little memory{f': {found}' if found else ''}. Likely cause: other programs, or a limit on this "
+            f"Too little memory{f': {text}' if text else ''}. Likely cause: other programs, or a limit on this "
             "process (ulimit -v, a container's), that the free memory does not show. Fix: a smaller --max-memory, "
             "--threads 1, or a machine with more memory; the same command goes on where it stopped."
         ) from error

@@ -66,15 +66,15 @@ def entries(group: Registry) -> Mapping[str, EntryPoint]:
     def rank(entry: EntryPoint) -> tuple[bool, str]:
         return not is_extra(entry), entry.name
 
-    found: dict[str, EntryPoint] = {}
+    plugins: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=rank):
         if is_extra(entry):
             folder = ".".join(entry.module.split(".")[:3])
             if not has_extras or find_spec(folder) is None:
                 _removed.setdefault(group, {})[entry.name] = folder
                 continue
-        found.setdefault(entry.name, entry)
-    return found
+        plugins.setdefault(entry.name, entry)
+    return plugins
 
 
 @functools.lru_cache(maxsize=1024)  # a name may come from a recipe, and belong to no plug-in
@@ -104,14 +104,14 @@ def load(group: Registry, name: str, kind: type[T]) -> T | None:
     Raises:
         MergeError: it cannot be imported, or is of another kind; names the distribution.
     """
-    found = _loaded(group, name)
-    if found is None or isinstance(found, kind):
-        return found
+    plugin = _loaded(group, name)
+    if plugin is None or isinstance(plugin, kind):
+        return plugin
     entry = entries(group)[name]
     made_by = entry.dist.name if entry.dist is not None else "an installed distribution"
     raise MergeError(
         f"The plug-in '{name}' of {made_by} ({group}: {entry.value}): expected a {kind.__name__}, found a "
-        f"{type(found).__name__}. Likely cause: it was made for another version of actmat. Fix: pip install -U "
+        f"{type(plugin).__name__}. Likely cause: it was made for another version of actmat. Fix: pip install -U "
         f"{made_by}, or uninstall it."
     )
 
@@ -122,10 +122,10 @@ def needed(group: Registry, name: str, kind: type[T]) -> T:
     Raises:
         MergeError: it is missing, or see `load`.
     """
-    found = load(group, name, kind)
-    if found is None:
+    plugin = load(group, name, kind)
+    if plugin is None:
         raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group, name)}")
-    return found
+    return plugin
 
 
 def load_all(group: Registry, kind: type[T], prefix: str = "") -> dict[str, T]:

@@ -51,10 +51,10 @@ _position = threading.Lock()
 def optional_module(name: str) -> Any:
     """A module of the standard library, or None on a system without it."""
     try:
-        found: ModuleType = importlib.import_module(name)
+        module: ModuleType = importlib.import_module(name)
     except ImportError:
         return None
-    return found
+    return module
 
 
 def usable_cores() -> int:
@@ -69,13 +69,13 @@ def read_at(handle: int, out: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(handle, [out], offset)
     if hasattr(os, "pread"):
-        found = os.pread(handle, len(out), offset)
+        data = os.pread(handle, len(out), offset)
     else:
         with _position:
             os.lseek(handle, offset, os.SEEK_SET)
-            found = os.read(handle, len(out))
-    out[: len(found)] = found
-    return len(found)
+            data = os.read(handle, len(out))
+    out[: len(data)] = data
+    return len(data)
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from tests.adapters.test_adapter_reading import edit_config, edit_tensors
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.tolerances import relative_error
 from torch import Tensor
 
 import actmat
@@ -91,6 +93,32 @@ def test_weights_and_scale(pair: Path, tmp_path: Path) -> None:
     found = deltas_of(tmp_path / "out", "gpt2")
     for name, delta in found.items():
         torch.testing.assert_close(delta, one[name] - 0.5 * two[name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_sum_has_the_experts_own_rows(tmp_path: Path) -> None:
+    """Up to a power of two each: nothing is decomposed, and nothing rounded twice."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        save_adapter(folder, "llama", seed, **LLAMA)
+    rows = merge(tmp_path, folders, method="task_arithmetic")["modules"]
+    norms = [{n: float(d.norm()) for n, d in deltas_of(folder, "llama").items()} for folder in folders]
+    one, two, summed = (load_file(f / "adapter_model.safetensors") for f in (*folders, tmp_path / "out"))
+    for name in (n for n in summed if n.endswith("lora_A.weight")):
+        experts_rows = torch.cat([one[name], two[name]])
+        assert torch.equal(torch.frexp(summed[name]).mantissa, torch.frexp(experts_rows).mantissa)
+    for row in rows:
+        assert row["stats"]["error_norm"] == 0
+        assert row["stats"]["expert_norms"] == pytest.approx([n[row["name"] + ".weight"] for n in norms])
+
+
+def test_a_sum_in_half_precision_survives_small_scalings(tmp_path: Path) -> None:
+    """The weight and `alpha / r` would make `B` subnormal; a share of the size of `A` keeps its digits."""
+    for seed in (1, 2):
+        save_adapter(tmp_path / f"e{seed}", "gpt2", seed, **{**GPT2, "lora_alpha": 2**-12})
+    merge(tmp_path, [tmp_path / "e1", tmp_path / "e2"], method="average", dtype="float16")
+    one, two, found = (deltas_of(tmp_path / n, "gpt2") for n in ("e1", "e2", "out"))
+    for name, delta in found.items():
+        assert relative_error(delta, (one[name] + two[name]) / 2) < 2**-10
 
 
 @pytest.mark.parametrize("method", ["ties", "dare"])

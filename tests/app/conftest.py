@@ -53,6 +53,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         save_lora(made / "other", 3, base_model_name_or_path=f"org/{HOSTILE}")
         save_lora(made / "hostile", 4, module=f"{HOSTILE}.q_proj")
         save_lora(made / "pickled", 6)
+        save_lora(made / "long", 7)
+        (made / "long" / "vocab.txt").write_text("word\n" * 20_000)
         torch.save({"w": torch.ones(2, 2)}, made / "pickled" / "adapter_model.bin")
         (made / "pickled" / "adapter_model.safetensors").unlink()
         for path in made.iterdir():

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.app.conftest import HOSTILE, SECRET, World
 from tests.helpers.merging import Family
 from tests.helpers.repository import ROOT
@@ -76,6 +77,20 @@ def test_a_local_merge_has_a_plan_with_its_reason_progress_a_report_and_a_compar
         last(local.merge("", asked, " "))
 
 
+def test_files_of_image_models_become_one_file(local: Jobs, tmp_path: Path) -> None:
+    layer, files = "lora_unet_double_blocks_0_img_attn_proj", [tmp_path / f"{name}.safetensors" for name in ("a", "b")]
+    for file in files:
+        tensors = {f"{layer}.lora_down.weight": torch.ones(2, 8), f"{layer}.lora_up.weight": torch.ones(8, 2)}
+        save_file(tensors | {f"{layer}.alpha": torch.tensor(2.0)}, file)
+    out = tmp_path / "merged.safetensors"
+    done = last(local.merge("", fields("\n".join(map(str, files)), "auto"), str(out)))
+    assert (done["out"], done["page"]) == (str(out), "")
+    merged = load_file(out)
+    delta = merged[f"{layer}.lora_up.weight"] @ merged[f"{layer}.lora_down.weight"]
+    torch.testing.assert_close(delta * merged[f"{layer}.alpha"] / merged[f"{layer}.lora_down.weight"].shape[0],
+                               torch.full((8, 8), 4.0))  # fmt: skip
+
+
 # Visitors
 
 
@@ -129,6 +144,7 @@ def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
         (Limits(), "org/pickled\norg/math", "This page reads safetensors only, found"),
         (Limits(), "org/math\norg/nobody", "org/nobody: not a local path, and not on the hub"),
         (Limits(max_bytes=1000), BOTH, "more than this page allows, 1 kB. Nothing was downloaded"),
+        (Limits(max_bytes=50_000), "org/math\norg/long", "org/long: 10[0-9] kB"),
     ],
 )
 def test_inputs_are_refused_before_a_merge(limits: Limits, experts: str, words: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -126,3 +128,47 @@ def test_a_port_that_is_taken_is_refused(page: Opener) -> None:
     done = subprocess.run([sys.executable, "-m", "actmat", "ui", "--port", port], capture_output=True, text=True)
     assert done.returncode == 1
     assert "another --port" in done.stderr
+
+
+SENT = {  # method, address, bytes that are sent -> status; what the page asks for itself passes
+    ("GET", "config", None): 200,
+    ("GET", "gradio_api/deep_link?session_hash=me", None): 413,
+    ("POST", "gradio_api/queue/join", 1000): 422,
+    ("POST", "gradio_api/queue/join", 2_000_000): 413,
+    ("POST", "gradio_api/upload", 1000): 413,
+    ("POST", "gradio_api/component_server", 1000): 413,
+    ("POST", "gradio_api/process_recording", 1000): 413,
+}
+
+
+def test_a_page_for_visitors_stores_nothing_that_is_sent(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    code = f"from actmat_app.serving import launch; launch(server_name='127.0.0.1', server_port={port}, quiet=True)"
+    env = {**os.environ, "GRADIO_TEMP_DIR": str(tmp_path), "GRADIO_ANALYTICS_ENABLED": "False"}
+    server = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL)
+    try:
+        for request, status in SENT.items():
+            assert _status(port, *request) == status, request
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def _status(port: int, method: str, address: str, size: int | None) -> int:
+    """Status of the answer of a server that may be starting, 413 if it closes the connection."""
+    body = None if size is None else b"{" + bytes(size)
+    for _ in range(100):
+        sent = urllib.request.Request(f"http://127.0.0.1:{port}/{address}", body, method=method)
+        try:
+            with urllib.request.urlopen(sent, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError):
+                return 413
+            time.sleep(0.5)
+    raise AssertionError("the page does not start")

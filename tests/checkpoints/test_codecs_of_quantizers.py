@@ -82,7 +82,7 @@ def test_gptq_is_its_formula(bits: int, ordered: bool, tmp_path: Path) -> None:
     stored, expected = gptq(bits, ordered=ordered, shift=1)
     with open_model(save_model(tmp_path, stored, config_of("gptq", bits=bits))) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
-        assert f"GPTQ int{bits}" in checkpoint.tensors.parts(NAME).scheme
+        assert f"GPTQ int{bits}" in checkpoint.tensors.parts(NAME)[1]
         same_everywhere(checkpoint.tensors, NAME, expected)
         assert isinstance(checkpoint.tensors, QuantizedTensors)
         assert checkpoint.tensors.coded[NAME].held_bytes >= stored[f"{STEM}.qweight"].nbytes
@@ -98,7 +98,7 @@ def test_gptq_v2_stores_zero_points_as_they_are(tmp_path: Path) -> None:
 def test_awq_is_its_formula(tmp_path: Path) -> None:
     stored, expected = awq()
     with open_model(save_model(tmp_path, stored, config_of("awq", bits=4, version="GEMM"))) as checkpoint:
-        assert "AWQ int4" in checkpoint.tensors.parts(NAME).scheme
+        assert "AWQ int4" in checkpoint.tensors.parts(NAME)[1]
         same_everywhere(checkpoint.tensors, NAME, expected)
 
 
@@ -150,7 +150,7 @@ def test_four_bits_are_their_formula(nested: bool, shape: tuple[int, int], tmp_p
     stored, expected = four_bits(noise(*shape), nested=nested)
     with open_model(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
-        assert checkpoint.tensors.parts(NAME).scheme.startswith("NF4")
+        assert checkpoint.tensors.parts(NAME)[1].startswith("NF4")
         same_everywhere(checkpoint.tensors, NAME, expected)
 
 

@@ -100,7 +100,7 @@ def test_tensors_and_config_are_those_that_transformers_loads(kind: str, archite
             out = memoryview(bytearray(spec.nbytes - 3))
             again.read_into(name, 3, out)
             assert out == bytes(found.view(torch.uint8).flatten().tolist())[3:]
-            assert (checkpoint.tensors.parts(name).scheme == f"GGUF {kind}") == (spec.dtype == "bfloat16")
+            assert (checkpoint.tensors.parts(name)[1] == f"GGUF {kind}") == (spec.dtype == "bfloat16")
         config = checkpoint.config or {}
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
                       "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "model_type",

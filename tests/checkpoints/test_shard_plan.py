@@ -42,19 +42,19 @@ SPECS = st.lists(
 @given(SPECS, st.integers(1, 300))
 def test_every_tensor_once_aligned_without_holes_within_the_limit(specs: list[TensorSpec], limit: int) -> None:
     shards = plan_shards(specs, limit)
-    placed = [n for s in shards for n in s.extents]
+    placed = [n for s in shards for n in s.specs]
     assert sorted(placed) == sorted(s.name for s in specs)
     by_name = {s.name: s for s in specs}
     for shard in shards:
         reached = len(shard.header)
         assert reached % 8 == 0
-        for name, extent in shard.extents.items():
-            assert (extent.file, extent.offset, extent.nbytes) == (shard.file, reached, by_name[name].nbytes)
-            assert extent.offset % by_name[name].itemsize == 0
-            reached += extent.nbytes
+        for name, spec in shard.specs.items():
+            assert (spec.file, spec.offset, spec.nbytes) == (shard.file, reached, by_name[name].nbytes)
+            assert spec.offset % by_name[name].itemsize == 0
+            reached += spec.nbytes
         assert reached == shard.size
-        size = sum(p.nbytes for p in shard.extents.values())
-        large = [p for p in shard.extents.values() if p.nbytes]
+        size = sum(p.nbytes for p in shard.specs.values())
+        large = [p for p in shard.specs.values() if p.nbytes]
         assert size <= limit or len(large) == 1
     assert plan_shards(specs, limit) == shards
 
@@ -98,12 +98,12 @@ def test_names_of_files_and_the_index(tmp_path: Path) -> None:
     assert [s.file for s in plan_shards(specs, 10**9)] == ["model.safetensors"]
     shards = plan_shards(specs, 80)
     assert [s.file for s in shards] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert [list(s.extents) for s in shards] == [["t0", "t1"], ["t2", "t3"], ["t4"]]
+    assert [list(s.specs) for s in shards] == [["t0", "t1"], ["t2", "t3"], ["t4"]]
     writer = ShardWriter(tmp_path, shards, durable=True)
     writer.finish(specs)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200, "total_parameters": 50}
-    assert index["weight_map"] == {n: s.file for s in shards for n in s.extents}
+    assert index["weight_map"] == {n: s.file for s in shards for n in s.specs}
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_wider_dtypes_come_first_and_keep_their_order() -> None:
         spec("c", (3,), "bfloat16"),
         spec("d", (1,), "int64"),
     ]
-    assert list(plan_shards(specs, 10**9)[0].extents) == ["b", "d", "c", "a"]
+    assert list(plan_shards(specs, 10**9)[0].specs) == ["b", "d", "c", "a"]
 
 
 @pytest.mark.parametrize(

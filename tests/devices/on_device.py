@@ -20,7 +20,7 @@ from tests.helpers.executor_suite import ExecutorConformance
 from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources
 
 NEAR = 1e-3
@@ -33,7 +33,7 @@ class OneDevice(ExecutorConformance):
     workers = 2
     device = "cpu:0"
 
-    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+    def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
         return ThreadExecutor(inputs, writers, Resources(1, resources.memory, self.device))
 
 

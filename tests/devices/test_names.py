@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actmat.engine.devices import ON_HOST, DeviceNames, check_device, device_room, open_devices, parse_devices
+from actmat.engine.devices import ON_HOST, check_device, device_room, open_devices, parse_devices
 from actmat.engine.resources import share_resources
 from actmat.errors import Problems, RecipeError
 from actmat.planning.model import MergePlan
@@ -28,7 +28,7 @@ from actmat.settings import RunSettings
     ],
 )
 def test_what_a_text_names(text: str, kind: str, numbers: tuple[int, ...] | None) -> None:
-    assert parse_devices(text) == DeviceNames(kind, numbers)
+    assert parse_devices(text) == (kind, numbers)
     assert (parse_devices(text) == ON_HOST) == (text == "cpu")
 
 

@@ -87,6 +87,18 @@ def summed(place: Path, out: str, *experts: str, **fields: Any) -> Path:
     return place / out
 
 
+def test_files_without_strengths_add_up_at_strength_1(tmp_path: Path) -> None:
+    """As loaders one after another add; what the evidence on language models prefers is not asked."""
+    files = [lora(tmp_path / f"{seed}.safetensors", seed, layout) for seed, layout in ((1, "kohya"), (2, "comfy"))]
+    report = actmat.merge(None, files, out=tmp_path / "sum.safetensors", **RUN)
+    merged, parts = deltas(tmp_path / "sum.safetensors"), [deltas(file) for file in files]
+    for name, delta in merged.items():
+        torch.testing.assert_close(delta.double(), sum(part[name].double() for part in parts), rtol=1e-5, atol=1e-6)
+    auto = [note.text for note in report.plan.notes if note.text.startswith("auto:")]
+    assert len(auto) == 1
+    assert "points over" not in auto[0]
+
+
 @pytest.mark.parametrize("to", ["kohya", "comfy", None])
 def test_files_of_all_layouts_merge_into_a_file(place: Path, to: str | None) -> None:
     """The sum of the deltas, each packed layer block by block; the first file's layout where none is named."""

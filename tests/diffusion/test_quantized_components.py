@@ -43,9 +43,9 @@ def test_a_component_of_codes_is_read_by_its_own_config(home: Path) -> None:
     with open_tensors(home / "plain") as plain, open_tensors(home / "coded") as coded:
         name = f"transformer.{NAME}"
         assert coded.specs.keys() == plain.specs.keys()
-        assert "per block of 8x4" in coded.parts(name).scheme
-        assert coded.parts("text_encoder.text_projection.weight").scheme == ""
-        stored = [s.name for s in coded.parts(name).specs]
+        assert "per block of 8x4" in coded.parts(name)[1]
+        assert coded.parts("text_encoder.text_projection.weight")[1] == ""
+        stored = [s.name for s in coded.parts(name)[0]]
         assert stored == [NAME, f"{NAME}_scale_inv"]
         tensors = load_file(next((home / "coded" / "transformer").glob("*.safetensors")))
         expected = fp8_blocks(NAME, load_file(next((home / "plain" / "transformer").glob("*.safetensors")))[NAME],

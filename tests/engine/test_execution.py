@@ -24,7 +24,6 @@ from actmat import methods as methods_module
 from actmat.api.merging import plan as plan_merge
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.method import generator_for
-from actmat.engine.observer import NoWriter
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
@@ -349,7 +348,7 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
     found: list[str] = []
     with open_inputs([recipe]) as (inputs, places):
         plans = plan_all(inputs, places.room)
-        executor = ThreadExecutor(inputs, [NoWriter()], Resources(2, 1 << 33))
+        executor = ThreadExecutor(inputs, [None], Resources(2, 1 << 33))
         spec = SessionSpec(plans, str(family.base), (), (None,))
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the loop raises after it gave results
             for result in executor.run(spec, plan_units(plans, [()], None)):

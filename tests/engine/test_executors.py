@@ -20,7 +20,7 @@ from actmat.engine.executors import EXECUTORS
 from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
@@ -33,7 +33,7 @@ from actmat.planning.model import Item
 class ReversedExecutor:
     """Units in reverse order, one after another, in another process, which is given nothing but the spec."""
 
-    def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
+    def __init__(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> None:
         del inputs, writers, resources
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
@@ -61,7 +61,7 @@ def merge_there(spec: SessionSpec, unit: Unit) -> UnitResult:
 
 
 class TestOneThread(ExecutorConformance):
-    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+    def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
         return ThreadExecutor(inputs, writers, resources)
 
 
@@ -70,14 +70,14 @@ class TestThreeThreads(TestOneThread):
 
 
 class TestReversedInAnotherProcess(ExecutorConformance):
-    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+    def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
         return ReversedExecutor(inputs, writers, resources)
 
 
 class HereExecutor:
     """One session in this process."""
 
-    def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
+    def __init__(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> None:
         del resources
         self._inputs, self._writers = inputs, writers
 
@@ -174,7 +174,7 @@ def test_a_broken_executor_fails_its_clause(
     tmp_path: Path, broken: type[HereExecutor], clause: str, message: str
 ) -> None:
     class Suite(ExecutorConformance):
-        def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+        def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
             return broken(inputs, writers, resources)
 
     with pytest.raises(AssertionError, match=message):

@@ -26,7 +26,7 @@ from tests.helpers.troubles import Trouble
 import actmat as package
 from actmat.engine.executors.base import Executor
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources
 from actmat.engine.session import UnitResult
 from actmat.errors import MergeError
@@ -86,7 +86,7 @@ class TestRay(ExecutorConformance):
     def share(self, workers: Dispatcher) -> None:
         self.dispatcher = workers
 
-    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+    def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
         return Noting(RayExecutor(inputs, writers, resources, workers=self.dispatcher), self)
 
     def trouble(self, folder: Path, what: Any, **more: Any) -> Trouble:

@@ -289,12 +289,12 @@ def test_attached_files_are_never_made_or_cut(merged: Any, tmp_path: Path) -> No
     assert path.read_bytes() == b"short"
     path.write_bytes(shards[0].header + bytes(shards[0].size - len(shards[0].header)))
     writer = ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
-    name, extent = next(iter(shards[0].extents.items()))
-    writer.sink(name).write(memoryview(bytes([7]) * extent.nbytes))
+    name, spec = next(iter(shards[0].specs.items()))
+    writer.sink(name).write(memoryview(bytes([7]) * spec.nbytes))
     writer.close()
-    before = shards[0].header + bytes(extent.offset - len(shards[0].header))
-    after = bytes(shards[0].size - extent.offset - extent.nbytes)
-    assert path.read_bytes() == before + bytes([7]) * extent.nbytes + after
+    before = shards[0].header + bytes(spec.offset - len(shards[0].header))
+    after = bytes(shards[0].size - spec.offset - spec.nbytes)
+    assert path.read_bytes() == before + bytes([7]) * spec.nbytes + after
 
 
 # Names

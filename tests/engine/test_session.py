@@ -21,7 +21,6 @@ from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers
 from actmat.engine.devices import Device
 from actmat.engine.findings import Findings
-from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import plan_units
 from actmat.extras.collect.collect import collect
@@ -237,7 +236,7 @@ def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) ->
         with open_inputs(recipes) as (inputs, _):
             plans = plan_all(inputs, DeviceRoom("cpu:0"))
             spec = SessionSpec(plans, fields["base"], (), (None,))
-            session = Session(spec, inputs, [NoWriter()] * 2, Device("cpu:0"))
+            session = Session(spec, inputs, [None] * 2, Device("cpu:0"))
             unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)
             reader = session._opened(unit, Findings(tolerated=False))
             assert (unit.device_bytes > 0, not reader.on_host) == (moves, moves)

@@ -21,8 +21,8 @@ from actmat.engine.resources import Resources
 from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.planning.item import Item, MethodCall, Reading, Target, Write
-from actmat.planning.work import DeviceRoom, Placed, place
+from actmat.planning.item import Item, ItemCost, MethodCall, Reading, Target, Write
+from actmat.planning.work import DeviceRoom, place
 from actmat.recipe import make_recipe
 
 __all__ = ["LINEAR", "executor_of", "large", "opened", "placed", "plain"]
@@ -72,7 +72,9 @@ def plain(run: ExecutorRun) -> Any:
 LINEAR = TensorLayout(Role.LINEAR, "")
 
 
-def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, *, factored: bool = False) -> Placed:
+def placed(
+    method: str, shape: tuple[int, ...], room: DeviceRoom, *, factored: bool = False
+) -> tuple[Reading, ItemCost, str]:
     """Place of a tensor of three bfloat16 experts that a method merges in float32."""
     declared = get_method(method)
     source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * factored)

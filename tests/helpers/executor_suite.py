@@ -28,7 +28,7 @@ from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.base import Executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import ObservedMerge, ObserverFactory, SinkSource
+from actmat.engine.observer import ObservedMerge, ObserverFactory, Writer
 from actmat.engine.record import Record
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
@@ -74,7 +74,7 @@ class ExecutorConformance(abc.ABC):
     near: ClassVar[float] = 0.0
 
     @abc.abstractmethod
-    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+    def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
         """The executor; arguments as for `ExecutorFactory`."""
 
     def test_full_checkpoints_and_variants(self, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.helpers.experts import OnePass
 
 from actmat.linalg.chunks import SHORT_CHUNK
-from actmat.linalg.inner import MANY, inner_products, one_pass_sum, weighted_sum
+from actmat.linalg.inner import MANY, inner_products, is_finite, one_pass_sum, weighted_sum
 
 SIZES = [0, 1, SHORT_CHUNK - 1, SHORT_CHUNK, SHORT_CHUNK + 1, 2 * SHORT_CHUNK + 5]
 
@@ -62,3 +62,12 @@ def test_one_pass_sum_is_the_same_sum_and_reads_in_order() -> None:
     assert torch.equal(one_pass_sum(OnePass(rows), weights), weighted_sum(rows, weights))
     with pytest.raises(ValueError, match="argument 2"):
         one_pass_sum(rows, [1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_sum_that_overflows_is_no_infinity(dtype: torch.dtype) -> None:
+    large = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(large)
+    for bad in (float("nan"), float("inf")):
+        assert not is_finite(torch.cat([large, torch.tensor([bad], dtype=dtype)]))
+    assert not is_finite(torch.tensor([float("inf"), float("-inf")], dtype=dtype))

@@ -9,7 +9,7 @@ from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.extras.research.joint import joint_basis
 from actmat.linalg.caps import cap_delta, cap_lowrank
-from actmat.linalg.lowrank import LowRank, frobenius_norm, truncate, weighted_sum
+from actmat.linalg.lowrank import LowRank, frobenius_norm, inner_products, padded, truncate, weighted_sum
 
 # Truncation in factored form is the best approximation of its rank; norms and sums need no dense matrix.
 
@@ -40,14 +40,37 @@ def test_enough_rank_is_exact_and_balanced() -> None:
     delta = factors(9, 14, rank=3)
     reduced = truncate(delta, 6)  # padded with zeros
     assert relative_error(reduced.value.dense(), delta.dense()) <= 1e-13
-    assert (reduced.error, reduced.rank, reduced.value.rank) == (0, 3, 6)
+    assert (reduced.error, reduced.value.rank) == (0, 6)
     assert float(reduced.value.b_OR.norm()) == pytest.approx(float(reduced.value.a_RI.norm()))
 
 
-def test_a_zero_delta_has_rank_zero() -> None:
+@pytest.mark.parametrize("shape", [(9, 14), (3, 8, 6)])
+def test_padding_moves_powers_of_two_and_changes_no_bit_of_the_delta(shape: tuple[int, ...]) -> None:
+    delta = factors(*shape, rank=4)
+    uneven = LowRank(delta.b_OR * torch.tensor([1e-9, 0.0, 7.0, 1e9], dtype=torch.float64), delta.a_RI)
+    same = padded(uneven, 6)
+    assert same.value.rank == 6
+    assert torch.equal(same.value.dense(), torch.nn.functional.pad(uneven.b_OR, (0, 2)) @ same_rows(uneven, 6))
+    assert (same.norm, same.error) == (pytest.approx(float(uneven.dense().norm())), 0)
+    ratio_R = same.value.b_OR.norm(dim=-2) / same.value.a_RI.norm(dim=-1)
+    assert bool(((ratio_R[..., [0, 2, 3]] > 0.25) & (ratio_R[..., [0, 2, 3]] < 4)).all())
+
+
+def same_rows(delta: LowRank, rank: int) -> torch.Tensor:
+    return torch.nn.functional.pad(delta.a_RI, (0, 0, 0, rank - delta.rank))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_inner_products_are_those_of_the_dense_deltas(batch: tuple[int, ...]) -> None:
+    deltas = [factors(*batch, 20, 12, rank=rank, seed=rank) for rank in (1, 3, 5)]
+    flat_TN = torch.stack([d.dense().reshape(-1) for d in deltas])
+    torch.testing.assert_close(inner_products(deltas), flat_TN @ flat_TN.mT, rtol=1e-13, atol=1e-12)
+
+
+def test_a_zero_delta_stays_zero() -> None:
     delta = LowRank(torch.zeros(4, 2), torch.ones(2, 5))
     reduced = truncate(delta, 2)
-    assert (reduced.rank, reduced.norm, reduced.error) == (0, 0, 0)
+    assert (reduced.norm, reduced.error) == (0, 0)
     assert not reduced.value.dense().any()
 
 

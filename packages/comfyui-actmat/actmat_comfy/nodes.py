@@ -37,7 +37,7 @@ def methods(*, of_adapters: bool) -> list[str]:
 
 
 def _method_inputs(*, of_adapters: bool) -> list[Any]:
-    about = "auto: by measurements, none of them of image models. task_arithmetic with scaling=1: the plain sum."
+    about = "auto: LoRA files add up at their strengths; checkpoints: by measurements, none of them of image models."
     return [
         io.Combo.Input("method", options=methods(of_adapters=of_adapters), default="auto", tooltip=about),
         io.Float.Input("scale", **_STRENGTH, tooltip="Factor of the merged change, for model and CLIP."),

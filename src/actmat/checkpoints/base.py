@@ -109,19 +109,6 @@ def versions_of_files(files: Iterable[FileIdentity]) -> tuple[tuple[str, int, st
 
 
 @dataclass(frozen=True, slots=True)
-class StoredParts:
-    """The stored tensors that make up one tensor, and a description of their codes; empty for one that is not coded."""
-
-    specs: tuple[TensorSpec, ...]
-    scheme: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read from storage; fewer than those of the tensor if it is quantized."""
-        return sum(spec.nbytes for spec in self.specs)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorsHandle:
     """Address from which `resolve.open_handle` opens tensors again, also in another process: it can be pickled.
 
@@ -166,9 +153,9 @@ class Tensors(AbstractContextManager["Tensors"]):
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""
 
-    def parts(self, name: str) -> StoredParts:
-        """The stored tensors that make up a tensor: itself, if it is not quantized."""
-        return StoredParts((self.specs[name],))
+    def parts(self, name: str) -> tuple[tuple[TensorSpec, ...], str]:
+        """The stored tensors that make up a tensor, and a description of their codes: itself, if it is not coded."""
+        return (self.specs[name],), ""
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors will be read soon (disk read-ahead). Never fails."""

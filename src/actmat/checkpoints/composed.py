@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from actmat.checkpoints.base import StoredParts, Tensors, TensorsHandle, TensorSpec, View
+from actmat.checkpoints.base import Tensors, TensorsHandle, TensorSpec, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Composed(View):
             done += size
             number += 1
 
-    def parts(self, name: str) -> StoredParts:
+    def parts(self, name: str) -> tuple[tuple[TensorSpec, ...], str]:
         """The stored tensors of all pieces, if these are coded; else itself."""
         parts = [self.sources[p.source].parts(p.name) for p in self.pieces[name] if isinstance(p, Piece)]
-        scheme = next((part.scheme for part in parts if part.scheme), "")
-        return StoredParts(tuple(s for part in parts for s in part.specs), scheme) if scheme else super().parts(name)
+        scheme = next((scheme for _, scheme in parts if scheme), "")
+        return (tuple(s for specs, _ in parts for s in specs), scheme) if scheme else super().parts(name)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Pass the hint on."""

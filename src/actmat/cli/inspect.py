@@ -97,8 +97,9 @@ def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:
             "role": str(layout.role),
             "reason": layout.reason,
         }
-        if (parts := opened.tensors.parts(name)).scheme:
-            row["stored"] = {"scheme": parts.scheme, "bytes": parts.nbytes}
+        stored, scheme = opened.tensors.parts(name)
+        if scheme:
+            row["stored"] = {"scheme": scheme, "bytes": sum(s.nbytes for s in stored)}
         if layout.orientation != "OI":
             row["orientation"] = layout.orientation
         if layout.blocks:
@@ -113,7 +114,7 @@ def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:
         "tensors": tensors,
         "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in ties),
         "bytes": sum(s.nbytes for s in specs),
-        "stored_bytes": sum(opened.tensors.parts(s.name).nbytes for s in specs),
+        "stored_bytes": sum(r.get("stored", r)["bytes"] for r in tensors),
         "dtypes": dict(Counter(s.dtype for s in specs)),
         "schemes": dict(Counter(r["stored"]["scheme"] for r in tensors if "stored" in r)),
         "roles": dict(Counter(r["role"] for r in tensors)),

@@ -6,13 +6,14 @@ table that was resized on its own). Merging one of them for both would silently 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.hashing import ContentHash
 from actmat.engine.inputs import Inputs
 from actmat.errors import StatisticsError
+from actmat.experts.deltas import Deltas
 from actmat.planning.model import Item
 from actmat.statistics.header import adapter_content
 from actmat.statistics.store import Statistics
@@ -20,15 +21,8 @@ from actmat.statistics.store import Statistics
 _CHUNK_BYTES = 1 << 22
 
 
-class TensorBytes(Protocol):
-    """Stored tensors whose bytes can be read."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Specs by name."""
-
-    def read_into(self, name: str, start: int, out: memoryview, /) -> None:
-        """Fill `out` with bytes of a tensor from `start` on."""
+TensorBytes: TypeAlias = Tensors | Deltas | Statistics
+"""Stored tensors whose bytes can be read."""
 
 
 def content_hash(stored: TensorBytes, name: str) -> str:

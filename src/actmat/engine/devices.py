@@ -25,20 +25,7 @@ USABLE = 0.9
 """Share of a device's memory that plans count on; the rest is for its libraries (context, handles) and fragments."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceNames:
-    """Devices that one text names.
-
-    Args:
-        kind: `cpu`, `cuda` or `mps`.
-        numbers: of the devices; None if none is given: the host for `cpu`, all devices for `cuda`.
-    """
-
-    kind: str
-    numbers: tuple[int, ...] | None = None
-
-
-ON_HOST = DeviceNames("cpu")
+ON_HOST = "cpu", None
 """Everything is computed by threads on the host."""
 
 
@@ -69,14 +56,16 @@ class Device:
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + unused
 
 
-def parse_devices(text: str) -> DeviceNames:
-    """The devices that a text names; a plan may be made for devices that only another machine has.
+def parse_devices(text: str) -> tuple[str, tuple[int, ...] | None]:
+    """Kind and numbers of the devices that a text names; None: the host for `cpu`, all devices for `cuda`.
+
+    A plan may be made for devices that only another machine has.
 
     Raises:
         RecipeError: invalid text; lists everything that is wrong with it.
 
     >>> parse_devices("cuda:0,2")
-    DeviceNames(kind='cuda', numbers=(0, 2))
+    ('cuda', (0, 2))
     >>> parse_devices("cpu") == ON_HOST
     True
     """
@@ -91,7 +80,7 @@ def parse_devices(text: str) -> DeviceNames:
     problems += [f"{number} is given {count} times" for number, count in counts.items() if count > 1]
     if problems:
         raise RecipeError(f"device is {FORMS}; got '{text}': {'; '.join(problems)}")
-    return DeviceNames(kind, tuple(counts) if colon else None)
+    return kind, tuple(counts) if colon else None
 
 
 def open_devices(text: str) -> list[Device]:
@@ -100,11 +89,11 @@ def open_devices(text: str) -> list[Device]:
     Raises:
         RecipeError: invalid text.
     """
-    names = parse_devices(text)
-    if names.kind == "mps":
+    kind, numbers = parse_devices(text)
+    if kind == "mps":
         return [Device("mps")]
-    count = torch.cuda.device_count() if names.kind == "cuda" else 0
-    return [Device(f"{names.kind}:{n}") for n in (range(count) if names.numbers is None else names.numbers)]
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    return [Device(f"{kind}:{n}") for n in (range(count) if numbers is None else numbers)]
 
 
 def check_device(text: str) -> None:
@@ -119,14 +108,14 @@ def check_device(text: str) -> None:
 
 def _missing(text: str) -> str:
     """Problem with devices that a text names and this machine lacks; empty if all are here."""
-    names = parse_devices(text)
-    if names.kind == "cuda" and not torch.cuda.is_available():
+    kind, numbers = parse_devices(text)
+    if kind == "cuda" and not torch.cuda.is_available():
         return f"device '{text}' was given, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
-    if names.kind == "cuda":
+    if kind == "cuda":
         count = torch.cuda.device_count()
-        if missing := [f"'cuda:{n}'" for n in names.numbers or () if n >= count]:
+        if missing := [f"'cuda:{n}'" for n in numbers or () if n >= count]:
             return f"there is no {', '.join(missing)}: torch sees {count} CUDA device(s), 0 to {count - 1}"
-    if names.kind == "mps" and not torch.backends.mps.is_available():
+    if kind == "mps" and not torch.backends.mps.is_available():
         return "device 'mps' was given, but this torch has no Metal support"
     return ""
 

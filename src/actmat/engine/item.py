@@ -53,13 +53,13 @@ def merge_item(tasks: Sequence[Task], reader: ItemReader) -> list[Record]:
             if not merging:
                 continue
             assert reader.reading is not None, "the plan says how deltas are read"
-            if reader.is_futile:
+            if reader.results_discarded:
                 RegionDeltas(reader, region, base).drain()  # results are discarded; the rest is read for bad values
             elif reader.reading.strategy == "combine":
                 changed |= _combine(merging[0], region, base, reader)
             else:
                 changed |= _merge(merging, RegionDeltas(reader, region, base, reader.reading.strategy))
-    if reader.is_futile:
+    if reader.results_discarded:
         return []
     share = (time.perf_counter() - began) / len(tasks)
     return [_record_of(sink, reader, share, changed=changed) for sink in sinks]
@@ -174,7 +174,8 @@ def _record_of(sink: Sink, reader: ItemReader, seconds: float, *, changed: bool)
     if task.item.action == "merge" and reader.sample is not None:
         reader.sample.finish()
         size = size_of(task.item, reader.sample, sink.sample.entries)
-        products = products_of(reader.sample.probes)
+        probes = reader.sample.probes
+        products = products_of(torch.stack(probes) @ torch.stack(probes).mT) if probes else ()
     is_unchanged = not (task.merges and changed) if written.unchanged is None else written.unchanged
     return Record(
         name=task.item.name,

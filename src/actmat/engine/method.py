@@ -28,6 +28,7 @@ from actmat.engine.task import Task
 from actmat.errors import NumericalError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
+from actmat.linalg.inner import is_finite
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged, MergeMethod
 from actmat.methods.facets import Stages
@@ -373,8 +374,7 @@ def checked_finite(value: Tensor, task: Task) -> Tensor:
     Raises:
         NumericalError: not all of it is finite.
     """
-    # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
-    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+    if not is_finite(value):
         raise NumericalError(
             f"gave NaN or Inf for finite deltas, with options {dict(task.call.options)}. Likely cause: options out "
             "of proportion to the deltas, or deltas whose squares overflow; try --set compute_dtype=float64, other "

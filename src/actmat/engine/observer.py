@@ -1,4 +1,4 @@
-"""The observer of a merge: receives a method's inputs and output, and measures them; and the sinks of its bytes.
+"""The observer of a merge: receives a method's inputs and output, and measures them; and the writer of its bytes.
 
 An observer belongs to one item of one output and to one thread at a time. Its result goes unchanged into the
 item's record, so that an interrupted merge keeps its measurements.
@@ -77,23 +77,8 @@ class ByteSink(Protocol):
         """Content hash of all bytes."""
 
 
-class SinkSource(Protocol):
-    """Factory of sinks."""
+class Writer(Protocol):
+    """Makes the sinks of one output; in place of a writer, None: the merge is only measured, nothing is kept."""
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> ByteSink:
         """The sink of tensor `name`; `aliases` get the same bytes."""
-
-
-class NoWriter:
-    """Sinks of a merge that is only measured: nothing is kept, nothing is hashed."""
-
-    def sink(self, name: str, aliases: Sequence[str] = ()) -> ByteSink:
-        """A sink that drops its bytes."""
-        return _Nowhere()
-
-
-class _Nowhere:
-    digest = ""
-
-    def write(self, data: memoryview) -> None:
-        """Drop the bytes."""

@@ -84,7 +84,7 @@ class ItemReader:
             self.sample = InputSample(item, self._sources, inputs.experts)
 
     @property
-    def is_futile(self) -> bool:
+    def results_discarded(self) -> bool:
         """True if the results of this run are discarded."""
         return self.inspect_only or self.findings.fatal
 

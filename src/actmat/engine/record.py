@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OBSERVED = "watched"
+OBSERVED = "observed"
 """Key in a record's JSON that holds the observer's measurements."""
 
 

@@ -29,7 +29,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.item import merge_item
 from actmat.engine.memory import Scratch
 from actmat.engine.method import observed_deltas
-from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
+from actmat.engine.observer import ObserverFactory, Writer
 from actmat.engine.reader import ItemReader
 from actmat.engine.record import Record
 from actmat.engine.survey import SurveyKey, survey_key
@@ -106,7 +106,7 @@ class Session:
     """
 
     def __init__(
-        self, spec: SessionSpec, inputs: Inputs, writers: Sequence[SinkSource], device: Device | None = None
+        self, spec: SessionSpec, inputs: Inputs, writers: Sequence[Writer | None], device: Device | None = None
     ) -> None:
         self.spec = spec
         self.inputs = inputs
@@ -134,10 +134,10 @@ class Session:
             base = None if spec.base is None else stack.enter_context(Model(open_tensors_handle(spec.base)))
             experts = [stack.enter_context(open_handle(handle)) for handle in spec.experts]
             statistics = stack.enter_context(opened_statistics(recipe))
-            writers: list[SinkSource] = []
+            writers: list[Writer | None] = []
             for plan, folder in zip(spec.plans, spec.outputs, strict=True):
                 if folder is None:
-                    writers.append(NoWriter())
+                    writers.append(None)
                     continue
                 if plan.is_extracted:
                     writers.append(SpoolWriter(folder, plan.shards[0].file, durable=synchronous, attached=True))

@@ -1,7 +1,8 @@
 """Sinks write merged values: they round once, check range, sign and finiteness, and hash.
 
     Sum        W_0 + scale * D*, chunk by chunk
-    Factors    A = a, B = scale * b of a module that was merged by its factors, cut or padded to the planned rank
+    Factors    A = a, B = scale * b of a module that was merged by its factors, cut or padded to the planned rank;
+               of a sum that has this rank, the experts' factors as they are
     Svd        B = U_r sqrt(s_r), A = sqrt(s_r) V_r^T of a delta that was merged whole, D* = U diag(s) V^T
 
 Shapes: `O` out_features, `I` in_features, `R` rank, `S` entries of a chunk. Factors are computed in float64.
@@ -23,14 +24,15 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.deltas import RegionDeltas
-from actmat.engine.observer import ByteSink, NoWriter, SinkSource
+from actmat.engine.observer import ByteSink, Writer
 from actmat.engine.reader import BaseEntries, ItemReader
 from actmat.engine.size import Sample, products_of
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
+from actmat.linalg.inner import is_finite
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
+from actmat.linalg.lowrank import LowRank, Truncated, inner_products, padded, truncate
 from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Item, ModuleForm
 from actmat.planning.regions import CHUNK, Region
@@ -45,24 +47,27 @@ def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
     """
     dtype = torch_dtype(spec.dtype)
     out = value.to(dtype).contiguous()
-    if not bool(torch.isfinite(out).all()):
+    if not is_finite(out):
         raise NumericalError(
             f"tensor '{spec.name}' has values beyond {dtype}'s range; write with --dtype bfloat16 or float32"
-            if bool(torch.isfinite(value).all())
+            if is_finite(value)
             else f"tensor '{spec.name}' has NaN or Inf, but its factors are finite. Likely cause: options out of "
             "proportion to the deltas; try other options, or another method for this module"
         )
     return out
 
 
-def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
-    """Round and write a whole tensor; returns its content hash.
+def write_tensor(writer: Writer | None, spec: TensorSpec, value: Tensor) -> str:
+    """Round and write a whole tensor; returns its content hash, empty where nothing is written.
 
     Raises:
         NumericalError: see `rounded`.
     """
+    data = raw_bytes(rounded(spec, value))
+    if writer is None:
+        return ""
     sink = writer.sink(spec.name)
-    sink.write(raw_bytes(rounded(spec, value)))
+    sink.write(data)
     return sink.digest
 
 
@@ -132,9 +137,9 @@ class Sum(Sink):
         self._names = tuple(s.name for s in self.item.outputs)
 
     @cached_property
-    def _bytes(self) -> ByteSink:
-        """Receives the bytes of the tensor, and of those tied to it."""
-        return self.writer.sink(self._names[0], self._names[1:])
+    def _bytes(self) -> ByteSink | None:
+        """Receives the bytes of the tensor, and of those tied to it; None if the merge is only measured."""
+        return None if self.writer is None else self.writer.sink(self._names[0], self._names[1:])
 
     def take(
         self, region: Region, base: BaseEntries | None, value: Tensor | LowRank | None, deltas: RegionDeltas | None
@@ -161,7 +166,8 @@ class Sum(Sink):
 
     def finish(self) -> Written:
         """See `Sink`."""
-        return Written(dict.fromkeys(self._names, self._bytes.digest), self._bytes.digest)
+        digest = "" if self._bytes is None else self._bytes.digest
+        return Written(dict.fromkeys(self._names, digest), digest)
 
     def _write(self, chunk: Tensor, stored: Tensor) -> None:
         """Cast, check and write one chunk of merged entries; `stored`: the same of the base, as stored.
@@ -178,7 +184,8 @@ class Sum(Sink):
             check_range(self.item, chunk, cast, stored)
         if is_variance(self.item.name):
             check_sign(self.item, cast, stored)
-        self._bytes.write(raw_bytes(cast))
+        if self._bytes is not None:
+            self._bytes.write(raw_bytes(cast))
 
 
 class Factors(Sink):
@@ -190,20 +197,23 @@ class Factors(Sink):
         """See `Sink`; a module is one region."""
         assert isinstance(value, LowRank), "a module is merged by its factors"
         assert deltas is not None, "a module is never copied"
-        scaled = LowRank(value.b_OR * self.scale, value.a_RI)
-        self._truncated = truncate(scaled, self.item.write.rank)
+        scaled, rank = LowRank(value.b_OR * self.scale, value.a_RI), self.item.write.rank
+        call, acts_on = self.task.call, self.task.method.acts_on
+        is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.steps
+        self._truncated = padded(scaled, rank) if is_sum and scaled.rank <= rank else truncate(scaled, rank)
         self._experts = deltas.whole_factors
 
     def finish(self) -> Written:
         """See `Sink`."""
-        stats = _norms(self._experts, self._truncated)
+        gram_TT = inner_products(self._experts)
+        stats = _norms(gram_TT, self._truncated)
         values = list(_stored(self.item.module, self._truncated.value))
         for spec in self.item.outputs[len(values) :]:
             is_scale = spec.name.endswith(ALPHA)
             rank = torch.tensor(float(self.item.write.rank), dtype=torch.float64)
             values.append(rank if is_scale else _bias(self.item, self.reader))
         hashes = write_tensors(self.writer, self.item.outputs, values)
-        digest, products = hash_names(hashes.items()), products_of(self._experts)
+        digest, products = hash_names(hashes.items()), products_of(gram_TT)
         return Written(hashes, digest, stats, products, unchanged=not any(stats["expert_norms"]))
 
 
@@ -212,7 +222,7 @@ class Svd(Sink):
 
     def __init__(self, task: Task, reader: ItemReader) -> None:
         super().__init__(task, reader)
-        self._keeps = self.item.write.kind == "svd" and not isinstance(self.writer, NoWriter)
+        self._keeps = self.item.write.kind == "svd" and self.writer is not None
         self._delta = torch.zeros(self.item.numel if self._keeps else 0, dtype=reader.compute_dtype)
         self._square = 0.0
 
@@ -261,7 +271,7 @@ def sink_of(task: Task, reader: ItemReader) -> Sink:
     return {"sum": Sum, "factors": Factors}.get(kind, Svd)(task, reader)
 
 
-def write_tensors(writer: SinkSource, specs: Sequence[TensorSpec], values: Sequence[Tensor]) -> dict[str, str]:
+def write_tensors(writer: Writer | None, specs: Sequence[TensorSpec], values: Sequence[Tensor]) -> dict[str, str]:
     """Round and write whole tensors; returns their content hashes.
 
     Raises:
@@ -309,14 +319,12 @@ def _stored(form: ModuleForm, value: LowRank) -> tuple[Tensor, Tensor]:
     return value.a_RI, value.b_OR
 
 
-def _norms(deltas: Sequence[LowRank], truncated: Truncated) -> dict[str, Any]:
+def _norms(gram_TT: Tensor, truncated: Truncated) -> dict[str, Any]:
     """Norms of the inputs, of their sum and of the result, and the error of the truncation."""
-    total = weighted_sum(deltas, [1.0] * len(deltas))
     return {
         "norm": truncated.norm,
-        "expert_norms": [frobenius_norm(d) for d in deltas],
-        "sum_norm": frobenius_norm(total),
-        "numerical_rank": truncated.rank,
+        "expert_norms": gram_TT.diagonal().clamp_min(0).sqrt().tolist(),
+        "sum_norm": float(gram_TT.sum().clamp_min(0).sqrt()),
         "error_norm": truncated.error,
         "relative_error": truncated.error / truncated.norm if truncated.norm else 0.0,
         **retry_stats(truncated.retries),

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.experts.deltas import Deltas, DeltaSource
-from actmat.linalg.lowrank import LowRank, inner
 from actmat.planning.item import Item
 
 RUNS = 16
@@ -223,20 +222,13 @@ def size_of(item: Item, sample: InputSample, merged: Tensor | None) -> dict[str,
     }
 
 
-def products_of(deltas: Sequence[Tensor | LowRank]) -> tuple[float, ...]:
+def products_of(gram_TT: Tensor) -> tuple[float, ...]:
     """Inner products `<D_s, D_t>`, row by row of the upper triangle; ten digits, which equal deltas share.
 
-    >>> products_of([torch.ones(2), torch.arange(2.0)])
+    >>> products_of(torch.tensor([[2.0, 1.0], [1.0, 1.0]]))
     (2.0, 1.0, 1.0)
     """
-    if len(deltas) > MOST_PROBED:
+    if len(gram_TT) > MOST_PROBED:
         return ()
-    pairs = itertools.combinations_with_replacement(deltas, 2)
-    return tuple(float(f"{_product(a, b):.10g}") for a, b in pairs)
-
-
-def _product(first: Tensor | LowRank, second: Any) -> float:
-    if isinstance(first, LowRank):
-        return inner(first, second)
-    assert isinstance(first, Tensor), "deltas are all of one form"
-    return float((first * second).sum())
+    pairs = itertools.combinations_with_replacement(range(len(gram_TT)), 2)
+    return tuple(float(f"{float(gram_TT[pair]):.10g}") for pair in pairs)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from actmat.methods import get_method
-from actmat.methods.facets import Survey
 from actmat.planning.item import Item, MethodCall
 from actmat.planning.model import MergePlan
 
@@ -33,25 +32,20 @@ def run_surveys(plans: Sequence[MergePlan], observe: Observe) -> Mapping[SurveyK
     """
     shared: dict[tuple[tuple[str, ...], frozenset[str]], Any] = {}
     out: dict[SurveyKey, Any] = {}
-    for key, group in _surveyed(plans).items():
-        same = key[1:], frozenset(i.name for i in group.items)
+    for key, items in _surveyed(plans).items():
+        same = key[1:], frozenset(i.name for i in items)
         if same not in shared:
-            shared[same] = _result(group, observe)
+            shared[same] = _result(items, observe)
         out[key] = shared[same]
     return out
 
 
-class _Group(NamedTuple):
-    """Items with the same call, and its survey."""
-
-    survey: Survey
-    call: MethodCall
-    items: list[Item]
-
-
-def _result(group: _Group, observe: Observe) -> Any:
-    survey, call, items = group
-    state = survey.start(len(items[0].sources), call.options)
+def _result(items: Sequence[Item], observe: Observe) -> Any:
+    """The survey's result on items with the same call."""
+    assert items[0].call is not None
+    options, survey = items[0].call.options, get_method(items[0].call.method).survey
+    assert survey is not None
+    state = survey.start(len(items[0].sources), options)
     again = True
     while again:
         for of_worker in observe(partial(survey.fork, state), items):
@@ -60,13 +54,14 @@ def _result(group: _Group, observe: Observe) -> Any:
     return survey.finish(state)
 
 
-def _surveyed(plans: Sequence[MergePlan]) -> dict[SurveyKey, _Group]:
-    groups: dict[SurveyKey, _Group] = {}
+def _surveyed(plans: Sequence[MergePlan]) -> dict[SurveyKey, list[Item]]:
+    """Items that a survey sees, by their call."""
+    groups: dict[SurveyKey, list[Item]] = {}
     for p, plan in enumerate(plans):
         for item in plan.items:
             if item.call is None:
                 continue
             survey = get_method(item.call.method).survey
             if survey is not None and survey.applies(item.call.options):
-                groups.setdefault(survey_key(p, item.call), _Group(survey, item.call, [])).items.append(item)
+                groups.setdefault(survey_key(p, item.call), []).append(item)
     return groups

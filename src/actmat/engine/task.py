@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.engine.observer import Observer, SinkSource
+from actmat.engine.observer import Observer, Writer
 from actmat.linalg.lapack import retry_stats
 from actmat.methods import MergeMethod, get_method
 from actmat.planning.item import Item, MethodCall
@@ -34,7 +34,7 @@ class Task:
 
     plan: MergePlan
     item: Item
-    writer: SinkSource
+    writer: Writer | None
     survey: Any = None
     observer: Observer | None = None
     stats: dict[str, Any] = field(default_factory=dict)

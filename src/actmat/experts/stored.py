@@ -23,7 +23,7 @@ class StoredDeltas(Deltas):
     def source(self, name: str) -> DeltaSource:
         """A stored source."""
         spec = self._spec(name)
-        return DeltaSource(name, "stored", spec.dtype, self.model.tensors.parts(name).nbytes)
+        return DeltaSource(name, "stored", spec.dtype, sum(s.nbytes for s in self.model.tensors.parts(name)[0]))
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Bytes of the tensor."""

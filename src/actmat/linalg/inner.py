@@ -134,6 +134,11 @@ def inner_products(tensors: Sequence[Tensor]) -> Tensor:
     return gram_TT
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """True if no entry is NaN or Inf: a sum is finite only if every entry is, or it overflows, which is looked at."""
+    return math.isfinite(float(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
 def frobenius_norm64(tensor: Tensor) -> float:
     """`||X||_F` over all entries, summed in float64 without a float64 copy of the whole tensor.
 

@@ -92,13 +92,17 @@ def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank
     return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
 
 
-def inner(one: LowRank, two: LowRank) -> float:
-    """`<D_1, D_2>_F` over all batch elements, from products of the factors.
+def inner_products(deltas: Sequence[LowRank]) -> Tensor:
+    """`<D_s, D_t>_F` of every two deltas (`T x T`, float64, over all batch elements), from a Gram matrix per side.
 
-    >>> inner(LowRank(torch.ones(2, 1), torch.ones(1, 3)), LowRank(torch.eye(2), torch.ones(2, 3)))
-    6.0
+    >>> inner_products([LowRank(torch.ones(2, 1), torch.ones(1, 3)), LowRank(torch.eye(2), torch.ones(2, 3))]).tolist()
+    [[6.0, 6.0], [6.0, 6.0]]
     """
-    return float(((one.b_OR.mT @ two.b_OR) * (one.a_RI @ two.a_RI.mT)).sum())
+    every = weighted_sum(deltas, [1.0] * len(deltas)).to(torch.float64)
+    gram_RR = (every.b_OR.mT @ every.b_OR) * (every.a_RI @ every.a_RI.mT)
+    expert_R = torch.repeat_interleave(torch.arange(len(deltas)), torch.tensor([d.rank for d in deltas]))
+    is_of_TR = (expert_R == torch.arange(len(deltas)).unsqueeze(-1)).to(torch.float64)
+    return is_of_TR @ gram_RR.reshape(-1, every.rank, every.rank).sum(0) @ is_of_TR.mT
 
 
 def frobenius_norm(delta: LowRank) -> float:
@@ -110,14 +114,12 @@ def frobenius_norm(delta: LowRank) -> float:
 class Truncated:
     """The best approximation of given rank, `b = U sqrt(s)`, `a = sqrt(s) V^T`, and its error.
 
-    `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `rank` is the numerical rank of
-    `D`, the largest of the batch; `retries` as in `linalg.lapack`.
+    `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `retries` as in `linalg.lapack`.
     """
 
     value: LowRank
     norm: float
     error: float
-    rank: int
     retries: Retries = ()
 
 
@@ -134,11 +136,23 @@ def truncate(delta: LowRank, rank: int) -> Truncated:
     a_RI = ((right_IQ @ vh_KQ.mT[..., :rank]) * root).mT
     missing = max(0, rank - a_RI.shape[-2])
     b_OR, a_RI = torch.nn.functional.pad(b_OR, (0, missing)), torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
-    top = s_K.amax(-1, keepdim=True) if s_K.shape[-1] else s_K
-    found = int(((s_K > 2.0**-40 * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
     dtype = delta.b_OR.dtype
     value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
-    return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found, retries)
+    return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), retries)
+
+
+def padded(delta: LowRank, rank: int) -> Truncated:
+    """The delta itself with zeros up to `rank`, of at least its own: nothing is decomposed or rounded.
+
+    A power of two moves from each row of `a` to its column of `b`, or back, so that their norms are alike.
+    """
+    norms_2R = torch.stack([torch.linalg.vector_norm(delta.a_RI, dim=-1), torch.linalg.vector_norm(delta.b_OR, dim=-2)])
+    exponents_R = torch.frexp(norms_2R).exponent.diff(dim=0).squeeze(0).div(-2, rounding_mode="trunc")
+    one, zeros = torch.ones_like(norms_2R[0]), rank - delta.rank
+    b_OR = torch.nn.functional.pad(delta.b_OR * one.ldexp(exponents_R).unsqueeze(-2), (0, zeros))
+    a_RI = torch.nn.functional.pad(delta.a_RI * one.ldexp(-exponents_R).unsqueeze(-1), (0, 0, 0, zeros))
+    norm = float(inner_products([delta]).clamp_min(0).sqrt())
+    return Truncated(LowRank(b_OR, a_RI), norm, 0.0)
 
 
 def orthogonal_core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:

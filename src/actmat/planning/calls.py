@@ -35,7 +35,7 @@ def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     >>> places_of(["h.0.w", "h.3.w", "head"])
     {'h.0.w': TensorPlace(layer=0, count=4), 'h.3.w': TensorPlace(layer=3, count=4)}
     """
-    layers = {n: found[:2] for n in names if (found := split_layer(n)) is not None}
+    layers = {n: split[:2] for n in names if (split := split_layer(n)) is not None}
     deepest: dict[str, int] = {}
     for stack, layer in layers.values():
         deepest[stack] = max(deepest.get(stack, 0), layer)
@@ -191,8 +191,8 @@ class CallTemplate:
 
     def __post_init__(self) -> None:
         self._own_names = list(dict.fromkeys(n for mine in self.own for n in mine))
-        found = (n for n, v in self.options.items() if is_varying(v) or _is_gradient(self.method, n, v))
-        self._varying = [n for n in found if n not in self._own_names]
+        varying = (n for n, v in self.options.items() if is_varying(v) or _is_gradient(self.method, n, v))
+        self._varying = [n for n in varying if n not in self._own_names]
 
     @cached_property
     def varies(self) -> bool:
@@ -253,8 +253,8 @@ class CallTemplate:
         """Problems of values that vary; the others are checked with the method's options."""
         problems = []
         for name in self._varying:
-            found = (self.method.options[name].problem(leaf) for leaf in leaves(self.options[name]))
-            problems += [p for p in found if p is not None]
+            checked = (self.method.options[name].problem(leaf) for leaf in leaves(self.options[name]))
+            problems += [p for p in checked if p is not None]
         for name in self._own_names:
             option = self.method.options.get(name)
             if option is None:
@@ -267,8 +267,8 @@ class CallTemplate:
                     "recipe, not of an expert"
                 )
                 continue
-            found = (option.problem(leaf) for mine in self.own if name in mine for leaf in leaves(mine[name]))
-            problems += [p for p in found if p is not None]
+            checked = (option.problem(leaf) for mine in self.own if name in mine for leaf in leaves(mine[name]))
+            problems += [p for p in checked if p is not None]
         survey = self.method.survey
         if self.varies and survey is not None and survey.applies(self.options):
             problems.append(

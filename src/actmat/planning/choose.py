@@ -89,12 +89,12 @@ class Chooser:
         try:
             if not inside:
                 return self._elsewhere(spec.name, template, reason, layout)
-            call, own = template.at(spec.name, self.places.get(spec.name, NOWHERE))
+            call, words = template.at(spec.name, self.places.get(spec.name, NOWHERE))
             if has_spectrum(layout) and (self.recipe.space != "full" or self.post):  # else entries only
                 call = dataclasses.replace(call, space=self.recipe.space, post=self.post)
             if (whole := self._added_whole(method, call)) is not None:
-                call, own = whole, f"{own} of one expert is its delta: added whole"
-            return Decision("merge", f"{reason}: {method.name}{own}{why}", layout, call)
+                call, words = whole, f"{words} of one expert is its delta: added whole"
+            return Decision("merge", f"{reason}: {method.name}{words}{why}", layout, call)
         except LookupError as missing:
             self._note_missing(missing, spec.name)
             return Decision("average", "", layout)
@@ -102,14 +102,14 @@ class Chooser:
     def elsewhere(self, name: str, having: Sequence[bool]) -> MethodCall:
         """The call for a tensor that the method does not act on; a mean is over the experts that have it."""
         template, _ = self._template(name)
-        found = Decision("average", "", TensorLayout(Role.VECTOR, ""), MethodCall("average", {}))
+        decision = Decision("average", "", TensorLayout(Role.VECTOR, ""), MethodCall("average", {}))
         try:
-            found = found if template is None else self._elsewhere(name, template, "", found.layout)
+            decision = decision if template is None else self._elsewhere(name, template, "", decision.layout)
         except LookupError as missing:
             self._note_missing(missing, name)
-        if found.action == "average" and not all(having):
-            found = self.average_over(name, found, having)
-        return found.call or MethodCall("average", {})
+        if decision.action == "average" and not all(having):
+            decision = self.average_over(name, decision, having)
+        return decision.call or MethodCall("average", {})
 
     def _template(self, name: str) -> tuple[CallTemplate | None, str | None]:
         """The recipe's choice for a tensor, and the pattern of the rule that made it."""
@@ -134,10 +134,10 @@ class Chooser:
     def unused_entries(self) -> list[str]:
         """One sentence for each pattern of a weight or an option that matches no tensor."""
         templates = [self._default, *(t for _, t, _ in self._rules)]
-        found = [*self._weights.patterns(), *(p for t in templates if t is not None for p in t.patterns())]
+        entries = [*self._weights.patterns(), *(p for t in templates if t is not None for p in t.patterns())]
         return [
             f"{where}: the pattern '{text}' matches no tensor"
-            for where, text in dict.fromkeys(found)
+            for where, text in dict.fromkeys(entries)
             if not any(map(compile_pattern(text), self.names))
         ]
 
@@ -180,17 +180,17 @@ class Chooser:
         if method.elsewhere is MEAN or of_paper:
             return Decision("average", mean, layout, self.average(name))
         call = template.at(name, self.places.get(name, NOWHERE))[0]
-        found = method.elsewhere(call.options, count)
-        if found == "mean" or (found == "share" and call.weights is None):
+        rule = method.elsewhere(call.options, count)
+        if rule == "mean" or (rule == "share" and call.weights is None):
             return Decision("average", mean, layout, self.average(name))
-        if found == "share":
+        if rule == "share":
             share = MethodCall("task_arithmetic", {"scaling": 1 / count}, 1.0, call.weights)
             return Decision("average", f"{mean}, times their weights", layout, share)
-        if not isinstance(found, str | float):
-            words = f"{reason}: {' and '.join(f'{c:g}' for c in found)} of the deltas"
-            return Decision("average", words, layout, MethodCall("task_arithmetic", WHOLE, 1.0, tuple(found)))
-        if found != "own":
-            call = dataclasses.replace(call, method="task_arithmetic", options={"scaling": found})
+        if not isinstance(rule, str | float):
+            words = f"{reason}: {' and '.join(f'{c:g}' for c in rule)} of the deltas"
+            return Decision("average", words, layout, MethodCall("task_arithmetic", WHOLE, 1.0, tuple(rule)))
+        if rule != "own":
+            call = dataclasses.replace(call, method="task_arithmetic", options={"scaling": rule})
         factors = [call.scale * call.options.get("scaling", 1.0) * w for w in call.weights or [1.0] * count]
         if is_variance(name) and min(factors) < 0:
             return Decision("copy", f"{reason}: a weighted sum may make a variance negative; the base's", layout)
@@ -245,8 +245,8 @@ class Chooser:
     ) -> CallTemplate | None:
         try:
             method = get_method(name)
-            own = [e.options if same else {} for e in self.recipe.experts]
-            template = CallTemplate.make(method, options, own, scale, self._weights)
+            of_experts = [e.options if same else {} for e in self.recipe.experts]
+            template = CallTemplate.make(method, options, of_experts, scale, self._weights)
         except MergeError as error:
             self.problems.extend(where + p for p in error.problems)
             return None
@@ -288,9 +288,9 @@ class Chooser:
 
 def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
     """Problems of weights that the methods of tensors refuse, one line each."""
-    found: dict[str, list[str]] = {}
+    by_problem: dict[str, list[str]] = {}
     for name, call in calls.items():
         problem_of = get_method(call.method).plan.weights_problem if call and call.weights else None
         if call and call.weights and problem_of and (problem := problem_of(call.options, call.weights)):
-            found.setdefault(problem, []).append(name)
-    return [f"{first_names(names)}: {problem}" for problem, names in found.items()]
+            by_problem.setdefault(problem, []).append(name)
+    return [f"{first_names(names)}: {problem}" for problem, names in by_problem.items()]

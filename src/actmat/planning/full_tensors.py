@@ -69,10 +69,14 @@ def _weights_of_full(name: str, chooser: Chooser, having: Sequence[bool]) -> tup
     total = math.fsum(used)
     if math.isclose(total, 1.0, rel_tol=1e-6):
         return tuple(scaling * w for w in weights), "", ""
-    found = f"'{name}' is trained in full, so that the sum of its deltas, of factors that add up to {total:g}, needs"
+    subject = f"'{name}' is trained in full, so that the sum of its deltas, of factors that add up to {total:g}, needs"
     if min(used) < 0:
-        return weights, f"tensor {found} the base. Write a full model (--base ..., --to model), or --keep '{name}'", ""
-    return weights, "", f"{found} the base: the weighted mean is written (--base ... --to model writes the sum)"
+        return (
+            weights,
+            f"tensor {subject} the base. Write a full model (--base ..., --to model), or --keep '{name}'",
+            "",
+        )
+    return weights, "", f"{subject} the base: the weighted mean is written (--base ... --to model writes the sum)"
 
 
 def _full_item(
@@ -81,8 +85,8 @@ def _full_item(
     """The mean of a tensor that experts trained in full, of one shape."""
     having = [s for s in stored if s is not None]
     first = having[0]
-    own = first.name.removeprefix(PREFIX).replace(".base_layer.", ".") == name
-    output = TensorSpec(first.name if own else PREFIX + name, first.shape, dtype, "")
+    is_plain = first.name.removeprefix(PREFIX).replace(".base_layer.", ".") == name
+    output = TensorSpec(first.name if is_plain else PREFIX + name, first.shape, dtype, "")
     spec = TensorSpec(name, output.shape, dtype, "")
     sources = tuple(None if s is None else DeltaSource(s.name, "stored", s.dtype, s.nbytes) for s in stored)
     return Item(

@@ -152,31 +152,31 @@ def _source(adapter: Adapter, module: AdapterModule) -> DeltaSource:
     return DeltaSource(module.name, "formed", stored[0].dtype, sum(s.nbytes for s in stored), module.rank)
 
 
-def _tensor_name(name: str, found: Sequence[AdapterModule | None]) -> str:
+def _tensor_name(name: str, modules: Sequence[AdapterModule | None]) -> str:
     """Name of the tensor that a module's delta belongs to, as the model has it."""
     plain = name.replace(".base_layer", "")
-    module = next((m for m in found if m is not None and m.kind == "parameter"), None)
+    module = next((m for m in modules if m is not None and m.kind == "parameter"), None)
     if module is None:
         return f"{plain}.weight"
     nest = module.name[len(module.name.replace(".base_layer", "")) :].lstrip(".")  # of a parameter without a name
     return f"{plain}.{module.parameters[0] if len(module.parameters) == 1 else nest or 'weight'}"
 
 
-def is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
+def is_transposed(modules: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
     """True if the base stores the tensor of a module as `I O` (GPT-2's `Conv1D`)."""
-    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    adapter, module = next((a, m) for a, m in zip(adapters, modules, strict=True) if m is not None)
     return module.kind == "linear" and adapter.config.fan_in_fan_out
 
 
-def stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
+def stored_spec(name: str, modules: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
     """The base's tensor as the adapters imply it: its shape, transposed for Conv1D, opened up for convolutions."""
-    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    adapter, module = next((a, m) for a, m in zip(adapters, modules, strict=True) if m is not None)
     shape = module.shape
-    if is_transposed(found, adapters):
+    if is_transposed(modules, adapters):
         shape = (shape[1], shape[0])
     elif module.kind == "convolution":
         shape = (shape[0], *module.kernel)
-    return TensorSpec(_tensor_name(name, found), shape, adapter.dtype, "")
+    return TensorSpec(_tensor_name(name, modules), shape, adapter.dtype, "")
 
 
 def stack_problems(labels: Sequence[str], adapters: Sequence[Adapter]) -> list[str]:
@@ -267,11 +267,11 @@ def output_layout(recipe: Recipe, adapters: Sequence[Adapter]) -> AdapterLayout:
     """The layout of the recipe; else the first file layout among the adapters; else PEFT's."""
     if recipe.adapter.layout != "same":
         return recipe.adapter.layout
-    found = {a.layout for a in adapters}
-    return adapters[0].layout if len(found) == 1 or found <= IN_ONE_FILE else "peft"
+    layouts = {a.layout for a in adapters}
+    return adapters[0].layout if len(layouts) == 1 or layouts <= IN_ONE_FILE else "peft"
 
 
 def needs_one_spelling(adapters: Sequence[Adapter]) -> bool:
     """True if files of kohya's layout share no module: they may spell the same modules in two ways."""
     spelled = [a.modules.keys() for a in adapters if a.layout == "kohya"]
-    return len(spelled) > 1 and any(not (one & two) for one in spelled for two in spelled)
+    return len(spelled) > 1 and any(not (first & second) for first in spelled for second in spelled)

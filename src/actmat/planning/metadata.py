@@ -24,22 +24,22 @@ def merged_metadata(base: Model, experts: Sequence[Deltas], labels: Sequence[str
     experts is written where they agree, else the base's.
     """
     pairs = zip(labels, experts, strict=True)
-    given = {label: _valid(e.model) for label, e in pairs if not e.needs_base}
+    by_label = {label: _valid(e.model) for label, e in pairs if not e.needs_base}
     of_base = _valid(base)
-    kept: dict[str, str] = {}
+    agreed: dict[str, str] = {}
     notes, dropped = [], []
-    for key in dict.fromkeys(k for texts in (of_base, *given.values()) for k in texts):
-        values = {texts.get(key) for texts in given.values()} or {of_base.get(key)}
+    for key in dict.fromkeys(k for texts in (of_base, *by_label.values()) for k in texts):
+        values = {texts.get(key) for texts in by_label.values()} or {of_base.get(key)}
         mine, (first, *more) = of_base.get(key), list(values)
         if not more and first is not None and (first == mine or key.endswith(_FUNCTION)):
-            kept[key] = first
+            agreed[key] = first
         elif key.endswith(_FUNCTION) and mine is not None:
-            kept[key] = mine
+            agreed[key] = mine
         if values == {mine}:
             continue
         if key.endswith(_FUNCTION):
-            label, other = next((n, texts.get(key)) for n, texts in given.items() if texts.get(key) != mine)
-            written = "nothing" if key not in kept else "the base's" if kept[key] == mine else "the experts'"
+            label, other = next((n, texts.get(key)) for n, texts in by_label.items() if texts.get(key) != mine)
+            written = "nothing" if key not in agreed else "the base's" if agreed[key] == mine else "the experts'"
             notes.append(
                 f"header metadata '{key}' are {shown(other)} in expert '{label}' and {shown(mine)} in the base: "
                 f"{written} is written"
@@ -48,7 +48,7 @@ def merged_metadata(base: Model, experts: Sequence[Deltas], labels: Sequence[str
             dropped.append(key)
     if dropped:
         notes.append(f"header metadata that the inputs do not have alike are not written: {first_of(dropped)}")
-    return kept, notes
+    return agreed, notes
 
 
 def _valid(model: Model) -> Mapping[str, str]:

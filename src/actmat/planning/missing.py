@@ -13,7 +13,7 @@ _SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
 
 def missing_problems(
-    missing: Sequence[TensorSpec], there: Sequence[str], others: Mapping[str, TensorSpec], label: str, location: str
+    missing: Sequence[TensorSpec], present: Sequence[str], others: Mapping[str, TensorSpec], label: str, location: str
 ) -> list[str]:
     """One sentence for each part of the base that an expert lacks as a whole, or for each tensor.
 
@@ -27,7 +27,7 @@ def missing_problems(
     specs = {spec.name: spec for spec in missing}
     beside = {_place(n): n for n in reversed(list(others))}
     shaped = {_form(s): n for n, s in reversed(list(others.items()))}
-    for pattern, names in lost_parts(list(specs), there).items():
+    for pattern, names in lost_parts(list(specs), present).items():
         first, who = specs[names[0]], f"missing in expert '{label}' ({location})"
         shape = "x".join(map(str, first.shape)) or "a scalar"
         text = f"tensor '{first.name}' {shape} is {who}"
@@ -44,7 +44,7 @@ def missing_problems(
                 f"; it has '{twin}' of this shape, which the base lacks. Is it the same tensor by another name, or "
                 "another architecture? Fix: save it with the library that wrote the base"
             )
-        elif len(names) > 1 and len(others) > len(there):
+        elif len(names) > 1 and len(others) > len(present):
             text += "; most of its own names are not in the base. Is it of another architecture?"
         elif len(names) > 1:
             text += (
@@ -62,25 +62,25 @@ def _form(spec: TensorSpec) -> tuple[tuple[int, ...], str]:
     return spec.shape, spec.name.rpartition(".")[2] if len(spec.shape) < 2 else ""
 
 
-def lost_parts(missing: Sequence[str], there: Sequence[str]) -> dict[str, list[str]]:
+def lost_parts(missing: Sequence[str], present: Sequence[str]) -> dict[str, list[str]]:
     """Pattern -> the missing names that it describes, and no name that is there; the shortest patterns that do.
 
     >>> lost_parts(["a.0.b", "a.1.b", "mtp.w", "mtp.b"], ["a.0.w", "a.1.w"])
     {'a.*.b': ['a.0.b', 'a.1.b'], 'mtp.*': ['mtp.w', 'mtp.b']}
     """
-    found: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
     rest = list(missing)
     for spelled in (_in_all_layers, _escaped):
-        known = {p for name in there for p in _prefixes(spelled(name))}
+        known = {p for name in present for p in _prefixes(spelled(name))}
         left = []
         for name in rest:
             whole = next((p for p in _prefixes(spelled(name)) if p not in known), None)
             if whole is None:
                 left.append(name)
             else:
-                found.setdefault(whole, []).append(name)
+                parts.setdefault(whole, []).append(name)
         rest = left
-    return found
+    return parts
 
 
 def _in_all_layers(name: str) -> str:

@@ -43,15 +43,15 @@ def in_one_form(labels: Sequence[str], adapters: Sequence[Adapter]) -> tuple[lis
         if target is None:
             problems.append(_undecided(labels, container, forms, of_adapters, claim))
             break
-        for known, own in zip(renamed, of_adapters, strict=True):
-            known.update({head: target for head in own & forms if head != target})
+        for known, names_of in zip(renamed, of_adapters, strict=True):
+            known.update({head: target for head in names_of & forms if head != target})
     notes = [
         f"expert '{label}' calls its modules '{'.'.join(old)}.*', which are '{'.'.join(new)}.*' in the output"
-        for label, own in zip(labels, renamed, strict=True)
-        for old, new in own.items()
+        for label, names_of in zip(labels, renamed, strict=True)
+        for old, new in names_of.items()
     ]
     rows = zip(adapters, split, renamed, strict=True)
-    return [_renamed(a, names, own) if own else a for a, names, own in rows], problems, notes
+    return [_renamed(a, names, names_of) if names_of else a for a, names, names_of in rows], problems, notes
 
 
 def _split(module: str) -> tuple[Prefix, str]:
@@ -88,19 +88,21 @@ def _form_of(claim: str, forms: frozenset[Prefix], of_adapters: Sequence[set[Pre
     >>> _form_of("LlamaForCausalLM", forms, []), _form_of("LlavaForConditionalGeneration", forms, [])
     (('model',), ('model', 'language_model'))
     """
-    if len({_bare(_without_prefix(f, claim)) for f in forms}) > 1 or any(len(own & forms) > 1 for own in of_adapters):
+    if len({_bare(_without_prefix(f, claim)) for f in forms}) > 1 or any(
+        len(heads & forms) > 1 for heads in of_adapters
+    ):
         return None
     has_head = not claim.endswith("Model") and claim != "FEATURE_EXTRACTION"
     inner = [f for f in forms if "language_model" in f]
-    found = list(forms)
+    candidates = list(forms)
     if inner:
         if not has_head or "For" not in claim:
             return None
         is_multimodal = "ForConditionalGeneration" in claim or "ImageTextToText" in claim
-        found = inner if is_multimodal else [f for f in forms if f not in inner]
-        if is_multimodal and len(found) > 1:
+        candidates = inner if is_multimodal else [f for f in forms if f not in inner]
+        if is_multimodal and len(candidates) > 1:
             return None
-    by_length = sorted(found, key=len)
+    by_length = sorted(candidates, key=len)
     if len(by_length) > 1 and len(by_length[0]) == len(by_length[-1]):
         return None
     is_component = any("unet" in f or "transformer" in f for f in forms) and not claim
@@ -118,8 +120,8 @@ def _undecided(
 ) -> str:
     listed = ", ".join(
         f"'{'.'.join((*head, container))}' in {label}"
-        for label, own in zip(labels, of_adapters, strict=True)
-        for head in sorted(own & forms)
+        for label, heads in zip(labels, of_adapters, strict=True)
+        for head in sorted(heads & forms)
     )
     return (
         f"the adapters name the same modules differently ({listed}), and their configs do not tell which names the "
@@ -135,11 +137,11 @@ def _problems_of_classes(labels: Sequence[str], adapters: Sequence[Adapter]) -> 
         classes.setdefault(adapter.config.trained_class, label)
     stems = {re.split(r"For[A-Z]|Model|LMHead", name)[0]: name for name in classes if not _WRAPPERS.match(name)}
     stems.pop("", None)
-    for one, two in combinations(stems, 2):
-        if not one.startswith(two) and not two.startswith(one):
+    for a, b in combinations(stems, 2):
+        if not a.startswith(b) and not b.startswith(a):
             return [
-                f"the adapters were trained on different classes of models: {stems[one]} ({classes[stems[one]]}) and "
-                f"{stems[two]} ({classes[stems[two]]}). Fix: merge with the base that has both (--base ...)"
+                f"the adapters were trained on different classes of models: {stems[a]} ({classes[stems[a]]}) and "
+                f"{stems[b]} ({classes[stems[b]]}). Fix: merge with the base that has both (--base ...)"
             ]
     return []
 

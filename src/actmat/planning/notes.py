@@ -58,14 +58,14 @@ def _adds(call: MethodCall) -> bool:
 
 def _weight_notes(items: Sequence[Item]) -> list[str]:
     """Note on weights without effect: the ranks of adapters leave their row spaces independent."""
-    given = {i.name: i.call for i in items if i.call is not None and len(set(i.call.weights or ())) > 1}
-    calls = {n: c for n, c in given.items() if get_method(c.method).meets_all(c.options) and min(c.weights or ()) > 0}
+    calls = {i.name: i.call for i in items if i.call is not None and len(set(i.call.weights or ())) > 1}
+    calls = {n: c for n, c in calls.items() if get_method(c.method).meets_all(c.options) and min(c.weights or ()) > 0}
     vain = [i for i in items if i.name in calls and calls[i.name].space in KEEP_ROWS and _has_independent_rows(i)]
     if not vain:
         return []
     methods = ", ".join(dict.fromkeys(calls[i.name].method for i in vain))
     return [
-        f"the weights have no effect in {len(vain)} of {len(given)} tensors if the row spaces of the adapters are "
+        f"the weights have no effect in {len(vain)} of {len(calls)} tensors if the row spaces of the adapters are "
         "independent (their ranks add up to at most the tensor's inputs; those of separately trained adapters "
         f"mostly are): {methods} reproduces every expert there, and weights change only rounding and its "
         "cut-off. Methods that use weights: linear, task_arithmetic, ties"
@@ -74,16 +74,16 @@ def _weight_notes(items: Sequence[Item]) -> list[str]:
 
 def negative_means(items: Sequence[Item]) -> list[str]:
     """Warning on negative weights that a mean divides by their sum, which changes their size and sign."""
-    given = [i.call for i in items if i.call is not None and min(i.call.weights or (0.0,)) < 0]
-    means = [c for c in given if get_method(c.method).elsewhere(c.options, len(c.weights or ())) == "mean"]
+    calls = [i.call for i in items if i.call is not None and min(i.call.weights or (0.0,)) < 0]
+    means = [c for c in calls if get_method(c.method).elsewhere(c.options, len(c.weights or ())) == "mean"]
     if not means:
         return []
     weights = means[0].weights or ()
     total = math.fsum(weights)
-    shown, found = (", ".join(f"{w:.4g}" for w in ws) for ws in (weights, [w / total for w in weights if total]))
+    shown, shares = (", ".join(f"{w:.4g}" for w in ws) for ws in (weights, [w / total for w in weights if total]))
     return [
         f"{means[0].method} divides the weights {shown} by their sum {total:.4g} ({len(means)} tensors): the experts "
-        f"count {found}. For the sum of w_t D_t: --method task_arithmetic --option scaling=1"
+        f"count {shares}. For the sum of w_t D_t: --method task_arithmetic --option scaling=1"
     ]
 
 
@@ -133,5 +133,5 @@ def adapter_notes(labels: Sequence[str], experts: Sequence[Deltas], items: Seque
 
 
 def _names(item: Item, t: int) -> set[str]:
-    own = item.sources[t] if item.sources else None
-    return {item.name} | ({own.name} if own is not None else set())
+    source = item.sources[t] if item.sources else None
+    return {item.name} | ({source.name} if source is not None else set())

@@ -447,7 +447,7 @@ def versions_of(items: Sequence[Item]) -> dict[str, str]:
     """Versions of the software on this machine that determines the output, and of methods from elsewhere."""
     others = {i.call.method for i in items if i.call is not None} - {m.name for m in METHODS}
     versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {name: found for name in sorted(others) if (found := method_version(name)) is not None}
+    return versions | {name: version for name in sorted(others) if (version := method_version(name)) is not None}
 
 
 def _summary(label: str, model: Model, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:

@@ -17,14 +17,14 @@ from actmat.recipe import Recipe
 
 def post_calls(recipe: Recipe, problems: list[str]) -> tuple[PostCall, ...]:
     """The recipe's steps with all their options; `problems` receives their problems."""
-    found = []
-    for given in recipe.post:
+    calls = []
+    for named in recipe.post:
         try:
-            step = get_step(given.name)
-            found.append(PostCall(step.name, step.resolve_options(given.options)))
+            step = get_step(named.name)
+            calls.append(PostCall(step.name, step.resolve_options(named.options)))
         except MergeError as error:
             problems.extend(f"post: {problem}" for problem in error.problems)
-    return tuple(found)
+    return tuple(calls)
 
 
 def has_spectrum(layout: TensorLayout) -> bool:

@@ -81,12 +81,12 @@ def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Reg
         return whole
     if layout.role is Role.STACKED_EXPERTS and len(shape) == 3:
         size = shape[1] * shape[2]
-        one = TensorLayout(Role.FUSED_LINEAR if layout.blocks else Role.LINEAR, layout.reason, layout.orientation,
+        of_one = TensorLayout(Role.FUSED_LINEAR if layout.blocks else Role.LINEAR, layout.reason, layout.orientation,
                            layout.blocks)  # fmt: skip
         return [
             Region(e * size + p.start, e * size + p.stop, p.shape, p.layout, f"{e}/{p.label}" if p.label else str(e))
             for e in range(shape[0])
-            for p in cut(shape[1:], one, acts_on)
+            for p in cut(shape[1:], of_one, acts_on)
         ]
     if layout.blocks and layout.orientation == "OI" and all(b.groups == 1 for b in layout.blocks):
         rows = math.prod(shape[1:])

@@ -84,9 +84,9 @@ def vllm_problems(config: Mapping[str, Any], modules: Sequence[Item]) -> list[st
     if (rank := max((m.write.rank for m in modules), default=0)) > VLLM_RANKS[-1]:
         problems.append(f"rank {rank} is above its largest, {VLLM_RANKS[-1]}: give --rank, or write a full model")
     kinds = {"convolution": "convolutions", "parameter": "bare parameters (some mixtures of experts excepted)"}
-    found = [text for kind, text in kinds.items() if any(m.module.kind == kind for m in modules)]
-    if found:
-        problems.append(f"no adapters of {' or of '.join(found)}: write a full model")
+    texts = [text for kind, text in kinds.items() if any(m.module.kind == kind for m in modules)]
+    if texts:
+        problems.append(f"no adapters of {' or of '.join(texts)}: write a full model")
     return problems
 
 

@@ -43,8 +43,8 @@ class ExpertStatistics:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds that every expert has."""
-        found = [f.header.kinds if f is not None else frozenset[str]() for f in self.files]
-        return frozenset.intersection(*found) if found else frozenset()
+        of_files = [f.header.kinds if f is not None else frozenset[str]() for f in self.files]
+        return frozenset.intersection(*of_files) if of_files else frozenset()
 
     def to_json(self) -> list[dict[str, Any]]:
         """For plans and manifests: what each expert was measured on."""
@@ -90,8 +90,8 @@ class ExpertStatistics:
 
     def identity(self) -> list[Any]:
         """For fingerprints: the state of every file."""
-        found = [f.identity() if f is not None else () for f in self.files]
-        return [[[i.path, i.size, i.modified_ns, i.change_ns] for i in files] for files in found]
+        of_files = [f.identity() if f is not None else () for f in self.files]
+        return [[[i.path, i.size, i.modified_ns, i.change_ns] for i in files] for files in of_files]
 
 
 @contextlib.contextmanager

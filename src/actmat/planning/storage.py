@@ -76,30 +76,30 @@ def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]
     """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
     if base is None:
         return {}
-    found = dict(base.folder.side_files().left_out)
+    left_out = dict(base.folder.side_files().left_out)
     if recipe.model.files_of in recipe.labels:
         files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files()
-        found |= {f"{path} ({recipe.model.files_of})": why for path, why in files.left_out.items()}
-    return found
+        left_out |= {f"{path} ({recipe.model.files_of})": why for path, why in files.left_out.items()}
+    return left_out
 
 
 def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> list[str]:
     """Warnings on trained weights of the inputs that the merge does not read."""
-    found = []
+    warnings = []
     named = list(zip(recipe.labels, experts, strict=True))
     full = {label: e.model.folder for label, e in named if not e.needs_base}
     if base is not None:
         of_base, files = base.folder.side_files(), {label: folder.side_files() for label, folder in full.items()}
         if of_base.modules or any(of_expert.modules for of_expert in files.values()):
             of_experts = {label: (files[label], folder.fetch()) for label, folder in full.items()}
-            found += module_warnings((of_base, base.folder.fetch()), of_experts)
-        found += file_warnings(of_base, files)
+            warnings += module_warnings((of_base, base.folder.fetch()), of_experts)
+        warnings += file_warnings(of_base, files)
     for label, expert in named:
         if (stored := expert.stored) is not None:
             names = {n for f in expert.model.folder.files for n in f.whole().names}
             known = () if base is None else base.specs
-            found += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
-    return found
+            warnings += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
+    return warnings
 
 
 def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
@@ -108,9 +108,9 @@ def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
     >>> left_out_note({"optimizer.pt": Note("note", "weights", "a pickle"), ".git/": Note("note", "hidden", "hidden")})
     ['not copied with the output: optimizer.pt (a pickle)']
     """
-    told = [f"{path} ({why.text})" for path, why in left_out.items() if why.code not in UNSAID]
-    more = [f"and {len(told) - SHOWN} more, see the manifest"] if len(told) > SHOWN else []
-    return [f"not copied with the output: {', '.join(told[:SHOWN] + more)}"] if told else []
+    listed = [f"{path} ({why.text})" for path, why in left_out.items() if why.code not in UNSAID]
+    more = [f"and {len(listed) - SHOWN} more, see the manifest"] if len(listed) > SHOWN else []
+    return [f"not copied with the output: {', '.join(listed[:SHOWN] + more)}"] if listed else []
 
 
 def scheme_words(
@@ -122,15 +122,15 @@ def scheme_words(
         name: of the tensor in the base.
         sources: per expert, where its delta comes from; empty if no expert is read.
     """
-    found: dict[str, list[str]] = {}
-    if scheme := base.tensors.parts(name).scheme:
-        found.setdefault(scheme, []).append("the base")
+    inputs: dict[str, list[str]] = {}
+    if scheme := base.tensors.parts(name)[1]:
+        inputs.setdefault(scheme, []).append("the base")
     for label, expert, source in zip(labels, experts, sources, strict=False):
         if source is None or expert.needs_base:
             continue
-        if scheme := expert.model.tensors.parts(source.name).scheme:
-            found.setdefault(scheme, []).append(f"expert '{label}'")
-    return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
+        if scheme := expert.model.tensors.parts(source.name)[1]:
+            inputs.setdefault(scheme, []).append(f"expert '{label}'")
+    return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in inputs.items())
 
 
 def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
@@ -181,11 +181,13 @@ def trained_on_codes_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas
 
 def named_base_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Note on adapters that name another base than this one, by the last part of its name on the hub."""
-    own = next((files.hub_id for files in base.folder.files), "")
+    hub_id = next((files.hub_id for files in base.folder.files), "")
     named = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
-    others = [f"{label}: {n}" for label, n in named if n and os.path.basename(n.rstrip("/")) != os.path.basename(own)]
-    fix = f"unless it is a copy of {own}, the merge is wrong"
-    return [f"adapters name another base ({first_of(others, SHOWN)}): {fix}"] if own and others else []
+    others = [
+        f"{label}: {n}" for label, n in named if n and os.path.basename(n.rstrip("/")) != os.path.basename(hub_id)
+    ]
+    fix = f"unless it is a copy of {hub_id}, the merge is wrong"
+    return [f"adapters name another base ({first_of(others, SHOWN)}): {fix}"] if hub_id and others else []
 
 
 def _has_four_bits(location: str) -> bool:
@@ -198,7 +200,7 @@ def _has_four_bits(location: str) -> bool:
 
 def _schemes(tensors: Tensors) -> Mapping[str, int]:
     """Number of tensors of each scheme."""
-    return Counter(scheme for name in tensors.specs if (scheme := tensors.parts(name).scheme))
+    return Counter(scheme for name in tensors.specs if (scheme := tensors.parts(name)[1]))
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
@@ -79,7 +79,7 @@ def targets_of(
     spellings = {n: [n, *aliases, *(a for a, c in layouts.ties.items() if c == n)] for n, aliases in groups.items()}
     merged = {n: layouts.tensors[n].role for n in groups if n not in kept}
     merged = {n: role for n, role in merged.items() if role is not Role.BUFFER}
-    matches = [_match(base, e, label, spellings) for label, e in zip(labels, experts, strict=True)]
+    matches = [_match_expert(base, e, label, spellings) for label, e in zip(labels, experts, strict=True)]
     return BaseTargets(
         targets=tuple(_target(base.specs[n], tied, layouts.tensors[n], matches) for n, tied in groups.items()),
         ignored=tuple(m.extra for m in matches),
@@ -118,9 +118,9 @@ class _Match:
     @property
     def unmerged(self) -> list[str]:
         """Weights that the base does not have; no buffers, which models compute."""
-        found = {n: self.expert.specs[n] for n in self.extra}
-        layouts = resolve_layout(found, self.expert.config).tensors if found else {}
-        return [n for n in found if layouts[n].role is not Role.BUFFER]
+        extra = {n: self.expert.specs[n] for n in self.extra}
+        layouts = resolve_layout(extra, self.expert.config).tensors if extra else {}
+        return [n for n in extra if layouts[n].role is not Role.BUFFER]
 
     def problems(self, base: Model, roles: Mapping[str, Role]) -> list[str]:
         """Why tensors of these roles cannot be merged."""
@@ -131,53 +131,55 @@ class _Match:
                 f"base ({base.location}), {shown}: which one it changes is unknown. Likely cause: it is a part of the "
                 "model, saved by itself. Fix: save the whole model, or give that part as the base"
             ]
-        there = [n for n, source in self.sources.items() if source is not None]
-        if len(base.specs) > 1 and not there:
+        present = [n for n, source in self.sources.items() if source is not None]
+        if len(base.specs) > 1 and not present:
             return [_nothing_in_common(base, self.label, self.expert)]
         pairs = [(n, source) for n in roles if (source := self.sources[n]) is not None]
         misfits = [_mismatch(base.specs[n], self.expert.specs[source], self.label, roles[n]) for n, source in pairs]
         missing = [base.specs[n] for n in roles if self.sources[n] is None]
         others = {n: self.expert.specs[n] for n in self.extra}
-        lost = missing_problems(missing, there, others, self.label, self.expert.location)
+        lost = missing_problems(missing, present, others, self.label, self.expert.location)
         return [*(p for of_tensor in misfits for p in of_tensor), *lost]
 
 
-def _match(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
+def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    there, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
-    known = {n: expert.specs[s] for n, s in there.items()}
-    renaming, ambiguous = _renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
+    present, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
+    known = {n: expert.specs[s] for n, s in present.items()}
+    renaming, ambiguous = _find_renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
     heads = tied_heads(expert.specs, base.specs, base.config)
-    form = renaming.apply if renaming else str
-    names = {n: dict.fromkeys(form(new.get(s, s)) for s in of_tensor) for n, of_tensor in spellings.items()}
+    names = {
+        n: dict.fromkeys(begun_otherwise(new.get(s, s), renaming) for s in of_tensor)
+        for n, of_tensor in spellings.items()
+    }
     for head, table in heads.items():
         if table in names:
             names[table][head] = None
-    stored = {n: [there[s] for s in of_tensor if s in there] for n, of_tensor in names.items()}
+    stored = {n: [present[s] for s in of_tensor if s in present] for n, of_tensor in names.items()}
     sources = {n: next(iter(of_tensor), None) for n, of_tensor in stored.items()}
     notes = []
-    if renaming is not None:
-        notes.append(f"expert '{label}' {renaming.describe()}; its names were matched with the base's")
+    if renaming:
+        notes.append(f"expert '{label}' {_words_of(renaming)}; its names were matched with the base's")
     untied = base.folder.untied
     for name in (n for n, source in sources.items() if source is None and is_output_head(n)):
-        own = tied_partner(next(iter(names[name])), expert.specs, expert.config)
-        is_as_base = own is None and expert.config is None and untied.get(name) in expert.specs
-        sources[name] = table_name = untied.get(name) if is_as_base else own
+        partner = tied_partner(next(iter(names[name])), expert.specs, expert.config)
+        is_as_base = partner is None and expert.config is None and untied.get(name) in expert.specs
+        sources[name] = table_name = untied.get(name) if is_as_base else partner
         if table_name is not None:
             notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
-    used = {there[s] for of_tensor in names.values() for s in of_tensor if s in there}
-    found = {n: s for n, s in sources.items() if s is not None and (new[n] == n) != (s in there)}
+    used = {present[s] for of_tensor in names.values() for s in of_tensor if s in present}
+    renamed = {n: s for n, s in sources.items() if s is not None and (new[n] == n) != (s in present)}
     if lost := [n for n, source in sources.items() if source is None and len(used) < len(expert.specs)]:
         loaded = _as_loaded(base, expert, lost)
         sources = {**sources, **loaded}
         stored |= {n: [s] for n, s in loaded.items()}
         used.update(loaded.values())
-        found |= loaded
-    if found:
-        first = next(iter(found))
+        renamed |= loaded
+    if renamed:
+        first = next(iter(renamed))
         notes.append(
-            f"expert '{label}' has {len(found)} tensors under other names, which transformers loads as the base's: "
-            f"'{first}' is '{found[first]}' there"
+            f"expert '{label}' has {len(renamed)} tensors under other names, which transformers loads as the base's: "
+            f"'{first}' is '{renamed[first]}' there"
         )
     extra = tuple(n for n in expert.specs if n not in used)
     match = _Match(label, expert, sources, stored, extra, notes, ambiguous)
@@ -203,20 +205,15 @@ def _ignored(label: str, extra: Sequence[str]) -> str:
     return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {first_of(extra)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Renaming:
-    """Other beginnings of the expert's names: pairs of the base's and the expert's; the first that fits counts."""
+Beginnings: TypeAlias = tuple[tuple[str, str], ...]
+"""Other beginnings of an expert's names: pairs of the base's and the expert's; the first that fits counts."""
 
-    pairs: tuple[tuple[str, str], ...]
 
-    def apply(self, name: str) -> str:
-        return begun_otherwise(name, self.pairs)
-
-    def describe(self) -> str:
-        (old, new), *more = self.pairs
-        if more or (old and new):
-            return "names its tensors differently: " + ", ".join(f"'{a}' is '{b}' there" for a, b in self.pairs)
-        return f"stores its tensors {'without' if old else 'under'} the prefix '{old or new}'"
+def _words_of(renaming: Beginnings) -> str:
+    (old, new), *more = renaming
+    if more or (old and new):
+        return "names its tensors differently: " + ", ".join(f"'{a}' is '{b}' there" for a, b in renaming)
+    return f"stores its tensors {'without' if old else 'under'} the prefix '{old or new}'"
 
 
 def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -242,42 +239,42 @@ def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[st
     return {name: out[name] for name in specs if name in out}
 
 
-def _renaming(
+def _find_renaming(
     base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
-) -> tuple[_Renaming | None, tuple[str, ...]]:
-    """The renaming, if any, by which the expert has more of the base's names than without it, in the right shapes.
+) -> tuple[Beginnings, tuple[str, ...]]:
+    """The beginnings by which the expert has more of the base's names than without them, in the right shapes.
 
-    If several parts of the base complete the names, none, and their prefixes.
+    None if there are no such; if several parts of the base complete the names, none, and their prefixes.
     """
     if all(n in names for n in base):
-        return None, ()
+        return (), ()
     probe = next((n for n in base if n not in names), None)
     added = {e.removesuffix(probe) for e in names if probe and e.endswith("." + probe)}
     removed = {n[: n.index(".") + 1] for n in base if "." in n and n.partition(".")[2] in names}
     if any(n.startswith(DIFFUSION_MODEL) and n.removeprefix(DIFFUSION_MODEL) in names for n in base):
         removed.add(DIFFUSION_MODEL)
     pairs = {(("", text),) for text in added} | {((text, ""),) for text in removed}
-    candidates = [_Renaming(p) for p in sorted(pairs)]
+    candidates: list[Beginnings] = sorted(pairs)
     for known in MULTIMODAL:
-        candidates += [_Renaming(known), _Renaming(tuple((new, old) for old, new in known))]
+        candidates += [known, tuple((new, old) for old, new in known)]
     scores = [_score(base, names, c) for c in candidates]
     best = max(scores, default=(0, 0))
-    if best <= _score(base, names, _Renaming(())):
-        return None, ()
+    if best <= _score(base, names, ()):
+        return (), ()
     chosen = [c for c, score in zip(candidates, scores, strict=True) if score == best]
-    found = {tuple((n, r) for n in base if (r := c.apply(n)) in names): c for c in reversed(chosen)}
-    if len(found) > 1:
-        several = {"".join(c.pairs[0]): c for c in reversed(found.values())}
+    by_pairs = {tuple((n, r) for n in base if (r := begun_otherwise(n, c)) in names): c for c in reversed(chosen)}
+    if len(by_pairs) > 1:
+        several = {"".join(c[0]): c for c in reversed(by_pairs.values())}
         architecture = next(iter((config or {}).get("architectures") or ()), "")
         part = part_called(str(architecture), list(several))
-        return (several[part], ()) if part is not None else (None, tuple(several))
+        return (several[part], ()) if part is not None else ((), tuple(several))
     return chosen[0], ()
 
 
-def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], renaming: _Renaming) -> tuple[int, int]:
+def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], renaming: Beginnings) -> tuple[int, int]:
     """Number of the base's tensors that the expert has in their shapes, and by their names."""
-    found = [(spec, names[r]) for n, spec in base.items() if (r := renaming.apply(n)) in names]
-    return sum(a.shape == b.shape for a, b in found), len(found)
+    pairs = [(spec, names[r]) for n, spec in base.items() if (r := begun_otherwise(n, renaming)) in names]
+    return sum(a.shape == b.shape for a, b in pairs), len(pairs)
 
 
 def _nothing_in_common(base: Model, label: str, expert: Deltas) -> str:

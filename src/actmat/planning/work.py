@@ -152,37 +152,32 @@ class DeviceRoom:
 HOST = DeviceRoom()
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Reading of an item, its memory on the host and on a device, and the words for its place."""
+def place(item: Item, recipe: Recipe, room: DeviceRoom) -> tuple[Reading, ItemCost, str]:
+    """Reading of an item that a method merges from the base, its memory, and the words for its place.
 
-    reading: Reading
-    host_bytes: int
-    device_bytes: int = 0
-    words: str = ""
-
-
-def place(item: Item, recipe: Recipe, room: DeviceRoom) -> Placed:
-    """Place an item of a model that a method merges from the base; `item.reading` says whether from factors."""
+    `item.reading` says whether it is merged from factors.
+    """
     caps, width = recipe.postprocess, torch_dtype(recipe.compute_dtype).itemsize
     regions = distinct_regions(regions_of(item, caps))
     if item.is_factored:
         assert item.reading is not None
-        here = Placed(item.reading, max(factored_region_bytes(region, item, width) for region in regions))
+        on_host, peak = item.reading, max(factored_region_bytes(region, item, width) for region in regions)
     else:
-        reading = _dense_reading(item, regions, caps, width, on_device=False)
-        here = Placed(reading, max(region_peak_bytes(region, item, reading, width) for region in regions))
+        on_host = _dense_reading(item, regions, caps, width, on_device=False)
+        peak = max(region_peak_bytes(region, item, on_host, width) for region in regions)
+    cost = ItemCost(host_bytes=peak)
     if room.device == "cpu":
-        return here
+        return on_host, cost, ""
     if why := _why_on_host(item, room):
-        return dataclasses.replace(here, words=f", on the host: {why}")
+        return on_host, cost, f", on the host: {why}"
     reading = _dense_reading(item, regions, caps, width, on_device=True)
     need = max(region_peak_bytes(r, item, reading, width) + _eigensolver_bytes(r, item) for r in regions)
     need -= library_bytes(item)
     if room.memory is not None and need > room.memory:
         why = f"it needs {format_size(need)} of a device, which has {format_size(room.memory)}"
-        return dataclasses.replace(here, words=f", on the host: {why}")
-    return Placed(reading, max(_host_bytes_beside_device(r, item, width) for r in regions), need, f", on {room.kind}")
+        return on_host, cost, f", on the host: {why}"
+    beside = max(_host_bytes_beside_device(r, item, width) for r in regions)
+    return reading, ItemCost(host_bytes=beside, device_bytes=need), f", on {room.kind}"
 
 
 class Costs:
@@ -192,37 +187,37 @@ class Costs:
         self.room = room
         self._recipe, self._base = recipe, base
         self._width = torch_dtype(recipe.compute_dtype).itemsize
-        self._known: dict[Any, tuple[Placed, int]] = {}
+        self._known: dict[Any, tuple[Reading, ItemCost, str]] = {}
 
     def add(self, item: Item) -> Item:
         """The item with its reading and cost, and the words for its place."""
         if item.action == "tie":
             return item
         read = sum(s.nbytes for s in item.sources if s is not None)
-        read += self._base.tensors.parts(item.name).nbytes if self._base is not None else 0
+        stored, _ = self._base.tensors.parts(item.name) if self._base is not None else ((), "")
+        read += sum(s.nbytes for s in stored)
         written = sum(s.nbytes for s in item.outputs)
         if item.call is None:
             cost = ItemCost(read, written, host_bytes=item.numel * torch_dtype(item.base_dtype).itemsize)
             return dataclasses.replace(item, cost=cost)
-        placed, flops = self._placed(item, item.call)
-        host = placed.host_bytes + (svd_bytes(item, self._width) if item.write.kind == "svd" else 0)
-        cost = ItemCost(read, written, flops, host, placed.device_bytes)
-        return dataclasses.replace(item, cost=cost, reason=item.reason + placed.words, reading=placed.reading)
+        reading, cost, words = self._placed(item, item.call)
+        host = cost.host_bytes + (svd_bytes(item, self._width) if item.write.kind == "svd" else 0)
+        cost = dataclasses.replace(cost, read_bytes=read, write_bytes=written, host_bytes=host)
+        return dataclasses.replace(item, cost=cost, reason=item.reason + words, reading=reading)
 
-    def _placed(self, item: Item, call: MethodCall) -> tuple[Placed, int]:
+    def _placed(self, item: Item, call: MethodCall) -> tuple[Reading, ItemCost, str]:
         # the options live as long as the items, which outlive these costs
         named = (call.method, id(call.options), call.space, len(call.post), item.write.kind, item.write.rank)
         ranks = tuple(s.rank for s in item.sources if s is not None) if item.is_factored else ()
         key = (named, item.shape, item.base_dtype, item.layout, item.is_chunkable, len(item.sources), ranks)
         if item.is_module:
-            return Placed(self._reading(item), module_bytes(item, self._width)), estimate_flops(item)
+            assert item.reading is not None, "a module is read by its factors"
+            peak = module_bytes(item, self._width)
+            return item.reading, ItemCost(flops=estimate_flops(item), host_bytes=peak), ""
         if key not in self._known:
-            self._known[key] = place(item, self._recipe, self.room), estimate_flops(item)
+            reading, cost, words = place(item, self._recipe, self.room)
+            self._known[key] = reading, dataclasses.replace(cost, flops=estimate_flops(item)), words
         return self._known[key]
-
-    def _reading(self, item: Item) -> Reading:
-        assert item.reading is not None, "a module is read by its factors"
-        return item.reading
 
 
 def _dense_reading(item: Item, regions: Sequence[Region], caps: Postprocess, width: int, *, on_device: bool) -> Reading:

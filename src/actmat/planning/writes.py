@@ -177,7 +177,7 @@ def output_config(
     by_bias = bool(bias_kinds - {"none"})  # then biases are known to `bias`, not to `modules_to_save`
     saved = [e.name.rpartition(".")[0] for e in extras if not (by_bias and e.name.endswith(".bias"))]
     bases = [a.config.base_model for a in adapters if a.config.base_model]
-    found = lora_config(
+    config = lora_config(
         [(_pattern_name(m, adapters), m.write.rank) for m in modules],
         task_type=first.get("task_type"),
         base_model_name_or_path=bases[0] if bases else (recipe.base or None),
@@ -190,7 +190,7 @@ def output_config(
         revision=first.get("revision"),
         target_parameters=sorted({p for a in adapters for p in a.config.target_parameters}) or None,
     )
-    return {**found, **_version(adapters)}
+    return {**config, **_version(adapters)}
 
 
 def lora_config(ranks: Sequence[tuple[str, int]], **fields: Any) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def lora_config(ranks: Sequence[tuple[str, int]], **fields: Any) -> dict[str, An
     counts = [n for _, n in ranks]
     common = max(set(counts), key=lambda n: (counts.count(n), n)) if counts else 1
     odd = {re.escape(m): n for m, n in ranks if n != common}
-    found = {
+    config = {
         "peft_type": "LORA",
         "task_type": None,
         "auto_mapping": ...,
@@ -226,14 +226,14 @@ def lora_config(ranks: Sequence[tuple[str, int]], **fields: Any) -> dict[str, An
         "alpha_pattern": dict(odd),
         **fields,
     }
-    return {key: value for key, value in found.items() if value is not ...}
+    return {key: value for key, value in config.items() if value is not ...}
 
 
 def _pattern_name(module: Item, adapters: Sequence[Adapter]) -> str:
     """Name that PEFT matches patterns against: the module, or the bare parameter of a module."""
     plain = module.name.replace(".base_layer", "")
-    found = next(m for a in adapters if (m := a.modules.get(module.name)) is not None)
-    return f"{plain}.{found.parameters[0]}" if len(found.parameters) == 1 else plain
+    adapted = next(m for a in adapters if (m := a.modules.get(module.name)) is not None)
+    return f"{plain}.{adapted.parameters[0]}" if len(adapted.parameters) == 1 else plain
 
 
 def _version(adapters: Sequence[Adapter]) -> dict[str, str]:
@@ -301,7 +301,7 @@ def settled_plan(plan: MergePlan, changed: Collection[str]) -> MergePlan:
             f"{', '.join(e.location for e in plan.experts)}: the merge differs from {plan.recipe.base} in no "
             "tensor that an adapter could hold. Likely cause: the experts are copies of the base"
         )
-        error.recurs = True
+        error.is_permanent = True
         raise error
     config = extracted_config(plan.recipe, items)
     return dataclasses.replace(plan, items=tuple(items), specs=specs, adapter_config=config)

@@ -16,6 +16,7 @@ from actmat.experts.locate import stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
+from actmat.planning.implied import IN_ONE_FILE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
 from actmat.run.adapters import size_and_overlap
@@ -153,6 +154,11 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     if form != "full" and any("weight" in e.model_fields_set for e in recipe.experts):
         why = "adapters with weights: task_arithmetic with scaling=1, the sum of w_t D_t, as stacks of LoRA add"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-m average: the mean)"
+    if located.only_adapters and all(isinstance(e, Adapter) and e.layout in IN_ONE_FILE for e in located.experts):
+        why = (
+            "LoRA files of an image model: task_arithmetic with scaling=1, their sum at strength 1, as image tools do"
+        )
+        return "task_arithmetic", space, dict(WHOLE), f"{why} (-w for other strengths)"
     kind, size, start = _kind(located.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
         form, size, start = _by_size(located)

@@ -79,7 +79,7 @@ def _judge(findings: Findings) -> None:
             "out why the fine-tuning produced them, or pass --set allow_nonfinite=true to treat them as unchanged.",
             problems,
         )
-        error.recurs = True
+        error.is_permanent = True
         raise error
 
 

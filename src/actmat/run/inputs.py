@@ -14,6 +14,7 @@ from actmat.checkpoints.source import LocalSource
 from actmat.checkpoints.writing.sidecars import check_sidecars
 from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
+from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError, Problems, RecipeError
 from actmat.experts.deltas import Deltas
 from actmat.experts.locate import OpenInput, fields_of, fit_expert, in_layout, require_model, token_tables
@@ -218,8 +219,9 @@ def check_values(inputs: Inputs) -> None:
     Raises:
         CheckpointError, StatisticsError: each lists all.
     """
-    rows = zip(inputs.labels, inputs.experts, strict=True)
-    problems = [p for label, e in rows if e.stored is not None for p in e.stored.check_values(label)]
+    with one_thread():  # sums of small tensors: others would only wait for each other
+        rows = zip(inputs.labels, inputs.experts, strict=True)
+        problems = [p for label, e in rows if e.stored is not None for p in e.stored.check_values(label)]
     if problems:
         raise CheckpointError(f"The adapters hold values that cannot be merged: {len(problems)} problem(s).", problems)
     check_adapters(inputs)

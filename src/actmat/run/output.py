@@ -21,7 +21,7 @@ from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import NoWriter, SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.record import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
 from actmat.experts.deltas import Deltas
@@ -80,7 +80,7 @@ class Output:
 
     Args:
         plan: of the output.
-        writer: receives its bytes.
+        writer: receives its bytes; None if the merge is only measured.
         records: of everything that is done, by item.
         stage: its partial folder; None if nothing is written.
         done: items that an earlier run finished, or that need no work.
@@ -88,7 +88,7 @@ class Output:
     """
 
     plan: MergePlan
-    writer: SinkSource
+    writer: Writer | None
     records: Mapping[str, Record] = field(default_factory=dict)
     stage: Staging | None = None
     done: frozenset[str] = frozenset()
@@ -97,7 +97,7 @@ class Output:
     @classmethod
     def measured(cls, plan: MergePlan) -> Output:
         """An output that is only measured; copies need no measurement."""
-        return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
+        return cls(plan, None, done=frozenset(i.name for i in plan.items if i.call is None))
 
     @property
     def out(self) -> Path | str:
@@ -261,7 +261,7 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: J
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
     """Keep unfinished outputs with finished items, remove the others; the error gets a note of their number."""
-    useless = isinstance(error, MergeError) and error.recurs
+    useless = isinstance(error, MergeError) and error.is_permanent
     n_kept = total = 0
     for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
         if useless or not stage.finished:

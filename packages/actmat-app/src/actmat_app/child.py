@@ -86,7 +86,8 @@ def _merge(job: Job, tell: Tell) -> None:
     import actmat
     from actmat_app.view import merged_html
 
-    report = actmat.merge(**{"diagnose": True, **_fields(job), "out": job["out"]}, progress=Told(tell))
+    measured = not job["out"].endswith(".safetensors")  # a single file holds no report
+    report = actmat.merge(**{"diagnose": measured, **_fields(job), "out": job["out"]}, progress=Told(tell))
     page = Path(report.out) / "report.html"
     tell("done", html=merged_html(report), out=str(report.out), page=str(page) if page.is_file() else "")
 

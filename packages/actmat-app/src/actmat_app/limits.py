@@ -92,6 +92,7 @@ class Limits:
         Raises:
             MergeError: lists forbidden fields and locations, or the files are too large.
         """
+        from actmat.checkpoints.side_files import sort_side_files
         from actmat.extras.remote.hub import open_repository  # imports torch
 
         given, problems, found, sizes = fields["experts"], Problems(), {}, {}
@@ -104,11 +105,13 @@ class Limits:
             with problems.noted():
                 opened = open_repository(*repository_of(place))
                 found[place] = opened.address
-                sizes[place] = sum(f.size for name, f in opened.files.items() if name.endswith(WEIGHTS))
+                files = {name: file.size for name, file in opened.files.items()}
+                copied = sort_side_files(files).kept
+                sizes[place] = sum(size for n, size in files.items() if n.endswith(WEIGHTS) or n in copied)
         problems.check()
         if sum(sizes.values()) > self.max_bytes:
             raise CheckpointError(
-                f"The repositories hold {format_size(sum(sizes.values()))} of weights, more than this page allows, "
+                f"The repositories hold files of {format_size(sum(sizes.values()))}, more than this page allows, "
                 f"{format_size(self.max_bytes)}. Nothing was downloaded. Fix: smaller inputs, or a page of your own.",
                 [f"{place}: {format_size(size)}" for place, size in sizes.items()],
             )

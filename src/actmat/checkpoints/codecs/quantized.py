@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from actmat.checkpoints.base import StoredParts, Tensors, TensorsHandle, TensorSpec, View, torch_dtype
+from actmat.checkpoints.base import Tensors, TensorsHandle, TensorSpec, View, torch_dtype
 from actmat.checkpoints.codecs.base import WINDOW, CodedTensor, CodeReader
 from actmat.checkpoints.model import Config
 from actmat.checkpoints.quantization import CONFIG_KEYS, LEVELS
@@ -46,12 +46,12 @@ class QuantizedTensors(View):
             if a in specs and c in specs and (a in self.coded) == (c in self.coded)
         }
 
-    def parts(self, name: str) -> StoredParts:
+    def parts(self, name: str) -> tuple[tuple[TensorSpec, ...], str]:
         """Codes, scales and zero points, with a description of their layout."""
         if name not in self.coded:
             return self.stored.parts(name)
         coded = self.coded[name]
-        return StoredParts(tuple(self.stored.specs[part] for part in coded.parts), coded.scheme)
+        return tuple(self.stored.specs[part] for part in coded.parts), coded.scheme
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Fill `out` with decoded bytes of the tensor."""

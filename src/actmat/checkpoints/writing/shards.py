@@ -35,17 +35,8 @@ def parse_size(text: str | int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Shard, offset in it and size in bytes of one output tensor."""
-
-    file: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
-    """One output file: its header bytes (length prefix included), its size, and the extent of each tensor.
+    """One output file: its header bytes (length prefix included), its size, and the place of each tensor in it.
 
     `stem`: common start of the file names of its checkpoint, folder included. Tensor names in the file lack `prefix`.
     """
@@ -53,7 +44,7 @@ class Shard:
     file: str
     header: bytes
     size: int
-    extents: dict[str, Extent]
+    specs: dict[str, TensorSpec]
     stem: str = "model"
     prefix: str = ""
 
@@ -101,15 +92,15 @@ def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], 
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    extents = {s.name: Extent(file, len(header) + starts[s.name], s.nbytes) for s in ordered}
-    return Shard(file, header, len(header) + position, extents)
+    placed = {s.name: replace(s, file=file, offset=len(header) + starts[s.name]) for s in ordered}
+    return Shard(file, header, len(header) + position, placed)
 
 
 def index_files(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> dict[str, str]:
     """Name and text of the index of every checkpoint that has several shards."""
     out = {}
     for stem in dict.fromkeys(s.stem for s in shards):
-        places = {n: s for s in shards if s.stem == stem for n in s.extents}
+        places = {n: s for s in shards if s.stem == stem for n in s.specs}
         if len({s.file for s in places.values()}) < 2:
             continue
         weight_map = {n.removeprefix(s.prefix): s.file.rpartition("/")[2] for n, s in places.items()}

@@ -11,13 +11,13 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash, hash_file
-from actmat.checkpoints.writing.shards import Extent, Shard, index_files
+from actmat.checkpoints.writing.shards import Shard, index_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
 from actmat.system import BINARY, DSYNC, NOFOLLOW, read_at, replace_file, sync_data, sync_file, write_at
@@ -34,24 +34,24 @@ may read the page around a tensor's edge, and later write all of it back, with o
 class TensorSink:
     """Receives the bytes of one output tensor in row-major order, from one thread; tied tensors get the same bytes."""
 
-    def __init__(self, writer: ShardWriter, extents: Sequence[Extent]) -> None:
+    def __init__(self, writer: ShardWriter, specs: Sequence[TensorSpec]) -> None:
         self._writer = writer
-        self._extents = extents
+        self._specs = specs
         self._hash = ContentHash()
 
     def write(self, data: memoryview) -> None:
         """Append bytes to the tensor."""
         self._hash.update(data)
-        for extent in self._extents:
-            if self._hash.size > extent.nbytes:
-                raise ValueError(f"more bytes than the {extent.nbytes} that the header promises")
-            self._writer.pwrite(extent.file, data, extent.offset + self._hash.size - len(data))
+        for spec in self._specs:
+            if self._hash.size > spec.nbytes:
+                raise ValueError(f"more bytes than the {spec.nbytes} that the header promises")
+            self._writer.pwrite(spec.file, data, spec.offset + self._hash.size - len(data))
 
     @property
     def digest(self) -> str:
         """Content hash of the whole tensor; all of its bytes must have been written."""
-        if self._hash.size != self._extents[0].nbytes:
-            raise ValueError(f"{self._hash.size} bytes written, the header promises {self._extents[0].nbytes}")
+        if self._hash.size != self._specs[0].nbytes:
+            raise ValueError(f"{self._hash.size} bytes written, the header promises {self._specs[0].nbytes}")
         return self._hash.hexdigest()
 
 
@@ -82,7 +82,7 @@ class ShardWriter:
         self._closing = False
         self._flusher: threading.Thread | None = None
         self._flush_error: OSError | None = None
-        self._extents: Mapping[str, Extent] = {n: e for s in shards for n, e in s.extents.items()}
+        self._specs = {name: spec for shard in shards for name, spec in shard.specs.items()}
         try:
             for shard in shards:
                 if attach:
@@ -129,20 +129,20 @@ class ShardWriter:
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
         """Sink of tensor `name`, which also writes the tensors tied to it."""
-        return TensorSink(self, [self._extents[n] for n in (name, *aliases)])
+        return TensorSink(self, [self._specs[n] for n in (name, *aliases)])
 
     def holds(self, name: str, digest: str) -> bool:
         """True if the bytes now on disk for `name` have this content hash (to resume a run)."""
-        extent = self._extents.get(name)
-        if extent is None:  # a damaged journal
+        spec = self._specs.get(name)
+        if spec is None:  # a damaged journal
             return False
-        seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(extent.nbytes, 1))))
-        with _read_handle(self.directory / extent.file) as handle:
+        seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(spec.nbytes, 1))))
+        with _read_handle(self.directory / spec.file) as handle:
             # from the disk, not from memory: after a failed flush, pages in memory no longer show what is missing
-            _forget_pages(handle, extent.offset, extent.nbytes)
-            while seen.size < extent.nbytes:
-                chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
-                if read_at(handle, chunk, extent.offset + seen.size) != len(chunk):
+            _forget_pages(handle, spec.offset, spec.nbytes)
+            while seen.size < spec.nbytes:
+                chunk = buffer[: min(len(buffer), spec.nbytes - seen.size)]
+                if read_at(handle, chunk, spec.offset + seen.size) != len(chunk):
                     return False
                 seen.update(chunk)
         return seen.hexdigest() == digest
@@ -300,7 +300,7 @@ class SpoolWriter:
         writer = ShardWriter(self.directory, [shard], durable=self.durable)
         buffer = memoryview(bytearray(_CHUNK))
         try:
-            for name in shard.extents:
+            for name in shard.specs:
                 sink = writer.sink(name)
                 with disk_errors(self.directory), self._path(name).open("rb") as file:
                     while count := file.readinto(buffer):

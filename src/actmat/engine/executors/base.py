@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey
@@ -43,5 +43,5 @@ class Executor(Protocol):
         """
 
 
-ExecutorFactory = Callable[[Inputs, Sequence[SinkSource], Resources], Executor]
+ExecutorFactory = Callable[[Inputs, Sequence[Writer | None], Resources], Executor]
 """Makes an executor for the open inputs of a run, the open output of every plan, and the limits of this machine."""

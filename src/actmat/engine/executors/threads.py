@@ -23,7 +23,7 @@ import torch
 from actmat.engine.devices import open_devices
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import MemoryBudget
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
@@ -39,7 +39,7 @@ class ThreadExecutor:
         resources: number of workers and memory of the host; names of the devices and the memory of each.
     """
 
-    def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
+    def __init__(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> None:
         self._inputs = inputs
         self._writers = writers
         self._resources = resources

@@ -23,6 +23,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
+from actmat.linalg.inner import is_finite
 from actmat.linalg.lowrank import LowRank
 
 
@@ -153,8 +154,9 @@ class Adapter(AbstractContextManager["Adapter"]):
         """One sentence for each tensor with NaN or Inf of the adapter called `label`; its copies are not merged."""
         problems, copies = [], set(self.copies.values())
         for name in (n for n in self.weights.specs if n not in copies):
-            bad = int((~torch.isfinite(self.weights.read(name))).sum())
-            if bad:
+            value = self.weights.read(name)
+            if not is_finite(value):
+                bad = int((~torch.isfinite(value)).sum())
                 problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
         return problems
 

@@ -6,6 +6,7 @@ images), a folder of such files or of images, or the id of a data set on the hub
 
 from __future__ import annotations
 
+import csv
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,14 +19,21 @@ from torch import Tensor
 
 from actmat.bounds import local_path, parse_json
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
+from actmat.extras.models.chats import render_chats
 from actmat.extras.models.loading import Loaded, extra, from_files
 from actmat.foreign import in_one_line
 from actmat.recipe import Recipe
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
+LINES = frozenset({".csv", ".jsonl", ".txt"})
+"""Files that are read here, line by line; others by `datasets`."""
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 MESSAGES = "messages"
 """Column of chats: messages with `role` and `content`, for the template of the tokenizer."""
+RENDERED = "rendered chat"
+"""Column of the text of a chat."""
+CHATS = 256
+"""Chats that are rendered by one process."""
 TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
 TEMPLATE = "a photo of a {}."
@@ -145,8 +153,21 @@ def make_batches(
     if encode.padded_by is not None:
         note(f"the tokenizer has no pad token: texts are padded by '{encode.padded_by}', and padding is masked")
     device = next(loaded.model.parameters()).device
+    if encode.tokenizer is not None and options.text_column in (None, MESSAGES):
+        rows = _with_texts(rows, encode.tokenizer, options.location)
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
+
+
+def _with_texts(rows: Iterator[Row], tokenizer: Any, where: str) -> Iterator[Row]:
+    """The rows, those of chats with their text in a column of its own."""
+    for row in rows:
+        if not isinstance(row.get(MESSAGES), list):
+            yield row
+            continue
+        chats = [row, *itertools.islice(rows, CHATS - 1)]
+        texts = render_chats(tokenizer, [chat.get(MESSAGES) for chat in chats], where)
+        yield from ({**chat, RENDERED: text} for chat, text in zip(chats, texts, strict=True))
 
 
 def is_contrastive(config: Mapping[str, Any]) -> bool:
@@ -197,14 +218,14 @@ def _rows(options: DataOptions) -> Iterable[Row]:
         return _arrays(path)
     if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):
         raise StatisticsError(f"{options.location}: no such file or folder")
-    if path.suffix in (".jsonl", ".txt") and path.is_file():
-        return _lines(path)
+    reader, files = _local(path) if path.exists() else ("", [])
+    if files and {Path(file).suffix.lower() for file in files} <= LINES:
+        return itertools.chain.from_iterable(_lines(Path(file), options) for file in files)
     load: Callable[..., Iterable[Row]] = extra("datasets").load_dataset
     try:
-        if path.exists():
-            reader, files = _local(path)
-            if reader == "imagefolder":
-                return load(reader, data_dir=str(path), split=options.split, streaming=True)
+        if reader == "imagefolder":
+            return load(reader, data_dir=str(path), split=options.split, streaming=True)
+        if reader:
             return load(reader, data_files=files, split="train", streaming=True)
         name, _, revision = options.location.partition("@")
         return load(name, options.subset, split=options.split, revision=revision or None, streaming=True)
@@ -212,19 +233,46 @@ def _rows(options: DataOptions) -> Iterable[Row]:
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    """A row for each line that is not blank: its object, or its text."""
-    with path.open(encoding="utf-8") as file:
+def _lines(path: Path, options: DataOptions) -> Iterator[Row]:
+    """A row for each line that is not blank: its values, its object, or its text."""
+    if path.suffix.lower() == ".csv":
+        yield from _table(path, options)
+        return
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = parse_json(line) if path.suffix == ".jsonl" else {TEXT_COLUMNS[0]: line.rstrip("\n")}
+                row = parse_json(line) if path.suffix.lower() == ".jsonl" else {TEXT_COLUMNS[0]: line.rstrip("\n")}
             except ValueError as error:
                 raise StatisticsError(f"{path}: the data cannot be read: line {number}: {in_one_line(error)}") from None
             if not isinstance(row, dict):
                 raise StatisticsError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
             yield row
+
+
+def _table(path: Path, options: DataOptions) -> Iterator[Row]:
+    """The rows of a CSV file, whose first line names the columns; labels are whole numbers."""
+    named = {options.text_column, options.target_column, options.label_column, *TEXT_COLUMNS} - {None}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        columns = next(lines, [])
+        if columns and not (named & {*columns} and len({*columns}) == len(columns)):
+            raise StatisticsError(
+                f"{path}: expected a first line that names each column once, such as {TEXT_COLUMNS[0]}, found "
+                f"{','.join(columns)[:80]!r}. Fix: pass --text-column, write such a line, or name the file .txt if "
+                "each line is a text."
+            )
+        for values in filter(None, lines):
+            if len(values) != len(columns):
+                raise StatisticsError(
+                    f"{path}: line {lines.line_num} has {len(values)} values, but the first line names {len(columns)} "
+                    "column(s). Likely cause: commas in a text. Fix: put the text in double quotes, or name the file "
+                    ".txt if each line is a text."
+                )
+            row: dict[str, Any] = dict(zip(columns, values, strict=True))
+            label = options.label_column or ""
+            yield row | ({label: int(row[label])} if row.get(label, "").lstrip("-").isdecimal() else {})
 
 
 def _local(path: Path) -> tuple[str, list[str]]:
@@ -349,27 +397,14 @@ def known_ids(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:
-    is_chat = what == "text" and column in (None, MESSAGES) and isinstance(rows[0].get(MESSAGES), list)
-    if is_chat:
-        texts = [_templated(tokenizer, row, options.location) for row in rows]
-    else:
-        texts = _column(rows, column, TEXT_COLUMNS if what == "text" else (), str, what, options.location)
+    is_chat = what == "text" and RENDERED in rows[0]
+    usual = TEXT_COLUMNS if what == "text" else ()
+    texts = _column(rows, RENDERED if is_chat else column, usual, str, what, options.location)
     found = tokenizer(
         texts, padding=True, truncation=True, max_length=min(options.max_length, tokenizer.model_max_length),
         add_special_tokens=not is_chat, return_tensors="pt",
     )  # fmt: skip
     return {k: v for k, v in found.items() if isinstance(v, Tensor)}
-
-
-def _templated(tokenizer: Any, row: Row, where: str) -> str:
-    """The text of a chat, up to the answer that is asked for."""
-    try:
-        return str(tokenizer.apply_chat_template(row[MESSAGES], tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # noqa: BLE001 - no template, or one of foreign code that refuses the messages
-        raise StatisticsError(
-            f"{where}: the chat template of {tokenizer.name_or_path} does not take '{MESSAGES}': {in_one_line(error)}. "
-            "Fix: give the texts themselves, in a column 'text'."
-        ) from None
 
 
 def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOptions) -> dict[str, Tensor]:

@@ -173,7 +173,7 @@ def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
     (shard,) = plan_shards([specs[n] for n in sorted(specs)], 1 << 62, metadata=metadata)
     with whole_file(out) as building, building.open("wb") as file:  # safetensors writes metadata in varying order
         file.write(shard.header)
-        file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.extents)
+        file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.specs)
     changed = "names and factors" if located.layout != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout"
 

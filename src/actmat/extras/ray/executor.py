@@ -13,7 +13,7 @@ from typing import Any
 
 from actmat.engine.executors.base import ExecutorFactory
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import SinkSource
+from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
@@ -41,7 +41,7 @@ class RayExecutor:
     def __init__(
         self,
         inputs: Inputs,
-        writers: Sequence[SinkSource],
+        writers: Sequence[Writer | None],
         resources: Resources,
         *,
         address: str = "",

@@ -114,12 +114,12 @@ def model_device(text: str) -> tuple[str, str]:
     Raises:
         RecipeError: the text names no device.
     """
-    names = parse_devices(text)
-    if names.kind != "cuda":
-        return ("cpu" if names.kind == "cpu" else names.kind), ""
-    if names.numbers is None:
+    kind, numbers = parse_devices(text)
+    if kind != "cuda":
+        return kind, ""
+    if numbers is None:
         return "cuda:0", "models run on cuda:0; merges use all GPUs"
-    first = f"cuda:{names.numbers[0]}"
-    if len(names.numbers) == 1:
+    first = f"cuda:{numbers[0]}"
+    if len(numbers) == 1:
         return first, ""
     return first, f"models run on {first}, the first of {text}; merges use all of these"

@@ -11,6 +11,7 @@ import torch
 
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, known_ids, pad_token
+from actmat.extras.models.chats import render_chats
 from actmat.extras.models.loading import Loaded, from_files
 from actmat.foreign import in_one_line
 
@@ -47,8 +48,7 @@ def answer(loaded: Loaded, prompt: str, *, new_tokens: int = 64, chat: bool | No
     if chat is None:
         chat = bool(getattr(tokenizer, "chat_template", None))
     if chat:
-        messages = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        [text] = render_chats(tokenizer, [[{"role": "user", "content": prompt}]], "prompt")
         given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     else:
         given = tokenizer(prompt, return_tensors="pt")

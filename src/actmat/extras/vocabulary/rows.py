@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import FileIdentity, StoredParts, Tensors, TensorSpec, View, torch_dtype
+from actmat.checkpoints.base import FileIdentity, Tensors, TensorSpec, View, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 
 OWN_MEAN = ((-1, -1),)
@@ -90,7 +90,7 @@ class TokenRows(View):
         )
         self._means: dict[str, Tensor] = {}
 
-    def parts(self, name: str) -> StoredParts:
+    def parts(self, name: str) -> tuple[tuple[TensorSpec, ...], str]:
         """Those of the stored tensor; a table is itself."""
         return super().parts(name) if name in self._tables else self._stored.parts(name)
 
