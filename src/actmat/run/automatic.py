@@ -155,9 +155,7 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
         why = "adapters with weights: task_arithmetic with scaling=1, the sum of w_t D_t, as stacks of LoRA add"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-m average: the mean)"
     if located.only_adapters and all(isinstance(e, Adapter) and e.layout in IN_ONE_FILE for e in located.experts):
-        why = (
-            "LoRA files of an image model: task_arithmetic with scaling=1, their sum at strength 1, as image tools do"
-        )
+        why = "LoRA files of an image model: task_arithmetic with scaling=1, their sum at strength 1, as image tools do"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-w for other strengths)"
     kind, size, start = _kind(located.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
