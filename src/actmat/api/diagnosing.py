@@ -43,8 +43,8 @@ def diagnose(
     """
     check_names(fields, MergeFields)
     inputs = hold_inputs(base, experts)
-    given = {"method": method, "held": inputs.openers, **fields}
-    recipe, settings = make_arguments(inputs.base, inputs.experts, given, weights, statistics)
+    arguments = {"method": method, "held": inputs.openers, **fields}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
 
 

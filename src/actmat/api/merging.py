@@ -81,9 +81,9 @@ def merge(
     """
     check_names(fields, InputFields)
     inputs = hold_inputs(base, experts)
-    given = {"out": out and str(out), "method": method, "held": inputs.openers, **fields}
-    asked = {name: given.pop(name) for name in INPUT_FIELDS & given.keys()}
-    recipe, settings = make_arguments(inputs.base, inputs.experts, given, weights, statistics)
+    arguments = {"out": out and str(out), "method": method, "held": inputs.openers, **fields}
+    asked = {name: arguments.pop(name) for name in INPUT_FIELDS & arguments.keys()}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
     if data or asked.get("check"):
         return _by_inputs(recipe, settings, data or {}, asked, inputs.modules)
     progress = progress or usual_progress()
@@ -168,8 +168,8 @@ def plan(
     """
     check_names(fields, MergeFields)
     inputs = hold_inputs(base, experts)
-    given = {"method": method, **fields}
-    recipe, settings = make_arguments(inputs.base, inputs.experts, given, weights, statistics)
+    arguments = {"method": method, **fields}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
     return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=inputs.openers)
 
 

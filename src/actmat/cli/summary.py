@@ -78,7 +78,7 @@ def print_warnings(plan: MergePlan) -> None:
             note_console.print(escape(note), soft_wrap=True)
 
 
-def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
+def print_items(plan: MergePlan, items: Sequence[Item], copied: Mapping[str, str], *, full: bool) -> None:
     """Print outputs grouped by action and reason, with their name patterns."""
     counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
@@ -86,7 +86,7 @@ def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str],
             shape = "x".join(map(str, item.shape)) or "scalar"
             way = item.write.kind if item.reading is None else f"{item.write.kind}, {item.reading}"
             console.print(f"{item.action}  {escape(item.name)}  {shape} ({way}): {escape(item.reason)}")
-    groups = item_groups(items if not full else (), kept)
+    groups = item_groups(items if not full else (), copied)
     if not groups:
         return
     table = plain_table(counted, "action", "which, and why", numbers=[counted])
@@ -327,35 +327,35 @@ CONTESTED = 10
 """Maximum number of listed matrices."""
 
 
-def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
+def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
     """Print experts, checks, the matrices on which experts disagree most, and the report's files."""
-    totals = found.totals
+    totals = diagnosis.totals
     console.print(
-        f"[bold]{escape(found.method)}[/bold] over {len(found.experts)} experts"
-        + (f" of {escape(found.base)}" if found.base else "")
+        f"[bold]{escape(diagnosis.method)}[/bold] over {len(diagnosis.experts)} experts"
+        + (f" of {escape(diagnosis.base)}" if diagnosis.base else "")
         + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
     )
-    if found.agreement is not None:
-        print_kept(found.agreement)
+    if diagnosis.agreement is not None:
+        print_kept(diagnosis.agreement)
     else:
-        commands = measure_answers(found).splitlines()
+        commands = measure_answers(diagnosis).splitlines()
         how = "On a few inputs of each expert's task, without labels:" if commands else "Compare images."
         console.print(f"\nis it good? Not measured. {how}")
         for line in commands:
             console.print(f"  {escape(line)}", soft_wrap=True)
-    if found.measures:
+    if diagnosis.measures:
         console.print("\nper expert: norm and rho over all matrices, medians of the rest")
-        console.print(_experts(found))
-        console.print(_merged(found.measures))
-    if found.residual_on_data is not None:
+        console.print(_experts(diagnosis))
+        console.print(_merged(diagnosis.measures))
+    if diagnosis.residual_on_data is not None:
         console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
-        console.print(_on_data(found.residual_on_data))
-    print_checks(found.checks)
-    for note in found.recipe.get("notes", ()):
+        console.print(_on_data(diagnosis.residual_on_data))
+    print_checks(diagnosis.checks)
+    for note in diagnosis.recipe.get("notes", ()):
         console.print(f"note: {escape(note)}")
-    if found.measures:
+    if diagnosis.measures:
         console.print("\nmatrices of the largest rho")
-        console.print(_contested(found))
+        console.print(_contested(diagnosis))
     for file in files:
         console.print(f"report: {escape(file)}", soft_wrap=True)
 

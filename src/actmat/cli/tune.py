@@ -81,10 +81,10 @@ class SearchFlags:
         return cast("Score", self.score)
 
 
-def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _named_classes(texts: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Expert -> names of its classes; classes without a name apply to all experts."""
     out: dict[str, tuple[str, ...]] = {}
-    for text in given:
+    for text in texts:
         name, listed = split_name(text)
         path = Path(listed)
         classes = tuple(
@@ -102,7 +102,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics",))],
+    fields: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics",))],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],
     search: SearchFlags,
@@ -126,7 +126,7 @@ def tune(
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import READ, tune_recipe
 
-    (wanted, *_) = given.recipes(recipe)
+    (wanted, *_) = fields.recipes(recipe)
     refuse_no_output([wanted])
     if not asked.data:
         raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=INPUTS, once per expert")
@@ -139,7 +139,7 @@ def tune(
     }
     shared = {n: getattr(search, n) for n in ("minutes", "budget", "least_agreement", "keep_work")}
     shared |= {n: getattr(asked, n) for n in ("model_class", "model_dtype", "new_tokens")}
-    score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in given
+    score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in fields
     settings = TuneSettings(score=score, as_adapter=as_adapter, **shared)
     with showing_search(quiet=shown.quiet or shown.json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
