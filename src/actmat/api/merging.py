@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from actmat.api.diagnosing import draw_page
 from actmat.api.fields import AverageFields, InputFields, MergeArguments, MergeFields, check_names
 from actmat.api.held import MergeInput, MergeInputs, hold_inputs
-from actmat.checkpoints.model import Model
-from actmat.errors import RecipeError
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
@@ -20,8 +17,6 @@ from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from actmat.extras.models.in_memory import MemoryMerge
 
 
@@ -85,7 +80,9 @@ def merge(
     asked = {name: arguments.pop(name) for name in INPUT_FIELDS & arguments.keys()}
     recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
     if data or asked.get("check"):
-        return _by_inputs(recipe, settings, data or {}, asked, inputs.modules)
+        from actmat.extras.tune.with_inputs import merge_by_arguments
+
+        return merge_by_arguments(recipe, settings, data or {}, asked, inputs.modules)
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
@@ -96,48 +93,6 @@ def merge(
 
 INPUT_FIELDS = frozenset({"check", "new_tokens", "model_class", "model_dtype", "keep_statistics"})
 """Arguments of `merge` about inputs, and the models that run on them."""
-
-
-def _by_inputs(
-    recipe: Recipe,
-    run: RunSettings,
-    data: Mapping[str, Any],
-    asked: dict[str, Any],
-    modules: Mapping[str, nn.Module],
-) -> MergeReport:
-    """Merge by inputs of the experts.
-
-    Raises:
-        RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
-    """
-    from actmat.extras.collect.batches import evaluating
-    from actmat.extras.models.loading import Loaded
-    from actmat.extras.tune.kept import InputSettings
-    from actmat.extras.tune.progress import usual_tune_progress
-    from actmat.extras.tune.with_inputs import merge_with_inputs
-
-    check = asked.pop("check", None) or {}
-    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping)]
-    loaded = {}
-    for place in (e.path for e in recipe.experts if e.path in run.held):
-        model, files = run.held[place](), getattr(modules.get(place), "name_or_path", "")
-        if files and isinstance(model, Model):
-            loaded[place] = Loaded(modules[place], model, None, files)
-    stuck = ", ".join(e.label for e in recipe.experts if e.path in run.held and e.path not in loaded)
-    causes = {
-        f"in memory: {stuck}; only a transformers model that was loaded from a folder runs, with its tokenizer. Fix: "
-        "save_pretrained of model and tokenizer, and give the folders": bool(stuck),
-        "no output given. Fix: out=FOLDER": recipe.out is None,
-        f"data and check: expected expert -> inputs, found {', '.join(odd)}. Fix: {{'NAME': INPUTS, ...}}": bool(odd),
-    }
-    if problems := [text for text, is_found in causes.items() if is_found]:
-        raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
-    with contextlib.ExitStack() as stack:
-        for expert in loaded.values():
-            stack.enter_context(evaluating(expert.model))
-            asked.setdefault("model_dtype", str(next(expert.model.parameters()).dtype).removeprefix("torch."))
-        settings = InputSettings(loaded=loaded, **asked)
-        return merge_with_inputs([recipe], data, check, settings, run, usual_tune_progress())[0]
 
 
 def merge_recipes(

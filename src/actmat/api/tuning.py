@@ -102,7 +102,7 @@ def _arguments(
 ) -> tuple[Recipe, TuneSettings, RunSettings]:
     """Recipe and settings from the fields of all three."""
     check_names(fields, known)
-    given: dict[str, Any] = {"out": str(out), **fields}
-    search = {k: given.pop(k) for k in _SEARCH & given.keys()}
-    recipe, run = make_arguments(base, experts, given)
+    arguments: dict[str, Any] = {"out": str(out), **fields}
+    search = {k: arguments.pop(k) for k in _SEARCH & arguments.keys()}
+    recipe, run = make_arguments(base, experts, arguments)
     return recipe, TuneSettings(**search), run

@@ -156,12 +156,9 @@ def print_answers(report: MergeReport) -> None:
     if report.answers:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
-        of_images = report.plan.stems or are_image_files(i.location for i in report.plan.inputs)
-        how = (
-            "compare its images with the experts'"
-            if of_images
-            else "add --data NAME=INPUTS per expert (a prompt or file)"
-        )
+        how = "add --data NAME=INPUTS per expert (a prompt or file)"
+        if report.plan.stems or are_image_files(i.location for i in report.plan.inputs):
+            how = "compare its images with the experts'"
         console.print(f"  is it good? Not measured: {how}")
 
 
@@ -239,11 +236,11 @@ def _model_lines(report: MergeReport) -> list[str]:
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
     unchanged, vanished = report.totals.unchanged, report.totals.vanished
-    found = [counts + (f"; {unchanged} of them not changed by any expert" if unchanged > vanished else "")]
+    lines = [counts + (f"; {unchanged} of them not changed by any expert" if unchanged > vanished else "")]
     if vanished:
-        found += [f"warning: deltas of {plural(vanished, 'float64 tensor')} are too small to be computed and count as "
+        lines += [f"warning: deltas of {plural(vanished, 'float64 tensor')} are too small to be computed and count as "
                   "zero. Fix: --set compute_dtype=float64, or larger numbers"]  # fmt: skip
-    return found
+    return lines
 
 
 def _adapter_lines(report: MergeReport) -> list[str]:
@@ -262,7 +259,7 @@ def _adapter_lines(report: MergeReport) -> list[str]:
 
 def merge_data(report: MergeReport) -> dict[str, Any]:
     """One output of a merge as plain data."""
-    plan, totals, found = report.plan, report.totals, report.diagnosis
+    plan, totals, diagnosis = report.plan, report.totals, report.diagnosis
     return {
         "out": str(report.out),
         "kind": plan.output,
@@ -281,17 +278,19 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
         "notes": [dataclasses.asdict(n) for n in plan.notes],
-        "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
+        "findings": None if diagnosis is None else [c.code for c in diagnosis.checks if c.verdict == "found"],
     }
 
 
 def compact_plan(plan: MergePlan) -> dict[str, Any]:
     """A plan without its tensors: counts by action and reason, and totals."""
-    groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
-    first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}
+    groups: dict[tuple[str, str | None, str], list[str]] = {}
+    for item in plan.items:
+        method = item.call.method if item.call else None
+        groups.setdefault((item.action, method, item.reason), []).append(item.name)
     rows = [
-        {"action": key[0], "method": key[1], "count": n, "reason": key[2], "first": first[key]}
-        for key, n in groups.items()
+        {"action": action, "method": method, "count": len(names), "reason": reason, "first": names[0]}
+        for (action, method, reason), names in groups.items()
     ]
     return {
         "kind": plan.output,
@@ -315,8 +314,8 @@ def size_data(norms: Norms | None, plan: MergePlan) -> dict[str, Any] | None:
     """Norms of a merge, and the code of a check that finds them far off; None if nothing was merged."""
     if norms is None:
         return None
-    found = size_finding(norms, plan)
-    code = None if found is None else found[0]
+    finding = size_finding(norms, plan)
+    code = None if finding is None else finding[0]
     return {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts), "warning": code}
 
 
@@ -373,11 +372,11 @@ def print_checks(checks: Sequence[CheckResult]) -> None:
     console.print(words + (f", muted: {', '.join(counts['muted'])}" if counts["muted"] else ""))
 
 
-def _experts(found: Diagnosis) -> Table:
+def _experts(diagnosis: Diagnosis) -> Table:
     """Table with a row per expert, over all matrices."""
     table = _table("expert", "norm", "of base", "snr", "overlap", "rho")
-    for t, summary in enumerate(found.experts):
-        rows = [m for m in found.measures if m.norms[t] > 0]
+    for t, summary in enumerate(diagnosis.experts):
+        rows = [m for m in diagnosis.measures if m.norms[t] > 0]
         norm = math.sqrt(math.fsum(m.norms[t] ** 2 for m in rows))
         others = [max((m.subspace_overlap[t][s] for s in range(len(m.norms)) if s != t), default=0.0) for m in rows]
         table.add_row(
@@ -410,15 +409,15 @@ def _on_data(rows: Sequence[DataResidual]) -> Table:
     return table
 
 
-def _contested(found: Diagnosis) -> Table:
+def _contested(diagnosis: Diagnosis) -> Table:
     table = _table("matrix", "rho", "expert", "overlap", "norm/mean")
-    for m in sorted(found.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
+    for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
         worst = max(range(len(m.residual)), key=m.residual.__getitem__)
         pairs = [(s, t) for s in range(len(m.norms)) for t in range(s)]
         table.add_row(
             escape(m.label.replace(".weight", "")),
             f"{m.residual[worst]:.2f}",
-            escape(found.experts[worst].name),
+            escape(diagnosis.experts[worst].name),
             f"{max(m.subspace_overlap[s][t] for s, t in pairs):.2f}" if pairs else "-",
             f"{m.merged_norm / m.mean_norm:.2f}" if m.mean_norm else "-",
         )

@@ -75,9 +75,8 @@ class SearchFlags:
         if self.limit is not None:
             raise typer.BadParameter("limit needs --score lm-eval:TASK,TASK; samples is the number of inputs")
         if self.score not in get_args(ScoreName):
-            raise typer.BadParameter(
-                f"--score is one of {', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK; got '{self.score}'"
-            )
+            expected = f"{', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK"
+            raise typer.BadParameter(f"--score is one of {expected}; got '{self.score}'")
         return cast("Score", self.score)
 
 
@@ -86,15 +85,11 @@ def _named_classes(texts: Sequence[str], names: Sequence[str]) -> dict[str, tupl
     out: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, listed = split_name(text)
-        path = Path(listed)
-        classes = tuple(
-            split_list(",".join(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else listed)
-        )
         if name and name not in names:
-            raise typer.BadParameter(
-                f"classes are given for '{name}', but no expert has this name; experts: {', '.join(names)}"
-            )
-        out |= dict.fromkeys([name] if name else names, classes)
+            raise typer.BadParameter(f"classes of '{name}': no expert has this name; experts: {', '.join(names)}")
+        if (path := Path(listed)).is_file():
+            listed = ",".join(path.read_text(encoding="utf-8").splitlines())
+        out |= dict.fromkeys([name] if name else names, tuple(split_list(listed)))
     return out
 
 

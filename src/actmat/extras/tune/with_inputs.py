@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
-from actmat.errors import OutputError, StatisticsError, format_size
+from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
+from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.measures import Measurement, Settings
@@ -23,7 +27,7 @@ from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
 from actmat.extras.tune.kept import FEWEST, Asking, DataRows, InputSettings, read_sources
 from actmat.extras.tune.memory import gram_bytes, model_device
-from actmat.extras.tune.progress import MergingProgress, TuneProgress
+from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
@@ -92,6 +96,49 @@ def merge_with_inputs(
     finally:
         if removed:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def merge_by_arguments(
+    recipe: Recipe,
+    run: RunSettings,
+    data: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+) -> MergeReport:
+    """Merge by inputs of the experts, from the arguments of `actmat.merge`.
+
+    Args:
+        recipe, run: of the merge.
+        data: expert -> its inputs.
+        asked: `check` and fields of `InputSettings`.
+        modules: those among the inputs in memory, by their places.
+
+    Raises:
+        RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
+    """
+    check, fields = asked.get("check") or {}, {n: value for n, value in asked.items() if n != "check"}
+    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping)]
+    held = {e.label: e.path for e in recipe.experts if e.path in run.held}
+    loaded = {}
+    for place in held.values():
+        model, files = run.held[place](), getattr(modules.get(place), "name_or_path", "")
+        if files and isinstance(model, Model):
+            loaded[place] = Loaded(modules[place], model, None, files)
+    stuck = ", ".join(label for label, place in held.items() if place not in loaded)
+    causes = {
+        f"in memory: {stuck}; only a transformers model that was loaded from a folder runs, with its tokenizer. Fix: "
+        "save_pretrained of model and tokenizer, and give the folders": bool(stuck),
+        "no output given. Fix: out=FOLDER": recipe.out is None,
+        f"data and check: expected expert -> inputs, found {', '.join(odd)}. Fix: {{'NAME': INPUTS, ...}}": bool(odd),
+    }
+    if problems := [text for text, is_found in causes.items() if is_found]:
+        raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
+    with contextlib.ExitStack() as stack:
+        for expert in loaded.values():
+            stack.enter_context(evaluating(expert.model))
+            fields.setdefault("model_dtype", str(next(expert.model.parameters()).dtype).removeprefix("torch."))
+        settings = InputSettings(loaded=loaded, **fields)
+        return merge_with_inputs([recipe], data, check, settings, run, usual_tune_progress())[0]
 
 
 def plan_inputs(
