@@ -2,12 +2,14 @@
 
     python -m benchmarks.few digits                              # the demo's six experts, fully fine-tuned
     python -m benchmarks.few adapters --base BASE --data FOLDER  # FOLDER/TASK, TASK.jsonl, TASK.test.jsonl
+    python -m benchmarks.few whole-texts --base BASE --data FOLDER  # adapters that were trained on prompts and answers
     python -m benchmarks.few encoder-adapters --data TEXTS       # the suite text-minilm, gentle adapters
     python -m benchmarks.few encoder-full --data TEXTS           # the same tasks, fully fine-tuned
 
 Of `n` inputs of each expert, `C_t` is the mean of `z z^T` over the inputs `z` of a layer; of a prior, it is
 `C_t + a k_t D_t^T D_t` with equal traces of both (`k_t`) and `a = A / n`. The merge is `(sum D_t C_t) (sum C_t)^+`, or
 with a ridge in units of the mean eigenvalue in place of the cut-off.
+Of `whole-texts`, prompts and questions are whole chats, and inputs are also prompts that the experts write themselves.
 FOLDER/TASK.reworded.jsonl has the same prompts in other words than those of the training, in the same order.
 Rows are appended to the result file, and a row that is there is not measured again; `--minutes` ends a run early.
 
@@ -30,6 +32,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from actmat.extras.collect.data import SELF, DataOptions
+from actmat.extras.models.loading import Loaded
+from actmat.extras.tune.written import write_prompts
 from benchmarks.common import RESULTS, program, read_lines
 from benchmarks.provenance import processor
 
@@ -135,6 +140,14 @@ def wanted(
             for n in some:
                 yield {"kind": kind, "n": n, "draw": draw, **plain}
                 yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
+
+
+def wanted_of_chats() -> Iterator[dict[str, Any]]:
+    """Rows of `merge --data` by a user's prompts, by those that the experts write, and by random tokens."""
+    yield {"kind": "average", "n": 0, "draw": 0, "prior": 0.0, "ridge": 0.0}
+    for draw in range(3):
+        for kind, n in (("self", 8), ("own", 8), ("self", 32), ("random", 8), ("own", 32)):
+            yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
 
 
 def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: float) -> None:
@@ -322,7 +335,7 @@ class Adapters(Classifiers):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tasks = sorted(p.name for p in folder.iterdir() if p.is_dir())
-        self._tokenizer = AutoTokenizer.from_pretrained(base)
+        self._files, self._tokenizer = base, AutoTokenizer.from_pretrained(base)
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self._tokenizer.padding_side = "left"
         self._prompts = [[read_lines(folder / f"{t}{end}.jsonl") for t in self.tasks] for end in ("", ".reworded")]
@@ -345,6 +358,12 @@ class Adapters(Classifiers):
 
     def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
         """See `Classifiers`; a mixture is the same for all experts."""
+        if kind == "self":
+            expert = Loaded(self._experts[task], self._files, None, self._files)
+            texts = write_prompts(expert, DataOptions(SELF), n, seed=draw).texts
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            made = [self._tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+            return [{**self._tokenizer(text, return_tensors="pt"), "logits_to_keep": 1} for text in made]
         rng = torch.Generator().manual_seed(draw)
         pools = [self._prompts[kind == "reworded"][t] for t in sources(kind, task, len(self.tasks))]
         texts = [r["text"] for some in zip(*pools, strict=True) for r in some]
@@ -359,7 +378,7 @@ class Adapters(Classifiers):
 def main() -> None:
     """Measure the rows of one subject that are missing."""
     parser = program(__doc__, "few")
-    parser.add_argument("subject", choices=["digits", "adapters", "encoder-adapters", "encoder-full"])
+    parser.add_argument("subject", choices=["digits", "adapters", "whole-texts", "encoder-adapters", "encoder-full"])
     parser.add_argument("--base", help="the model under the adapters")
     parser.add_argument("--data", type=Path, help="folder of adapters, prompts and questions, or of texts")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no row after so many minutes")
@@ -371,6 +390,8 @@ def main() -> None:
     if given.subject == "digits":
         rows = wanted([NUMBERS] * 3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), dict.fromkeys(kinds, (1, 8, 64)))
         study("digits", Digits(given.work), rows, until)
+    elif given.subject == "whole-texts":
+        study("whole-texts", Adapters(given.base, given.data), wanted_of_chats(), until)
     elif given.subject == "adapters":
         few = (1, 8, 64)
         rows = wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,)))

@@ -122,6 +122,7 @@ def few(subject: str) -> str:
         ("own", 0.0, 0.001): "with a ridge of 0.001",
         ("own", 1.0, 0.001): "with a prior of 1 / n and the ridge",
         ("own", 4.0, 0.001): "with a prior of 4 / n and the ridge: `merge --data`",
+        ("self", 4.0, 0.001): "`merge --data self`, prompts that the experts wrote",
         ("reworded", 0.0, 0.0): "`regmean`, own inputs in other words than in training",
         ("reworded", 4.0, 0.001): "`merge --data`, the same",
         ("other", 0.0, 0.0): "`regmean`, another task's inputs",
@@ -138,7 +139,7 @@ def few(subject: str) -> str:
         cells = {n: _percents([r for r in own if r["n"] == n]) for n in (0, *numbers)}
         shown = [cells[0]] * len(numbers) if cells[0] else [cells[n] for n in numbers]
         lines += [[name, *shown]] if own else []
-    by_n = {n: 1 + max(r["draw"] for r in rows if r["n"] == n and r["kind"] == "own") for n in numbers}
+    by_n = {n: 1 + max(r["draw"] for r in rows if r["n"] == n and r["kind"] in ("own", "self")) for n in numbers}
     machine = sorted({f"{r['processor']}, {r['date']}" for r in rows})
     said = f"Accuracy (answers kept) in %, means of {plural(len(rows[0]['tasks']), 'task')} and of draws"
     said += f" ({', '.join(f'n = {n}: {k}' for n, k in by_n.items())})"

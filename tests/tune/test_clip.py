@@ -110,8 +110,8 @@ def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> Non
     ("more", "says"),
     [
         (["--set", "classes=cats=a,b"], "no expert has this name"),
-        (["--set", "template=a photo"], "needs {}"),
-        (["--set", "template={}" + " long" * 60], "the model reads"),
+        (["--template", "a photo"], "needs {}"),
+        (["--template", "{}" + " long" * 60], "the model reads"),
     ],
 )
 def test_classes_that_cannot_be_used(clip: Path, tmp_path: Path, more: list[str], says: str) -> None:

@@ -17,7 +17,8 @@ from tests.tolerances import F32_FORWARD, relative_error
 
 import actmat as api
 from actmat.diagnostics.model import read_diagnosis
-from actmat.errors import RecipeError
+from actmat.errors import RecipeError, StatisticsError
+from actmat.extras.collect.data import read_rows
 from actmat.extras.models.loading import load_model
 from actmat.extras.tune.evaluate import default_predict
 from actmat.extras.tune.kept import InputSettings, is_prompt
@@ -265,13 +266,25 @@ def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters:
         assert "asking" not in outcome.err, "before any model is run"
 
 
-def test_prompts_and_places() -> None:
+def test_prompts_and_places(tmp_path: Path) -> None:
     assert is_prompt("Question: a / b?\nAnswer:")
-    assert is_prompt("word")
-    assert not any(map(is_prompt, ["org/name", "org/name@main", "my data.jsonl", "./a b", "data.npz", " "]))
-    said = InputSettings().source("hello", measured=True)
-    assert (said.location, said.texts) == ("the prompt given", ("hello",))
-    assert InputSettings().source(["a", "b.txt"], measured=True).texts == ("a", "b.txt")
+    assert is_prompt("text:word")
+    assert not any(map(is_prompt, ["word", "org/name", "my data.jsonl", "./a b", "data.npz", " "]))
+    settings = InputSettings()
+    said = settings.source("text:hello", measured=True)
+    assert (said.location, said.rows) == ("the prompt given", ({"text": "hello"},))
+    with pytest.raises(StatisticsError, match=r"promts: no such file or folder; a prompt\? Write text:promts"):
+        read_rows(settings.source("promts", measured=True))
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "question": "y"}\n')
+    by_name = settings.source(f"{tmp_path}/a.jsonl:question", measured=True)
+    assert (by_name.location, by_name.text_column) == (f"{tmp_path}/a.jsonl", "question")
+    chat = [{"role": "user", "content": "x"}]
+    rows = settings.source(["x", chat, {"question": "y"}], measured=True).rows
+    assert rows == ({"text": "x"}, {"messages": chat}, {"question": "y"})
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    assert read_rows(settings.source(tmp_path / "chats.jsonl", measured=True)) == [{"messages": chat}]
+    with pytest.raises(RecipeError, match="An input is a int"):
+        settings.source([1], measured=True)
 
 
 def test_an_unknown_expert_is_an_error_in_python(family: Path, tmp_path: Path) -> None:

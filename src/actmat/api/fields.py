@@ -85,7 +85,8 @@ class MergeFields(SearchedFields, total=False):
 class InputFields(MergeFields, total=False):
     """Fields of a merge, and settings of models that run on inputs."""
 
-    check: Fields | None
+    check: Fields | Literal["self"] | None
+    template: str | Mapping[str, str] | None
     new_tokens: int
     model_class: str | None
     model_dtype: str
@@ -98,7 +99,7 @@ class MergeArguments(InputFields, total=False):
     method: AnyMethod
     weights: Sequence[float] | None
     statistics: Mapping[str, Location] | Sequence[Location] | None
-    data: Fields | None
+    data: Fields | Literal["self"] | None
     progress: Progress | None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from actmat.api.diagnosing import draw_page
 from actmat.api.fields import AverageFields, InputFields, MergeArguments, MergeFields, check_names
@@ -40,7 +40,7 @@ def merge(
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
-    data: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | Literal["self"] | None = None,
     progress: Progress | None = None,
     **fields: Unpack[InputFields],
 ) -> MergeReport | MemoryMerge:
@@ -58,14 +58,16 @@ def merge(
         weights: one per expert, for methods that take weights.
         statistics: outputs of `actmat statistics collect`, by expert name or in the order of the experts, for
             methods that need them.
-        data: expert -> inputs of its task, a prompt, a list of them, a file, or `DataOptions`: the merge is made for
-            them, and `answers` of the report says what it kept. Needs `out`. Experts in memory are then models of
-            transformers, which run as they are, with the tokenizer of the folder that they were loaded from.
+        data: expert -> inputs of its task, a prompt, a file, a list of texts or chats, `DataOptions`, or "self": the
+            expert writes prompts itself ("self": all do). The merge is made for them, and `answers` of the report says
+            what it kept. Needs `out`. Experts in memory are then models of transformers, which run as they are, with
+            the tokenizer of the folder that they were loaded from.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
             ...; see `settings.RunSettings`); `check`, like `data`, but only to compare
-            answers; with either, `new_tokens`, `model_class`, `model_dtype` and `keep_statistics`.
+            answers; with either, `template` (text around prompts, `{}` is their place, or expert -> its own),
+            `new_tokens`, `model_class`, `model_dtype` and `keep_statistics`.
 
     Returns:
         The report; the model is in `out`. Without `out`, the merge: its `tensors`, with the bytes that would be
@@ -91,7 +93,7 @@ def merge(
     return run_in_memory(recipe, settings, progress, module=base)
 
 
-INPUT_FIELDS = frozenset({"check", "new_tokens", "model_class", "model_dtype", "keep_statistics"})
+INPUT_FIELDS = frozenset({"check", "template", "new_tokens", "model_class", "model_dtype", "keep_statistics"})
 """Arguments of `merge` about inputs, and the models that run on them."""
 
 

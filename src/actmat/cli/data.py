@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
     from actmat.extras.tune.kept import InputSettings
 
-DATA = "Unlabeled inputs of expert NAME's task: a prompt, better eight in a file."
+DATA = "Unlabeled inputs of expert NAME's task: a prompt, eight in a file, or 'self'."
 CHECK = "Inputs on which the answers of the merge are compared with those of expert NAME."
 CheckFlag = Annotated[list[str] | None, typer.Option("--check", metavar="NAME=INPUTS", help=CHECK)]
+AROUND = "Text around prompts, {} in their place."
+TemplateFlag = Annotated[list[str] | None, typer.Option("--template", metavar="NAME=TEXT", help=AROUND)]
 ModelClass = Annotated[str | None, Setting("Transformers class that loads the model; default: the config's.")]
 ModelDtype = Annotated[
     Literal["float32", "bfloat16", "float16", "float64"], Setting("Dtype of the models while they run.")
@@ -54,6 +56,7 @@ class InputFlags(ReadingFlags):
 
     data: Annotated[list[str] | None, typer.Option("--data", metavar="NAME=INPUTS", help=DATA)] = None
     check: CheckFlag = None
+    template: TemplateFlag = None
     new_tokens: Annotated[int, Setting("Tokens of a language model's answer to an input.", low=0)] = 16
     model_class: ModelClass = None
     model_dtype: ModelDtype = "float32"
@@ -67,6 +70,8 @@ class InputFlags(ReadingFlags):
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        texts = [text.replace("\\n", "\n") for text in self.template or ()]
+        fields["template"] = pairs_of(texts, "--template") or None
         return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **fields)
 
 

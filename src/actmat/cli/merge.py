@@ -40,8 +40,7 @@ def merge(
     actmat merge recipe.yaml --out MERGED
 
     Give one prompt of each expert's task, better eight, in the words of its
-    use: the merge is then made for these inputs, and the summary begins with
-    the answers that it kept.
+    use: the merge is made for them, and the summary says what it kept.
     Several --method, or several values of an --option, write one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; to continue an interrupted merge, repeat the command.

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
@@ -168,10 +168,12 @@ def plan_by(asked: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> No
         console.print("\n".join(map(escape, lines)))
 
 
-def _inputs(asked: InputFlags, *, as_adapter: bool) -> tuple[dict[str, str], dict[str, str], InputSettings]:
-    """Data sets of both flags by expert, and the settings."""
+def _inputs(asked: InputFlags, *, as_adapter: bool) -> tuple[Any, Any, InputSettings]:
+    """Data sets of both flags by expert, or 'self' for all, and the settings."""
+    from actmat.extras.collect.data import SELF
+
     data, check = (pairs_of(values or [], flag) for values, flag in ((asked.data, "--data"), (asked.check, "--check")))
-    if isinstance(data, str) or isinstance(check, str):
+    if any(isinstance(d, str) and d != SELF for d in (data, check)):
         raise typer.BadParameter("every expert needs inputs of its own task: give --data NAME=INPUTS once per expert")
     return data, check, asked.settings(as_adapter=as_adapter)
 

@@ -167,6 +167,8 @@ def print_kept(rows: Sequence[AgreementRow]) -> None:
     console.print(answers_table(rows))
     if any(row.measured or (row.inputs or 0) < 16 for row in rows):  # their intervals are up to 44 points wide
         console.print("  few inputs: --check 16 or more of each (*: measured on these very inputs)")
+    if any(row.is_self_written for row in rows):
+        console.print("  +: prompts that the expert wrote itself (--data self), not a user's")
 
 
 def answers_table(rows: Sequence[AgreementRow]) -> Table:
@@ -176,7 +178,8 @@ def answers_table(rows: Sequence[AgreementRow]) -> Table:
     for row in rows:
         wide = "-" if row.low is None or row.high is None else f"{row.low:.0%} to {row.high:.0%}"
         grades = [_share(g) for g in (row.accuracy or (None, None))[:2]] if graded else []
-        n = "-" if row.inputs is None else f"{row.inputs}{'*' * row.measured}"
+        marks = "*" * row.measured + "+" * row.is_self_written
+        n = "-" if row.inputs is None else f"{row.inputs}{marks}"
         table.add_row(escape(row.expert), f"{1 - row.disagreement:.1%}", wide, _share(row.average), *grades, n)
     return table
 

@@ -32,17 +32,22 @@ class QuestionFlags:
     images: Annotated[str | None, Flag(help="Folder of images, with or without one subfolder per class.")] = None
     lm_eval: Annotated[str | None, Flag(help="Tasks of lm-eval, such as gsm8k,arc_easy.")] = None
     limit: Annotated[int | None, Flag(help="Questions per lm-eval task; default: all.", low=1)] = None
+    written: Annotated[bool, Flag(names=("--self",), help="Only show the prompts that each expert writes itself.")] = (
+        False
+    )
     compare: Annotated[bool, Flag(help="Also query the base and every expert.")] = False
     plain: Annotated[bool, Setting("Do not use the tokenizer's chat template.")] = False
     classes: Annotated[str, Setting("Classes of images, for CLIP: a,b,c; default: the names of the folders.")] = ""
-    template: Annotated[str, Setting("Prompt for CLIP; {} is the class.")] = "a photo of a {}."
+    template: Annotated[
+        str | None, Setting("Around prompts of --self, or a class of CLIP; {} is the place; default: a photo of a {}.")
+    ] = None
     model_class: ModelClass = None
     model_dtype: ModelDtype = "float32"
 
     def check(self) -> None:
         """Raise if there is no query, or a flag that no query uses."""
-        if not (self.prompt or self.images or self.lm_eval):
-            raise typer.BadParameter("no query given: pass --prompt TEXT, --images FOLDER or --lm-eval TASK")
+        if not (self.prompt or self.images or self.lm_eval or self.written):
+            raise typer.BadParameter("no query given: pass --prompt TEXT, --images FOLDER, --lm-eval TASK or --self")
         if (self.classes and not self.images) or (self.limit is not None and not self.lm_eval):
             raise typer.BadParameter("classes need --images, and --limit needs --lm-eval")
 
@@ -99,6 +104,9 @@ def try_(
     """
     question.check()
     recipes = fields.recipes(recipe)
+    if question.written:
+        _show_written(recipes[0], run, question, shown)
+        return
     ask = question.asker(recipes[0])
     results = []
     for name, loaded in _models(recipes, run, question, quiet=shown.quiet or shown.json):
@@ -135,6 +143,25 @@ def _models(
         yield "base", load_model(base, **options)
         for expert in recipes[0].experts:
             yield expert.label, load_model(expert.path, adapters_base=base, **options)
+
+
+def _show_written(recipe: Recipe, run: RunSettings, question: QuestionFlags, shown: flags.OutputFlags) -> None:
+    """Print the prompts that each expert writes."""
+    from actmat.cli.searching import showing_search
+    from actmat.extras.tune.kept import InputSettings, read_written
+
+    names = ("template", "model_class", "model_dtype")
+    settings = InputSettings(**{name: getattr(question, name) for name in names})
+    with showing_search(quiet=shown.quiet or shown.json) as progress:
+        prompts = read_written(recipe, settings, run.device, progress)
+    rows = [{"model": label, "gain": gain, "written": list(texts)} for label, (texts, gain) in prompts.items()]
+    if shown.json:
+        print_result("try", {"prompts": [], "models": rows})
+        return
+    for label, (texts, gain) in prompts.items():
+        console.print(f"[bold]{escape(label)}[/bold]: {gain:.2f} nats per token more probable than under the base")
+        for text in texts:
+            console.print(f"  {escape(text)}", soft_wrap=True)
 
 
 def _print(answers: dict[str, Any], prompts: Sequence[str]) -> None:

@@ -46,7 +46,6 @@ class SearchFlags:
     classes: Annotated[
         tuple[str, ...], Setting("Classes of images, for CLIP: [EXPERT=]a,b,c or a file; default: the folders' names.")
     ] = ()
-    template: Annotated[str, Setting("Prompt for CLIP; {} is the class.")] = "a photo of a {}."
     keep_work: Annotated[bool, Setting("Keep the merges that were tried.")] = False
 
     def chosen_space(self) -> SearchSpace:
@@ -128,8 +127,9 @@ def tune(
     named = pairs_of(asked.data)
     places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
     classes = _named_classes(search.classes, list(places))
+    around = asked.settings().templates(wanted)
     sources = {
-        name: asked.options(place, READ, classes=classes.get(name, ()), template=search.template)
+        name: asked.options(place, READ, classes=classes.get(name, ()), template=around.get(name))
         for name, place in places.items()
     }
     shared = {n: getattr(search, n) for n in ("minutes", "budget", "least_agreement", "keep_work")}

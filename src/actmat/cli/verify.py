@@ -8,20 +8,22 @@ from typing import Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.data import CheckFlag, InputFlags
+from actmat.cli.data import InputFlags
+from actmat.cli.flags import FlagFields
 from actmat.cli.listing import command
 from actmat.cli.screen import console, escape, print_result
 
 
 @command("look", "everything matches", "something differs, or the merge is not finished")
 def verify(
+    *,
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
     against: Annotated[
         list[str] | None, typer.Option(help="Adapter that was added to the base, once per expert: add it again.")
     ] = None,
-    check: CheckFlag = None,
-    shown: flags.JsonQuiet = flags.USUAL,
+    asked: Annotated[InputFlags, FlagFields(without=("data", "keep_statistics", "tune_scale"))],
+    shown: flags.JsonQuiet,
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
@@ -38,7 +40,8 @@ def verify(
     from actmat.cli.searching import compare_answers
 
     result = compare(out, inputs=inputs, against=against or ())
-    rows = compare_answers(out, InputFlags(data=check), quiet=shown.quiet or shown.json) if check else ()
+    asked, quiet = dataclasses.replace(asked, data=asked.check), shown.quiet or shown.json
+    rows = compare_answers(out, asked, quiet=quiet) if asked.data else ()
     if shown.json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}

@@ -134,6 +134,10 @@ class MatrixRow(_Strict):
         return max(self.residual, default=0.0)
 
 
+WRITTEN = "self ("
+"""Beginning of the name of data that an expert wrote itself; their number, seed and hash follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class AgreementRow(_Strict):
     """Distance of the merged model's answers from one expert's on unlabeled inputs; 0 and 0: the same answers.
@@ -156,6 +160,11 @@ class AgreementRow(_Strict):
     average: Number | None = None
     accuracy: tuple[Number | None, ...] = ()
     whole: Number | None = None
+
+    @property
+    def is_self_written(self) -> bool:
+        """True for prompts that the expert wrote itself, which may be easier than a user's."""
+        return self.data.startswith(WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)

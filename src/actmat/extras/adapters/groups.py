@@ -62,13 +62,13 @@ class Group:
         return f"module '{self.module}' has no {lacking[0]} (it has {has})" if lacking else ""
 
 
-def shape_misfit(own: Sequence[int], shape: Sequence[int]) -> str:
+def shape_misfit(expected: Sequence[int], shape: Sequence[int]) -> str:
     """Reason why a delta of shape `own` does not match a base tensor; may be empty.
 
     >>> shape_misfit((4, 2), (4, 2)), shape_misfit((4, 2), (2, 4))
     ('', 'its delta is 4 x 2')
     """
-    return "" if tuple(own) == tuple(shape) else f"its delta is {' x '.join(map(str, own))}"
+    return "" if tuple(expected) == tuple(shape) else f"its delta is {' x '.join(map(str, expected))}"
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,22 @@ def group_tensors(
         roles: name suffixes of the family's tensors; `.weight` may follow.
         family: family name for messages.
     """
-    own = re.compile(r"(?P<module>.+?)\.(?P<role>" + "|".join(roles) + r")(?:\.weight)?")
-    found: dict[str, dict[str, str]] = {}
+    of_role = re.compile(r"(?P<module>.+?)\.(?P<role>" + "|".join(roles) + r")(?:\.weight)?")
+    by_module: dict[str, dict[str, str]] = {}
     extras: dict[str, str] = {}
     problems: list[str] = []
     for name, spec in specs.items():
         bare = name.removeprefix(PREFIX)
-        match = own.fullmatch(bare)
+        match = of_role.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
             problems.append(unreadable(spec))
         elif match is not None:
-            found.setdefault(match["module"], {})[match["role"]] = name
+            by_module.setdefault(match["module"], {})[match["role"]] = name
         elif looks_like_factor(bare):
             problems.append(f"tensor '{name}' does not belong to an adapter of the family {family}")
         elif not bare.endswith(".base_layer.weight"):
             extras[bare.replace(".base_layer.", ".")] = name
-    groups = [Group(m, names, {n: specs[n] for n in names.values()}) for m, names in found.items()]
+    groups = [Group(m, names, {n: specs[n] for n in names.values()}) for m, names in by_module.items()]
     if not groups and not extras and not problems:
         problems.append("the adapter holds no tensors")
     return groups, extras, problems

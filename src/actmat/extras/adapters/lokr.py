@@ -29,14 +29,16 @@ class _Kronecker(OwnDelta):
     height: int  # rows of W2
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
-        found = {role: tensors[name] for role, name in zip(self.roles, self.stored, strict=True)}
-        w1 = found["lokr_w1"] if "lokr_w1" in found else found["lokr_w1_a"] @ found["lokr_w1_b"]
-        if "lokr_w2" in found:
-            w2 = found["lokr_w2"].flatten(1)
-        elif "lokr_t2" in found:
-            w2 = torch.einsum("ijkl,ip,jr->prkl", found["lokr_t2"], found["lokr_w2_a"], found["lokr_w2_b"]).flatten(1)
+        factors = {role: tensors[name] for role, name in zip(self.roles, self.stored, strict=True)}
+        w1 = factors["lokr_w1"] if "lokr_w1" in factors else factors["lokr_w1_a"] @ factors["lokr_w1_b"]
+        if "lokr_w2" in factors:
+            w2 = factors["lokr_w2"].flatten(1)
+        elif "lokr_t2" in factors:
+            w2 = torch.einsum(
+                "ijkl,ip,jr->prkl", factors["lokr_t2"], factors["lokr_w2_a"], factors["lokr_w2_b"]
+            ).flatten(1)
         else:
-            w2 = found["lokr_w2_a"] @ found["lokr_w2_b"]
+            w2 = factors["lokr_w2_a"] @ factors["lokr_w2_b"]
         start = first // self.height
         whole = torch.kron(w1[start : -(-last // self.height)], w2)
         return whole[first - start * self.height : last - start * self.height] * self.scaling

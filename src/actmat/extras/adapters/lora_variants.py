@@ -150,16 +150,16 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     magnitudes = {m["module"]: n for n in specs if (m := _MAGNITUDE.fullmatch(n)) is not None}
     tables = {m["module"]: n for n in specs if (m := _TOKENS.fullmatch(n)) is not None}
     special = {*magnitudes.values(), *tables.values()}
-    found = list_modules({n: s for n, s in specs.items() if n not in special}, config)
+    listing = list_modules({n: s for n, s in specs.items() if n not in special}, config)
     empty = "the adapter holds no tensors"
-    problems += [p for p in found.problems if not (special and p == empty)]
+    problems += [p for p in listing.problems if not (special and p == empty)]
     start = _STARTS.get(str(fields.get("init_lora_weights")).lower())
     changes: list[Change] = []
-    for module in found.modules.values():
+    for module in listing.modules.values():
         changes += _of_module(module, magnitudes.pop(module.name, None), start, specs, problems)
     problems += [f"tensor '{n}' is a DoRA magnitude without factors" for n in magnitudes.values()]
     changes += _of_tables(tables, specs, fields.get("trainable_token_indices"), problems)
-    return Content(changes, found.extras, problems)
+    return Content(changes, listing.extras, problems)
 
 
 def _of_module(

@@ -41,8 +41,8 @@ class _Rotation(Change):
         return "" if shape[1] == inputs else f"it rotates {inputs} inputs"
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
-        one = torch.eye(self.size, dtype=base_PI.dtype)
-        change = self._rotations(tensors[self.stored[0]]).mT - one
+        identity = torch.eye(self.size, dtype=base_PI.dtype)
+        change = self._rotations(tensors[self.stored[0]]).mT - identity
         parts = base_PI.reshape(base_PI.shape[0], -1, self.size).transpose(0, 1)
         return (parts @ change).transpose(0, 1).reshape(base_PI.shape)
 
@@ -56,11 +56,11 @@ class _Rotation(Change):
             largest = self.eps / math.sqrt(self.blocks)
             norms = torch.linalg.matrix_norm(skew, keepdim=True)
             skew = torch.where(norms <= largest, skew, skew * (largest / norms))
-        one = torch.eye(self.size, dtype=skew.dtype).expand_as(skew)
+        identity = torch.eye(self.size, dtype=skew.dtype).expand_as(skew)
         if not self.neumann_terms:
-            exact: Tensor = torch.linalg.solve(one + skew, one - skew, left=False)
+            exact: Tensor = torch.linalg.solve(identity + skew, identity - skew, left=False)
             return exact
-        return one + _neumann(skew, self.neumann_terms, self.is_even)
+        return identity + _neumann(skew, self.neumann_terms, self.is_even)
 
 
 def _neumann(skew: Tensor, terms: int, is_even: bool) -> Tensor:

@@ -40,8 +40,8 @@ class _Shared(Change):
 
 
 def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
-    own = {n: s for n, s in specs.items() if n not in (SHARED_A, SHARED_B)}
-    groups, extras, problems = group_tensors(own, ("vera_lambda_b", "vera_lambda_d"), "VeRA")
+    trained = {n: s for n, s in specs.items() if n not in (SHARED_A, SHARED_B)}
+    groups, extras, problems = group_tensors(trained, ("vera_lambda_b", "vera_lambda_d"), "VeRA")
     if SHARED_A not in specs or SHARED_B not in specs:
         problems.append(
             "the shared factors vera_A and vera_B are not in the file (save_projection: false), and only PEFT draws "

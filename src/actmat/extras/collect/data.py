@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.bounds import local_path, parse_json
+from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.extras.models.chats import render_chats
 from actmat.extras.models.loading import Loaded, extra, from_files
@@ -38,6 +39,8 @@ TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
 TEMPLATE = "a photo of a {}."
 """Prompt of a class, for models with an image and a text encoder."""
+SELF = "self"
+"""In place of a data set: prompts that each expert writes itself."""
 
 SAMPLES = 64
 """Inputs per expert, as many as the study of docs/tried.md had."""
@@ -49,8 +52,8 @@ Row = Mapping[str, Any]
 class DataOptions:
     """A data set, and how to read it."""
 
-    location: str  # file, folder or hub id; a name of the texts, if those are given
-    texts: tuple[str, ...] = ()  # in place of a data set
+    location: str  # file, folder or hub id; a name of the rows, if those are given
+    rows: tuple[Row, ...] = ()  # in place of a data set
     split: str = "train"  # of a data set on the hub, or of a folder of images
     subset: str | None = None  # configuration of a data set on the hub
     text_column: str | None = None  # default: found by name
@@ -61,13 +64,15 @@ class DataOptions:
     max_samples: int | None = None  # samples in all; None: every sample
     max_length: int = 512  # tokens of one text at most
     classes: tuple[str, ...] = ()  # of images, for a model that compares images with texts (CLIP)
-    template: str = TEMPLATE  # prompt of a class
+    template: str | None = None  # around a text, or around a class, default `TEMPLATE`; {} is its place
 
     def details(self) -> dict[str, str]:
         """Options that are set, for the record."""
-        kept = ("split", "subset", "text_column", "image_column", "target_column", "label_column", "max_length")
+        columns = ("text_column", "image_column", "target_column", "label_column")
+        kept = ("split", "subset", *columns, "max_length", "template")
         found = {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
-        return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
+        classes = {"classes": ", ".join(self.classes), "template": self.template or TEMPLATE}
+        return found | (classes if self.classes else {})
 
 
 def read_rows(options: DataOptions) -> list[Row]:
@@ -120,15 +125,15 @@ def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
 def prepare_data(chosen: Mapping[str, DataOptions]) -> dict[str, list[Row]]:
     """Rows of every data set, read before the first model is loaded, which may take minutes."""
     problems: list[str] = []
-    read: dict[DataOptions, list[Row]] = {}
-    for options in dict.fromkeys(chosen.values()):
+    read: dict[str, list[Row]] = {}
+    for key, options in {repr(o): o for o in chosen.values()}.items():
         try:
-            read[options] = read_rows(options)
+            read[key] = read_rows(options)
         except StatisticsError as error:
             problems += error.problems
     if problems:
         raise StatisticsError("The data cannot be used.", problems)
-    return {label: read[options] for label, options in chosen.items()}
+    return {label: read[repr(options)] for label, options in chosen.items()}
 
 
 def make_batches(
@@ -191,15 +196,16 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
     Raises:
         StatisticsError: the model takes no texts, a template without `{}`, or a prompt that is too long.
     """
-    if "{}" not in options.template:
-        raise StatisticsError(f"The template needs {{}} for the class; got '{options.template}'.")
+    template = options.template or TEMPLATE
+    if "{}" not in template:
+        raise StatisticsError(f"The template needs {{}} for the class; got '{template}'.")
     encode = _Encoder(loaded, replace(options, classes=()), labels=False)
     if encode.tokenizer is None:
         raise StatisticsError(
             f"{type(loaded.model).__name__} takes no texts, so it cannot use classes. From Python, pass its "
             "predictions with predict=."
         )
-    prompts = [options.template.format(c.replace("_", " ")) for c in options.classes]
+    prompts = [template.format(c.replace("_", " ")) for c in options.classes]
     found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
     config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
     limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
@@ -211,13 +217,17 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
 
 def _rows(options: DataOptions) -> Iterable[Row]:
     """Rows of a data set, streamed."""
-    if options.texts:
-        return [{TEXT_COLUMNS[0]: text} for text in options.texts]
+    if options.rows:
+        return options.rows
+    if options.location == SELF:
+        raise StatisticsError(f"'{SELF}': experts write prompts for --data of 'merge' and --check only; give a file")
     path = local_path(options.location, error=StatisticsError)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
-    if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):
-        raise StatisticsError(f"{options.location}: no such file or folder")
+    is_path = path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))
+    if not path.exists() and (is_path or HUB_ID.fullmatch(options.location) is None):
+        hint = "" if is_path else f"; a prompt? Write text:{options.location}"
+        raise StatisticsError(f"{options.location}: no such file or folder{hint}")
     reader, files = _local(path) if path.exists() else ("", [])
     if files and {Path(file).suffix.lower() for file in files} <= LINES:
         return itertools.chain.from_iterable(_lines(Path(file), options) for file in files)
@@ -234,7 +244,7 @@ def _rows(options: DataOptions) -> Iterable[Row]:
 
 
 def _lines(path: Path, options: DataOptions) -> Iterator[Row]:
-    """A row for each line that is not blank: its values, its object, or its text."""
+    """A row for each line that is not blank: its values, its object, its chat, or its text."""
     if path.suffix.lower() == ".csv":
         yield from _table(path, options)
         return
@@ -246,6 +256,8 @@ def _lines(path: Path, options: DataOptions) -> Iterator[Row]:
                 row = parse_json(line) if path.suffix.lower() == ".jsonl" else {TEXT_COLUMNS[0]: line.rstrip("\n")}
             except ValueError as error:
                 raise StatisticsError(f"{path}: the data cannot be read: line {number}: {in_one_line(error)}") from None
+            if isinstance(row, list):
+                row = {MESSAGES: row}
             if not isinstance(row, dict):
                 raise StatisticsError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
             yield row
@@ -400,6 +412,8 @@ def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str |
     is_chat = what == "text" and RENDERED in rows[0]
     usual = TEXT_COLUMNS if what == "text" else ()
     texts = _column(rows, RENDERED if is_chat else column, usual, str, what, options.location)
+    if what == "text" and options.template is not None and not is_chat:
+        texts = [options.template.replace("{}", text) for text in texts]
     found = tokenizer(
         texts, padding=True, truncation=True, max_length=min(options.max_length, tokenizer.model_max_length),
         add_special_tokens=not is_chat, return_tensors="pt",

@@ -100,8 +100,10 @@ class DeltasConformance(abc.ABC):
                     assert source.nbytes == spec.nbytes, f"{name!r}: reads {source.nbytes} bytes of {spec.nbytes}"
                 else:
                     assert (source.nbytes > 0) == (source.kind == "formed"), f"{name!r}: reads {source.nbytes} bytes"
-                    there = base.specs[name]
-                    assert (spec.shape, spec.dtype) == (there.shape, there.dtype), f"{name!r}: spec is not the base's"
+                    of_base = base.specs[name]
+                    assert (spec.shape, spec.dtype) == (of_base.shape, of_base.dtype), (
+                        f"{name!r}: spec is not the base's"
+                    )
 
     def test_deltas_lead_to_the_tuned_tensors(self, tmp_path: Path) -> None:
         """`W_0 + D_t = W_t` for every given tensor; others are tied to given ones."""
@@ -176,27 +178,27 @@ class DeltasConformance(abc.ABC):
         first, second = (self.store(tmp_path / f"seed{seed}", seed) for seed in (1, 2))
         with (
             open_model(first.base) as base,
-            fit_expert(locate(first.expert), base) as one,
+            fit_expert(locate(first.expert), base) as deltas,
             fit_expert(locate(first.expert), base) as same,
             fit_expert(locate(second.expert), base) as other,
         ):
-            for name in _names(one, "formed", "zero"):
-                assert one.content(name) == same.content(name), f"{name!r}: content differs between two openings"
-                differs = one.content(name) != other.content(name)
-                assert differs == (one.source(name).kind == "formed"), f"{name!r}: content does not tell data apart"
-            if one.stored is not None and same.stored is not None and other.stored is not None:
-                hashes = one.stored.hashes
+            for name in _names(deltas, "formed", "zero"):
+                assert deltas.content(name) == same.content(name), f"{name!r}: content differs between two openings"
+                differs = deltas.content(name) != other.content(name)
+                assert differs == (deltas.source(name).kind == "formed"), f"{name!r}: content does not tell data apart"
+            if deltas.stored is not None and same.stored is not None and other.stored is not None:
+                hashes = deltas.stored.hashes
                 assert hashes == same.stored.hashes, "hashes differ between two openings"
-                assert len(hashes) == len(one.model.specs), "not every stored tensor has a hash"
+                assert len(hashes) == len(deltas.model.specs), "not every stored tensor has a hash"
                 assert hashes != other.stored.hashes, "hashes do not tell data apart"
-                assert one.stored.check_values("math") == [], "finite values are reported as NaN or Inf"
+                assert deltas.stored.check_values("math") == [], "finite values are reported as NaN or Inf"
 
     def test_another_process_opens_the_handle(self, tmp_path: Path) -> None:
         """`handle` is picklable, and gives the same bits in another process."""
         with self.opened(tmp_path / "seed1") as (_, expert, _):
-            found = _other_process().submit(_contents, expert.handle(), self.register).result()
+            contents = _other_process().submit(_contents, expert.handle(), self.register).result()
             here = {name: _content(expert, name) for name in expert.specs}
-            assert found == here, "another process gives other deltas"
+            assert contents == here, "another process gives other deltas"
 
     def test_threads_may_read_at_once(self, tmp_path: Path) -> None:
         """Requests from many threads give every thread its own tensor."""
@@ -278,9 +280,9 @@ def _not_given(expert: Deltas, source: DeltaSource) -> list[tuple[str, Callable[
     return [(what, call) for what, call in _all_calls(expert, source) if what not in served]
 
 
-def _assert_near(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+def _assert_near(value: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     """Assert that two tensors are equal up to a fraction of the norm of the second."""
-    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    assert value.shape == expected.shape, f"{what}: shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
     wanted = expected.double()
-    error, norm = float((found.double() - wanted).norm()), float(wanted.norm())
+    error, norm = float((value.double() - wanted).norm()), float(wanted.norm())
     assert error <= tolerance * norm, f"{what}: off by {error:.3g} at a norm of {norm:.3g}"

@@ -80,11 +80,11 @@ class TensorsConformance(abc.ABC):
         tensors = conformance_tensors()
         with self.store(tensors, tmp_path) as opened:
             for name, tensor in tensors.items():
-                found = opened.read(name)
-                assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), f"{name!r} has another form"
-                assert found.is_contiguous(), f"{name!r} is not contiguous"
-                assert found.device.type == "cpu", f"{name!r} is on {found.device}"
-                assert raw_bytes(found) == raw_bytes(tensor), f"{name!r} has other bytes"
+                value = opened.read(name)
+                assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype), f"{name!r} has another form"
+                assert value.is_contiguous(), f"{name!r} is not contiguous"
+                assert value.device.type == "cpu", f"{name!r} is on {value.device}"
+                assert raw_bytes(value) == raw_bytes(tensor), f"{name!r} has other bytes"
 
     def test_read_into_fills_any_range(self, tmp_path: Path) -> None:
         """`read_into` fills exactly the buffer, from any byte, aligned to entries or not."""

@@ -111,8 +111,10 @@ def load_encoder(directory: Path) -> Encoder:
     """
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if (found := config.get("model_type")) != MODEL_TYPE:
-        raise CheckpointError(f"{path}: expected model_type '{MODEL_TYPE}' of a model of the demo, found {found!r}.")
+    if (model_type := config.get("model_type")) != MODEL_TYPE:
+        raise CheckpointError(
+            f"{path}: expected model_type '{MODEL_TYPE}' of a model of the demo, found {model_type!r}."
+        )
     with torch.device("meta"):
         encoder = Encoder(EncoderConfig(**{name: config[name] for name in EncoderConfig.__dataclass_fields__}))
     encoder.load_state_dict(load_file(directory / "model.safetensors"), assign=True)

@@ -101,11 +101,11 @@ def choose_methods(wanted: Sequence[str] | None) -> tuple[list[str], list[str]]:
     Raises:
         RecipeError: a wanted method is unknown or cannot run here.
     """
-    found = all_methods() if wanted is None else [get_method(name) for name in dict.fromkeys(wanted)]
-    others = [m.name for m in found if m.needs_statistics or (m.max_experts or len(TASKS)) < len(TASKS)]
+    methods = all_methods() if wanted is None else [get_method(name) for name in dict.fromkeys(wanted)]
+    others = [m.name for m in methods if m.needs_statistics or (m.max_experts or len(TASKS)) < len(TASKS)]
     if wanted is not None and others:
         raise RecipeError(f"The demo merges {len(TASKS)} experts without data, which these methods cannot.", others)
-    return [m.name for m in found if m.name not in others], others
+    return [m.name for m in methods if m.name not in others], others
 
 
 def _rows(

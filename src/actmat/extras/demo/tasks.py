@@ -113,8 +113,8 @@ def load_photographs() -> Examples:
         raise MergeError(
             "The demo reads its photographs from scikit-learn, which is not installed. Fix: pip install 'actmat[demo]'"
         ) from error
-    found = datasets.load_digits()
-    return Examples(torch.from_numpy(found.images).float() / WHITE, torch.from_numpy(found.target).long())
+    digits = datasets.load_digits()
+    return Examples(torch.from_numpy(digits.images).float() / WHITE, torch.from_numpy(digits.target).long())
 
 
 def split_photographs(n_validation: int, n_test: int, generator: torch.Generator) -> Split:

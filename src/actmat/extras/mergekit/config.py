@@ -107,111 +107,115 @@ class MergekitConfig:
     @property
     def is_stacked(self) -> bool:
         """True for the form `slices`."""
-        return any(s.layers is not None for one in self.slices for s in one.sources)
+        return any(s.layers is not None for part in self.slices for s in part.sources)
 
 
-def read_config(data: Mapping[str, Any], found: ConfigFindings) -> MergekitConfig | None:
+def read_config(data: Mapping[str, Any], findings: ConfigFindings) -> MergekitConfig | None:
     """Read the structure of a configuration; None if invalid, with the reason among the problems."""
-    found.ignored("", data, (*TOP, *IGNORED))
+    findings.ignored("", data, (*TOP, *IGNORED))
     for key in IGNORED:
         if key in data:
-            found.note(f"'{key}' is ignored, as mergekit ignores it in the file; 'seed' is the recipe's seed")
+            findings.note(f"'{key}' is ignored, as mergekit ignores it in the file; 'seed' is the recipe's seed")
     forms = [f for f in FORMS if data.get(f) is not None]
     if len(forms) != 1:
-        found.problem(
+        findings.problem(
             "", f"expected exactly one of 'models', 'slices' and 'modules', found {' and '.join(forms) or 'none'}"
         )
         return None
-    base = model_at(data.get("base_model"), "base_model", found) if data.get("base_model") is not None else None
+    base = model_at(data.get("base_model"), "base_model", findings) if data.get("base_model") is not None else None
     whole: Mapping[str, Any] = data
     module_parameters: Mapping[str, Any] = {}
     prefix = ""
     if forms == ["modules"]:
         modules = data["modules"]
         if not isinstance(modules, Mapping) or len(modules) != 1:
-            found.problem("modules", "models with several modules have no counterpart; merge each module separately")
+            findings.problem("modules", "models with several modules have no counterpart; merge each module separately")
             return None
         ((name, whole),) = modules.items()
         prefix = f"modules.{name}."
         if not isinstance(whole, Mapping) or len([f for f in FORMS[:2] if whole.get(f) is not None]) != 1:
-            found.problem(prefix[:-1], "expected exactly one of 'models' and 'slices'")
+            findings.problem(prefix[:-1], "expected exactly one of 'models' and 'slices'")
             return None
-        found.ignored(prefix[:-1], whole, MODULE)
-        module_parameters = _parameters(whole, prefix[:-1], found)
+        findings.ignored(prefix[:-1], whole, MODULE)
+        module_parameters = _parameters(whole, prefix[:-1], findings)
     if whole.get("models") is not None:
-        slices = [_slice_of_models(whole["models"], base, f"{prefix}models", found)]
+        slices = [_slice_of_models(whole["models"], base, f"{prefix}models", findings)]
     else:
-        slices = _slices(whole["slices"], f"{prefix}slices", found)
-    levels = (_parameters(data, "", found), module_parameters)
+        slices = _slices(whole["slices"], f"{prefix}slices", findings)
+    levels = (_parameters(data, "", findings), module_parameters)
     return MergekitConfig(str(data["merge_method"]), base, tuple(s for s in slices if s), levels, data)
 
 
-def _slice_of_models(listed: Any, base: str | None, path: str, found: ConfigFindings) -> ConfigSlice | None:
+def _slice_of_models(listed: Any, base: str | None, path: str, findings: ConfigFindings) -> ConfigSlice | None:
     """A slice of all layers of all models; an unlisted base model is appended, as in mergekit."""
-    sources = [_source(m, f"{path}.{i}", MODEL, found) for i, m in enumerate(list_at(listed, path, found))]
+    sources = [_source(m, f"{path}.{i}", MODEL, findings) for i, m in enumerate(list_at(listed, path, findings))]
     known = [s for s in sources if s is not None]
     if base is not None and base not in [s.model for s in known]:
         known.append(SliceSource(base, None, {}, "base_model"))
-    return _checked(ConfigSlice(tuple(known), {}, None, path), found)
+    return _checked(ConfigSlice(tuple(known), {}, None, path), findings)
 
 
-def _slices(listed: Any, path: str, found: ConfigFindings) -> list[ConfigSlice | None]:
+def _slices(listed: Any, path: str, findings: ConfigFindings) -> list[ConfigSlice | None]:
     out: list[ConfigSlice | None] = []
-    for i, one in enumerate(list_at(listed, path, found)):
+    for i, entry in enumerate(list_at(listed, path, findings)):
         at = f"{path}.{i}"
-        if not isinstance(one, Mapping):
-            found.problem(at, "expected a mapping with 'sources'")
+        if not isinstance(entry, Mapping):
+            findings.problem(at, "expected a mapping with 'sources'")
             continue
-        found.ignored(at, one, SLICE)
-        listed_sources = list_at(one.get("sources"), f"{at}.sources", found)
-        sources = [_source(s, f"{at}.sources.{k}", SOURCE, found) for k, s in enumerate(listed_sources)]
-        base = model_at(one["base_model"], f"{at}.base_model", found) if one.get("base_model") is not None else None
+        findings.ignored(at, entry, SLICE)
+        listed_sources = list_at(entry.get("sources"), f"{at}.sources", findings)
+        sources = [_source(s, f"{at}.sources.{k}", SOURCE, findings) for k, s in enumerate(listed_sources)]
+        base = (
+            model_at(entry["base_model"], f"{at}.base_model", findings) if entry.get("base_model") is not None else None
+        )
         known = tuple(s for s in sources if s is not None)
-        out.append(_checked(ConfigSlice(known, _parameters(one, at, found), base, at), found))
+        out.append(_checked(ConfigSlice(known, _parameters(entry, at, findings), base, at), findings))
     return out
 
 
-def _checked(one: ConfigSlice, found: ConfigFindings) -> ConfigSlice | None:
-    models = [s.model for s in one.sources]
+def _checked(part: ConfigSlice, findings: ConfigFindings) -> ConfigSlice | None:
+    models = [s.model for s in part.sources]
     if twice := sorted({m for m in models if models.count(m) > 1}):
-        found.problem(one.path, f"{', '.join(twice)} is listed twice; a model may appear once per slice")
-    lengths = {s.layers[1] - s.layers[0] for s in one.sources if s.layers is not None}
+        findings.problem(part.path, f"{', '.join(twice)} is listed twice; a model may appear once per slice")
+    lengths = {s.layers[1] - s.layers[0] for s in part.sources if s.layers is not None}
     if len(lengths) > 1:
-        listed = ", ".join(f"{s.model} {list(s.layers)}" for s in one.sources if s.layers is not None)
-        found.problem(one.path, f"all sources of a slice need the same number of layers; found {listed}")
-    return one if one.sources else None
+        listed = ", ".join(f"{s.model} {list(s.layers)}" for s in part.sources if s.layers is not None)
+        findings.problem(part.path, f"all sources of a slice need the same number of layers; found {listed}")
+    return part if part.sources else None
 
 
-def _source(data: Any, path: str, known: Sequence[str], found: ConfigFindings) -> SliceSource | None:
+def _source(data: Any, path: str, known: Sequence[str], findings: ConfigFindings) -> SliceSource | None:
     if not isinstance(data, Mapping) or "model" not in data:
-        found.problem(path, "expected a mapping with 'model'")
+        findings.problem(path, "expected a mapping with 'model'")
         return None
-    found.ignored(path, data, known)
+    findings.ignored(path, data, known)
     layers = None
     if "layer_range" in known:
-        layers = _range(data.get("layer_range"), path, found)
+        layers = _range(data.get("layer_range"), path, findings)
         if layers is None:
             return None
-    return SliceSource(model_at(data["model"], f"{path}.model", found), layers, _parameters(data, path, found), path)
+    return SliceSource(
+        model_at(data["model"], f"{path}.model", findings), layers, _parameters(data, path, findings), path
+    )
 
 
-def _range(value: Any, path: str, found: ConfigFindings) -> tuple[int, int] | None:
+def _range(value: Any, path: str, findings: ConfigFindings) -> tuple[int, int] | None:
     pair = value if isinstance(value, list | tuple) else []
     whole = [v for v in pair if isinstance(v, int) and not isinstance(v, bool)]
     if len(pair) != 2 or len(whole) != 2 or not 0 <= whole[0] < whole[1]:
-        found.problem(path, f"expected 'layer_range: [first, end]', the end is excluded; found {str(value)[:80]!r}")
+        findings.problem(path, f"expected 'layer_range: [first, end]', the end is excluded; found {str(value)[:80]!r}")
         return None
     return whole[0], whole[1]
 
 
-def model_at(value: Any, path: str, found: ConfigFindings) -> str:
+def model_at(value: Any, path: str, findings: ConfigFindings) -> str:
     """Location of a model, `MODEL+ADAPTER`; mergekit also accepts mappings with `path` and `revision`."""
     if isinstance(value, Mapping) and value.get("model") is not None:
         named = [_path(value["model"]), *([_path(value["lora"])] if value.get("lora") is not None else [])]
         value = "+".join(named) if all(isinstance(n, str) for n in named) else value
     value = _path(value)
     if not isinstance(value, str) or not value.strip():
-        found.problem(path, f"expected the path or hub id of a model, found {str(value)[:80]!r}")
+        findings.problem(path, f"expected the path or hub id of a model, found {str(value)[:80]!r}")
         return ""
     return value.strip()
 
@@ -223,17 +227,17 @@ def _path(value: Any) -> Any:
     return value
 
 
-def _parameters(data: Mapping[str, Any], path: str, found: ConfigFindings) -> Mapping[str, Any]:
+def _parameters(data: Mapping[str, Any], path: str, findings: ConfigFindings) -> Mapping[str, Any]:
     value = data.get("parameters") or {}
     if not isinstance(value, Mapping):
-        found.problem(f"{path}.parameters" if path else "parameters", "expected a mapping of names to values")
+        findings.problem(f"{path}.parameters" if path else "parameters", "expected a mapping of names to values")
         return {}
     return value
 
 
-def list_at(value: Any, path: str, found: ConfigFindings) -> list[Any]:
+def list_at(value: Any, path: str, findings: ConfigFindings) -> list[Any]:
     """A list with at least one entry; anything else gives an empty list and a problem."""
     if isinstance(value, list) and value:
         return value
-    found.problem(path, f"expected a list with at least one entry, found {str(value)[:80]!r}")
+    findings.problem(path, f"expected a list with at least one entry, found {str(value)[:80]!r}")
     return []

@@ -58,34 +58,34 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     Raises:
         RecipeError: fields without a counterpart, or invalid also in mergekit; lists all.
     """
-    found = ConfigFindings(where or {})
+    findings = ConfigFindings(where or {})
     fields: dict[str, Any] = {}
     if "merge_method" not in data:
-        found.problem(
+        findings.problem(
             "",
             "a configuration of mergekit-moe puts models behind a router and merges no weights. Fix: build the mixture "
             "with 'mergekit-moe CONFIG OUT'; actmat merges such models like any others",
         )
     else:
-        method = _method(str(data["merge_method"]), found)
-        config = read_config(data, found)
+        method = _method(str(data["merge_method"]), findings)
+        config = read_config(data, findings)
         if config is not None and method is None:
-            _RecipeConversion(config, _ANY, found).check()
-        elif config is not None and config.slices and method is not None and not found.problems:
-            fields = _RecipeConversion(config, method, found).fields()
-    if found.problems:
-        n = len(found.problems)
+            _RecipeConversion(config, _ANY, findings).check()
+        elif config is not None and config.slices and method is not None and not findings.problems:
+            fields = _RecipeConversion(config, method, findings).fields()
+    if findings.problems:
+        n = len(findings.problems)
         raise RecipeError(
             f"The mergekit configuration cannot be converted: {n} problem{'s' * (n > 1)}.",
-            dict.fromkeys([*found.problems, *found.warnings]),
+            dict.fromkeys([*findings.problems, *findings.warnings]),
         )
     return fields
 
 
-def _method(name: str, found: ConfigFindings) -> Method | None:
+def _method(name: str, findings: ConfigFindings) -> Method | None:
     if name in METHODS:
         return METHODS[name]
-    found.problem(
+    findings.problem(
         "merge_method", f"mergekit has no method '{name}'.{did_you_mean(name, METHODS)} Known: {', '.join(METHODS)}"
     )
     return None
@@ -111,7 +111,7 @@ class _RecipeConversion:
     def fields(self) -> dict[str, Any]:
         """Fields of the recipe, in the usual order."""
         self._check_parameters()
-        pairs = [self._arranged(one) for one in self.config.slices]
+        pairs = [self._arranged(part) for part in self.config.slices]
         if self.found.problems:
             return {}
         n_experts = max(len(experts) for _, experts in pairs)
@@ -158,22 +158,22 @@ class _RecipeConversion:
         """mergekit's name of the method."""
         return self.config.method
 
-    def _arranged(self, one: ConfigSlice) -> tuple[SliceSource, list[SliceSource]]:
+    def _arranged(self, part: ConfigSlice) -> tuple[SliceSource, list[SliceSource]]:
         """Base and experts of a slice."""
-        sources = list(one.sources)
+        sources = list(part.sources)
         count = self.method.models
-        wanted = one.base or self.config.base
+        wanted = part.base or self.config.base
         of_base = next((s for s in sources if s.model == wanted), None)
         has_base = self.method.needs_base or (self.method.takes_base and wanted is not None)
         if has_base and of_base is None:
             what = f"'{wanted}' is not a source of this slice" if wanted else "it is missing"
-            self.found.problem(one.path, f"method '{self.name}' needs a base model: {what}; name one ('base_model')")
+            self.found.problem(part.path, f"method '{self.name}' needs a base model: {what}; name one ('base_model')")
             return sources[0], sources[1:]
         if count is not None and len(sources) - (has_base and self.method.takes_base) != count:
             listed = ", ".join(s.model for s in sources)
             base = ", including the base model" if self.method.needs_base else ""
             self.found.problem(
-                one.path, f"method '{self.name}' takes exactly {count} model(s){base}; found {len(sources)}: {listed}"
+                part.path, f"method '{self.name}' takes exactly {count} model(s){base}; found {len(sources)}: {listed}"
             )
         if has_base and of_base is not None:
             return of_base, [s for s in sources if s is not of_base]
@@ -214,8 +214,8 @@ class _RecipeConversion:
                 expert["name"] = label
             if choice.weights and choice.weights[k] != 1.0:
                 expert["weight"] = choice.weights[k]
-            if own := {n: values[k] for n, values in choice.own.items()}:
-                expert["options"] = own
+            if of_model := {n: values[k] for n, values in choice.own.items()}:
+                expert["options"] = of_model
             out.append(expert)
         return out
 
@@ -239,17 +239,17 @@ class _RecipeConversion:
 
     def _files(self, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Fields of the vocabulary and the chat template."""
-        found, template = self._tokens(experts), self._template()
+        vocabulary, template = self._tokens(experts), self._template()
         if template is None:
-            return found
-        return {**found, "output": {"kind": "model", **found.get("output", {}), "chat_template": template}}
+            return vocabulary
+        return {**vocabulary, "output": {"kind": "model", **vocabulary.get("output", {}), "chat_template": template}}
 
     def _template(self) -> str | None:
         """Jinja text of the chat template; None for that of the tokenizer's files."""
-        given = self.config.rest.get("chat_template")
-        if given in (None, "auto"):
-            return given
-        text = CHATML if given == "chatml" else str(given)
+        named = self.config.rest.get("chat_template")
+        if named in (None, "auto"):
+            return named
+        text = CHATML if named == "chatml" else str(named)
         if "{" not in text:
             self.found.problem("chat_template", f"expected Jinja text, chatml or auto, found {text[:80]!r}")
         return text
@@ -309,12 +309,12 @@ class _RecipeConversion:
         """Add notes on parameters that this method does not read."""
         config = self.config
         places = [("", config.parameters[0]), ("modules", config.parameters[1])]
-        places += [(one.path, one.parameters) for one in config.slices]
-        places += [(s.path, s.parameters) for one in config.slices for s in one.sources]
-        own = ("weight", "density", "gamma", "epsilon", "scale")
+        places += [(part.path, part.parameters) for part in config.slices]
+        places += [(s.path, s.parameters) for part in config.slices for s in part.sources]
+        of_models = ("weight", "density", "gamma", "epsilon", "scale")
         for path, parameters in places:
-            in_source = any(path == s.path for one in config.slices for s in one.sources)
-            known = [n for n in self.method.reads if not in_source or n in own]
+            in_source = any(path == s.path for part in config.slices for s in part.sources)
+            known = [n for n in self.method.reads if not in_source or n in of_models]
             self.found.ignored(f"{path}.parameters" if path else "parameters", parameters, known)
             if "int8_mask" in parameters:
                 self.found.note("'int8_mask' saves memory in mergekit and does not change values; it is ignored")

@@ -109,8 +109,8 @@ def _della(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
     def convert(of: Arrangement) -> MethodMapping:
         more, normalize = _elected(of, elects, True)
         options = {"rescale": _rescale(of), "sign_election": elects, **more}
-        own = _density(of) | {"epsilon": of.own("epsilon", 0.15, 0.15)}
-        return MethodMapping("della", options, of.weights(), own, of.parameters.shared("lambda", 1.0), normalize)
+        of_models = _density(of) | {"epsilon": of.own("epsilon", 0.15, 0.15)}
+        return MethodMapping("della", options, of.weights(), of_models, of.parameters.shared("lambda", 1.0), normalize)
 
     return convert
 
@@ -119,8 +119,8 @@ def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
     def convert(of: Arrangement) -> MethodMapping:
         more, normalize = _elected(of, elects, False)
         options = {"scaling": of.parameters.shared("lambda", 1.0), "sign_election": elects} | more | _rescale_if_on(of)
-        own = _density(of) | {"gamma": of.own("gamma", 0.01, 0.0)}
-        return MethodMapping("breadcrumbs", options, of.weights(), own, normalize=normalize)
+        of_models = _density(of) | {"gamma": of.own("gamma", 0.01, 0.0)}
+        return MethodMapping("breadcrumbs", options, of.weights(), of_models, normalize=normalize)
 
     return convert
 
@@ -151,9 +151,9 @@ def _ram(of: Arrangement) -> MethodMapping:
 
 def _ramplus(of: Arrangement) -> MethodMapping:
     """RAM+ with ratios per tensor."""
-    found = _ram(of)
-    found.options |= {"amplify": of.parameters.shared("r", 0.1), "most": of.parameters.shared("alpha", 0.2)}
-    return found
+    mapping = _ram(of)
+    mapping.options |= {"amplify": of.parameters.shared("r", 0.1), "most": of.parameters.shared("alpha", 0.2)}
+    return mapping
 
 
 def _passthrough(of: Arrangement) -> MethodMapping:
@@ -195,7 +195,7 @@ def _arcee_fusion(of: Arrangement) -> MethodMapping:
 def _of(arrangement: Arrangement) -> str:
     """`deltas` if the configuration or every slice names a base model, else `weights`."""
     config = arrangement.parameters.config
-    have = {(one.base or config.base) is not None for one in config.slices}
+    have = {(part.base or config.base) is not None for part in config.slices}
     if len(have) > 1:
         what = f"slices with and without a base model have no counterpart for '{config.method}'"
         arrangement.parameters.found.problem("slices", what)
@@ -206,9 +206,9 @@ def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
     """Weight 1 in slices that contain the expert, 0 in the others."""
     entries: list[dict[str, Any]] = [{"layers": "before", "value": flags[0] or 0.0}]
     start = 0
-    for one, flag in zip(of.parameters.config.slices, flags, strict=True):
-        entries.append({"layers": [start, start + one.n_layers], "value": flag or 0.0})
-        start += one.n_layers
+    for part, flag in zip(of.parameters.config.slices, flags, strict=True):
+        entries.append({"layers": [start, start + part.n_layers], "value": flag or 0.0})
+        start += part.n_layers
     return [*entries, {"layers": "after", "value": flags[-1] or 0.0}]
 
 

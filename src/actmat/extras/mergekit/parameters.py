@@ -54,12 +54,12 @@ def joined(switches: Sequence[Any], value: Callable[..., Any]) -> Switched:
         return Switched((), None)
     if len(full) < MOST_SWITCHES:
         return Switched(tuple((p, value(v)) for p, v in full[0].patterns), value(full[0].default))
-    one, two = full
+    first, second = full
     out = []
-    for p, v in one.patterns:
-        out += [(_both(p, q), value(v, w)) for q, w in two.patterns] + [(p, value(v, two.default))]
-    out += [(q, value(one.default, w)) for q, w in two.patterns]
-    return Switched(tuple(out), value(one.default, two.default))
+    for p, v in first.patterns:
+        out += [(_both(p, q), value(v, w)) for q, w in second.patterns] + [(p, value(v, second.default))]
+    out += [(q, value(first.default, w)) for q, w in second.patterns]
+    return Switched(tuple(out), value(first.default, second.default))
 
 
 def _both(pattern: str, other: str) -> list[str]:
@@ -100,10 +100,10 @@ class Parameters:
     def shared(self, name: str, default: Any) -> Any:
         """Value of a merge-wide parameter; filters match the output's names."""
         parts, start = [], 0
-        for one in self.config.slices:
-            entries = self._levels(name, (one.parameters, *self._common), default, one.path)
-            parts.append(_ParameterPart(entries, start, start + one.n_layers))
-            start += one.n_layers
+        for part in self.config.slices:
+            entries = self._levels(name, (part.parameters, *self._common), default, part.path)
+            parts.append(_ParameterPart(entries, start, start + part.n_layers))
+            start += part.n_layers
         return self._joined(parts)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -143,15 +143,15 @@ class Parameters:
             absent: see `sources`.
         """
         parts, start = [], 0
-        for one, source in zip(self.config.slices, sources, strict=True):
+        for part, source in zip(self.config.slices, sources, strict=True):
             entries: tuple[tuple[str | None, Any], ...] = ((None, absent),)
             offset = 0
             if source is not None:
-                levels = (source.parameters, one.parameters, *self._common)
+                levels = (source.parameters, part.parameters, *self._common)
                 entries = self._levels(name, levels, default, source.path)
                 offset = source.layers[0] - start if source.layers is not None else 0
-            parts.append(_ParameterPart(entries, start, start + one.n_layers, offset))
-            start += one.n_layers
+            parts.append(_ParameterPart(entries, start, start + part.n_layers, offset))
+            start += part.n_layers
         last = parts[-1]
         if self._drops_after(sources):
             last = _ParameterPart(((None, absent),), last.start, last.stop)
@@ -241,16 +241,16 @@ def _of_all(entries: Sequence[tuple[str | None, Any]]) -> list[tuple[str | None,
 
 def _of_layers(part: _ParameterPart, text: str | None, value: Any) -> list[dict[str, Any]]:
     """Entries for the layers of a slice; layer numbers in filters are mapped from source to output."""
-    found = _LAYER.search(text or "")
-    if not part.offset or text is None or found is None:
+    match = _LAYER.search(text or "")
+    if not part.offset or text is None or match is None:
         return [_entry(text, value, [part.start, part.stop])]
     out = []
     for layer in range(part.start, part.stop):
         source = str(layer + part.offset)
-        whole = found["end"] == "."
-        if source == found["number"] if whole else source.startswith(found["number"]):
-            here = f"{text[: found.start('number')]}{layer}."
-            rest = text[found.end() :] if whole else ""
+        whole = match["end"] == "."
+        if source == match["number"] if whole else source.startswith(match["number"]):
+            here = f"{text[: match.start('number')]}{layer}."
+            rest = text[match.end() :] if whole else ""
             out.append(_entry(here + rest, _at(value, layer - part.start, part.stop - part.start), [layer, layer + 1]))
     return out
 

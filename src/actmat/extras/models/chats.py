@@ -55,9 +55,9 @@ def render_chats(tokenizer: Any, chats: Sequence[Any], where: str) -> list[str]:
 
 
 def _rendered(template: str, chats: Sequence[Any], special: Any) -> list[str]:
-    given = json.dumps([template, chats, special], default=lambda value: f"<{type(value).__name__}>")
+    request = json.dumps([template, chats, special], default=lambda value: f"<{type(value).__name__}>")
     try:
-        done = subprocess.run(COMMAND, input=given.encode(), capture_output=True, timeout=WALL_S, check=False)
+        done = subprocess.run(COMMAND, input=request.encode(), capture_output=True, timeout=WALL_S, check=False)
     except subprocess.TimeoutExpired:
         raise ValueError(f"it was stopped after {WALL_S} s") from None
     if not done.stdout:

@@ -72,7 +72,8 @@ def from_files(kind: Literal["AutoTokenizer", "AutoImageProcessor"], loaded: Loa
         if kind not in loaded.read:
             transformers = extra("transformers")
             with _silent(transformers):
-                loaded.read[kind] = getattr(transformers, kind).from_pretrained(loaded.files, **options)
+                path, which = local_files(loaded.files)
+                loaded.read[kind] = getattr(transformers, kind).from_pretrained(path, **which, **options)
         return loaded.read[kind]
     except (OSError, ValueError, ImportError) as error:
         what = "tokenizer" if kind == "AutoTokenizer" else "image processor"
@@ -252,8 +253,8 @@ def load_tensors(
         if architecture is None or "model_type" not in config:
             raise StatisticsError(_unnamed(location))
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        given = extra("transformers").AutoConfig.from_pretrained(folder)
-    model = _load(location, architecture, dtype, config=given, state_dict=dict(tensors))
+        parsed = extra("transformers").AutoConfig.from_pretrained(folder)
+    model = _load(location, architecture, dtype, config=parsed, state_dict=dict(tensors))
     return Loaded(model.to(device).eval(), location, None, files)
 
 
@@ -319,9 +320,9 @@ def _silent(transformers: Any) -> Iterator[None]:
 
 
 def local_files(location: str) -> tuple[str, dict[str, str]]:
-    """Arguments of `from_pretrained`: path or id, and revision."""
+    """Arguments of `from_pretrained`: path or id, and revision; of a GGUF, which it decodes, folder and file."""
     if (path := local_path(location)).exists():
-        return str(path), {}
+        return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
     match = HUB_ID.fullmatch(location)
     if match is None:
         return location, {}

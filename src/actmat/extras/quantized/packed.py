@@ -105,13 +105,13 @@ def _find(packed: TensorSpec, headers: Headers) -> PackedTensor | str | None:
 def _bits(headers: Headers) -> int:
     """Bits per integer declared in the config for all packed weights; 0 if missing or not unique."""
     groups = headers.settings.get("config_groups")
-    found = set()
+    sizes = set()
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         bits = weights.get("num_bits") if isinstance(weights, dict) else None
         if isinstance(bits, int) and weights is not None and weights.get("type", "int") == "int":
-            found.add(bits)
-    return found.pop() if len(found) == 1 else 0
+            sizes.add(bits)
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 PACKED = Codec("packed", ("", "compressed-tensors"), _find, keys={"compressed-tensors": COMPRESSED_KEYS})

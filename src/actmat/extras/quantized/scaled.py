@@ -135,10 +135,10 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         return Grid(rows, 1, 1, columns)  # also scales without the last axis
     if count(scale) == count(tuple(batch)) and batch:
         return Grid(1, 1, rows, columns)  # one per matrix of a stack
-    found = (1, *scale) if len(shape) == 1 and len(scale) == 1 else scale
-    if len(found) != len(batch) + 2 or found[:-2] != tuple(batch) or not all(found):
+    grid = (1, *scale) if len(shape) == 1 and len(scale) == 1 else scale
+    if len(grid) != len(batch) + 2 or grid[:-2] != tuple(batch) or not all(grid):
         return None
-    high, wide = found[-2:]
+    high, wide = grid[-2:]
     for height, width in (*((block,) if block is not None else ()), BLOCK):
         if (-(-rows // height), -(-columns // width)) == (high, wide):
             return Grid(high, wide, height, width)
@@ -149,13 +149,13 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
 
 def blocks_of_config(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Block size declared in the config for the whole model; None if missing or not unique."""
-    found = {_pair(settings.get("weight_block_size"))}
+    blocks = {_pair(settings.get("weight_block_size"))}
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        found.add(_pair(weights.get("block_structure")) if isinstance(weights, Mapping) else None)
-    found.discard(None)
-    return found.pop() if len(found) == 1 else None
+        blocks.add(_pair(weights.get("block_structure")) if isinstance(weights, Mapping) else None)
+    blocks.discard(None)
+    return blocks.pop() if len(blocks) == 1 else None
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -46,8 +46,8 @@ def _keys(
     inside: Mapping[str, Keys] | None = None,
     values: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Keys:
-    own = {*obeyed, *(refused or {}), *(inside or {}), *(values or {})}
-    irrelevant = {k: why for k, why in _COMMON.items() if k not in own}
+    keys = {*obeyed, *(refused or {}), *(inside or {}), *(values or {})}
+    irrelevant = {k: why for k, why in _COMMON.items() if k not in keys}
     return Keys(obeyed, irrelevant, refused or {}, inside or {}, values or {})
 
 

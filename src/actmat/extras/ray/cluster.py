@@ -110,12 +110,12 @@ def cluster_nodes() -> dict[str, Node]:
     """Node id -> node, for all live nodes."""
     import ray
 
-    found = {}
+    nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
             has = node["Resources"]
-            found[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("memory", 0)))
-    return found
+            nodes[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("memory", 0)))
+    return nodes
 
 
 def driver_node() -> str:

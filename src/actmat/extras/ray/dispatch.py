@@ -159,8 +159,8 @@ class Dispatcher:
 
     def _take(self, offer: Offer) -> UnitBatch | None:
         """Take the next batch that a worker can merge."""
-        found = next((k for k, batch in enumerate(self._queue) if offer.takes(batch)), None)
-        return None if found is None else self._queue.pop(found)
+        position = next((k for k, batch in enumerate(self._queue) if offer.takes(batch)), None)
+        return None if position is None else self._queue.pop(position)
 
     def _next(self, send: Send) -> Answer | None:
         """The next answer to a batch, after its worker got a new batch; None if something else happened."""

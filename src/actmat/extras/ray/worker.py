@@ -173,11 +173,11 @@ def _check_versions(spec: SessionSpec, node: str) -> None:
         MergeError: lists the differences.
     """
     expected = dict(spec.plans[0].versions)
-    found = versions_of(spec.plans[0].items)
+    versions = versions_of(spec.plans[0].items)
     problems = [
-        f"node {node} has {name} {found.get(name, 'of no version')}, the driver {version}"
+        f"node {node} has {name} {versions.get(name, 'of no version')}, the driver {version}"
         for name, version in expected.items()
-        if found.get(name) != version
+        if versions.get(name) != version
     ]
     if problems:
         raise MergeError(

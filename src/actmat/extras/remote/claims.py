@@ -101,14 +101,14 @@ def stated_files(where: str, rows: Iterable[tuple[object, object, object]]) -> d
     Raises:
         CheckpointError: an invalid size or version, or a file twice.
     """
-    found: dict[str, RemoteFile] = {}
+    files: dict[str, RemoteFile] = {}
     for name, size, version in rows:
         if not isinstance(name, str) or not is_plain_path(name):
             continue
         file = stated_file(where, name, size, version)
-        if found.setdefault(name, file) != file:
+        if files.setdefault(name, file) != file:
             raise CheckpointError(f"{where}: the server lists {shown(name)} twice, with other contents. {TRUST}")
-    return found
+    return files
 
 
 def odd_names_note(names: Iterable[object]) -> tuple[str, ...]:

@@ -73,20 +73,20 @@ def _size(answer: Any, url: str, offset: int, length: int) -> int:
 
 def _version(answer: Any, url: str) -> str:
     """The response's validator: ETag, else Last-Modified."""
-    found = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-    if not found:
+    version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+    if not version:
         raise CheckpointError(
             f"{url}: the server sends neither ETag nor Last-Modified, so a change during the merge would not "
             "be detected. Fix: download the folder and pass its path."
         )
-    return str(found)
+    return str(version)
 
 
 def _netrc_login(host: str) -> dict[str, str]:
     """Header for basic authorization from ~/.netrc; may be empty."""
     with suppress(OSError, netrc.NetrcParseError):
-        found = netrc.netrc().authenticators(host)
-        if found is not None:
-            pair = f"{found[0]}:{found[2]}".encode()
+        login = netrc.netrc().authenticators(host)
+        if login is not None:
+            pair = f"{login[0]}:{login[2]}".encode()
             return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
     return {}

@@ -91,22 +91,24 @@ class HubRepository(RemoteFiles):
     def local(self, name: str) -> Path | None:
         """Path of the file in the cache, or None."""
         path = self.folder + name
-        found = try_to_load_from_cache(self.repo_id, path, cache_dir=self.cache_dir, revision=self.commit)
-        return Path(found) if isinstance(found, str) else None
+        path_in_cache = try_to_load_from_cache(self.repo_id, path, cache_dir=self.cache_dir, revision=self.commit)
+        return Path(path_in_cache) if isinstance(path_in_cache, str) else None
 
     def fetch(self, name: str) -> Path:
         """Path of the file in the cache, downloaded first if it is not there."""
         cached, path = self.local(name) is not None, self.folder + name
         with explained(self.location, library=True):
-            found = Path(hub_api().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir))
+            path_in_cache = Path(
+                hub_api().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir)
+            )
         where = f"{self.location}: {name}"
-        snapshot = Path(str(found).removesuffix(str(Path(path))))
+        snapshot = Path(str(path_in_cache).removesuffix(str(Path(path))))
         claims.check_commit(where, snapshot.name, self.commit)
         if not cached:
             try:
-                claims.check_download(where, found, self.files[name])
+                claims.check_download(where, path_in_cache, self.files[name])
             except CheckpointError:  # the next run must not find it in the cache
-                for left in {found.resolve(), found}:
+                for left in {path_in_cache.resolve(), path_in_cache}:
                     left.unlink(missing_ok=True)
                 raise
         return nested_member(snapshot, path)
@@ -208,9 +210,9 @@ def hub_api() -> HfApi:
         made: Callable[[], Any] = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
 
         def checked() -> Any:  # also after a lost connection, for which the library makes another client
-            found = made()
-            found.event_hooks["response"].append(claims.check_headers)
-            return found
+            api = made()
+            api.event_hooks["response"].append(claims.check_headers)
+            return api
 
         set_client_factory(checked)
     return HfApi()

@@ -126,8 +126,8 @@ class ObjectStore(Store):
         return posixpath.join(self._root, name)
 
     def _file(self, name: str, row: Mapping[str, Any]) -> claims.RemoteFile:
-        found = next((row[key] for key in VERSIONS if row.get(key)), "")
-        version = str(found.timestamp() if isinstance(found, datetime.datetime) else found)
+        version = next((row[key] for key in VERSIONS if row.get(key)), "")
+        version = str(version.timestamp() if isinstance(version, datetime.datetime) else version)
         if row.get("size") is None or not version:
             raise CheckpointError(
                 f"{self.url}/{name}: its store gives no size or no version, so a change during the merge would "
@@ -139,8 +139,8 @@ class ObjectStore(Store):
         """Files of a listing, by path below the folder."""
         start = f"{self._root.rstrip('/')}/"
         below = [(path.removeprefix(start), row) for path, row in rows if path.startswith(start)]
-        found = [self._file(name, row) for name, row in below if row["type"] == "file" and is_plain_path(name)]
-        return claims.stated_files(self.url, ((f.name, f.size, f.etag) for f in found))
+        files = [self._file(name, row) for name, row in below if row["type"] == "file" and is_plain_path(name)]
+        return claims.stated_files(self.url, ((f.name, f.size, f.etag) for f in files))
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -194,7 +194,7 @@ def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool)
     scheme = url.partition("://")[0]
     try:
         more = {"auto_mkdir": True} if scheme in ("file", "local") else {}  # buckets have no folders
-        found, path = url_to_fs(url, use_listings_cache=use_listings_cache, **more)
+        system, path = url_to_fs(url, use_listings_cache=use_listings_cache, **more)
     except ImportError as problem:
         package, extra = PACKAGES.get(scheme, ("", ""))
         fix = f"pip install 'actmat[{extra}]' (or {package})" if package else "install the package named by fsspec"
@@ -205,4 +205,4 @@ def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool)
             f"{url}: the scheme {scheme}:// is not supported ({first_line(problem)}). Supported: "
             f"{known}, and all others of fsspec."
         ) from problem
-    return found, str(path)
+    return system, str(path)

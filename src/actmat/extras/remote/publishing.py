@@ -27,12 +27,12 @@ def files_to_push(folder: Path) -> tuple[list[str], tuple[str, ...]]:
         OutputError: files of the manifest are missing.
     """
     ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
-    found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    there = [n for n in found if n.split("/")[0] not in VERSIONING]
-    names = [n for n in there if n in ours or n.upper().startswith(ADDED)]
-    if missing := sorted(ours - set(there)):
+    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    tracked = [n for n in files if n.split("/")[0] not in VERSIONING]
+    names = [n for n in tracked if n in ours or n.upper().startswith(ADDED)]
+    if missing := sorted(ours - set(tracked)):
         raise OutputError(f"{folder} is incomplete.", [f"file '{n}' of the manifest is missing" for n in missing])
-    return names, tuple(n for n in there if n not in names)
+    return names, tuple(n for n in tracked if n not in names)
 
 
 def check_unmodified(folder: Path) -> None:
@@ -41,9 +41,9 @@ def check_unmodified(folder: Path) -> None:
     Raises:
         OutputError: lists the differences.
     """
-    found, ours = verify(folder, inputs=False), listed_files(read_manifest(folder))
-    allowed = {problem for name, problem in found.of_files.items() if name == CARD or name not in ours}
-    problems = [p for p in found.problems if p not in allowed]
+    verified, ours = verify(folder, inputs=False), listed_files(read_manifest(folder))
+    allowed = {problem for name, problem in verified.of_files.items() if name == CARD or name not in ours}
+    problems = [p for p in verified.problems if p not in allowed]
     if problems:
         raise OutputError(f"{folder} was modified after the merge, so it is not pushed. Fix: merge again.", problems)
 

@@ -143,11 +143,11 @@ def look_up(repo_id: str, *, needed: bool = True) -> HubPlace:
             return HubPlace(repo_id)
         if not isinstance(error.__cause__, HTTP_ERROR) or _status(error.__cause__) is not None:
             raise OutputError(error.headline, error.problems) from error
-        found = f"{type(error.__cause__).__name__}: {in_one_line(error.__cause__)[:200]}"
+        cause = f"{type(error.__cause__).__name__}: {in_one_line(error.__cause__)[:200]}"
         if not needed:
-            return HubPlace(repo_id, unknown=found)
+            return HubPlace(repo_id, unknown=cause)
         raise OutputError(
-            f"{repo_id}: the hub at {constants.ENDPOINT} cannot be reached: {found}. Fix: check the connection "
+            f"{repo_id}: the hub at {constants.ENDPOINT} cannot be reached: {cause}. Fix: check the connection "
             "('actmat push OUT ORG/NAME --dry-run' works without one)."
         ) from error
     return HubPlace(repo_id, True, private, repository.commit, repository.files, _ours(repository))
@@ -207,12 +207,12 @@ def plan_push(place: HubPlace, folder: Path, names: Iterable[str], *, private: b
     return push
 
 
-def _compared(path: Path, name: str, there: RemoteFile | None) -> PushedFile:
+def _compared(path: Path, name: str, stored: RemoteFile | None) -> PushedFile:
     with disk_errors(path):
         size = path.stat().st_size
-    if there is None:
+    if stored is None:
         return PushedFile(name, size, "new")
-    same = there.size == size and there.etag == (sha256_file(path) if len(there.etag) == 64 else _blob_id(path))
+    same = stored.size == size and stored.etag == (sha256_file(path) if len(stored.etag) == 64 else _blob_id(path))
     return PushedFile(name, size, "same" if same else "changed")
 
 
@@ -271,8 +271,8 @@ def push_errors(repo_id: str) -> Iterator[None]:
     except CheckpointError as error:
         status = _status(error.__cause__)
         text = REFUSED.get(status or 0)
-        kept = " The hub keeps the files sent: the same command goes on."
-        said = f"HTTP {status}: {text}" if text else error.headline.removeprefix(f"{repo_id}: ") + kept
+        resumes = " The hub keeps the files sent: the same command goes on."
+        said = f"HTTP {status}: {text}" if text else error.headline.removeprefix(f"{repo_id}: ") + resumes
         raise OutputError(f"Cannot write to {repo_id} on the hub: {said}") from error
     except (RuntimeError, ValueError) as error:  # from upload threads, or for card metadata that the hub refuses
         cause = error.__cause__ or error
@@ -290,10 +290,10 @@ class _HubStorage(Storage):
         return open_repository(repo_id, revision, cache_dir=cache_dir, streams=streams)
 
     def open_output(self, url: str) -> HubOutput:
-        found = HUB_ID.fullmatch(url)
-        if found is None:
+        named = HUB_ID.fullmatch(url)
+        if named is None:
             raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-        source = open_repository(found["repo"], found["revision"], streams=True)
+        source = open_repository(named["repo"], named["revision"], streams=True)
         return HubOutput(source, source.files)
 
     def upload_problems(self, url: str) -> list[str]:
@@ -320,15 +320,15 @@ class HubStaging(RemoteStaging):
             OutputError: the repository is public, has other content, or cannot be created.
         """
         journal = super().open()
-        there = look_up(hub_name(self.url))
-        check_place(there, private=True, overwrite=self.overwrite)
-        create(there, private=True)
+        stored = look_up(hub_name(self.url))
+        check_place(stored, private=True, overwrite=self.overwrite)
+        create(stored, private=True)
         return journal
 
     def send(self, names: Collection[str]) -> None:
         """Send all files in one commit."""
-        there = look_up(hub_name(self.url))
-        push = plan_push(there, self.path, names, private=True, overwrite=self.overwrite)
+        stored = look_up(hub_name(self.url))
+        push = plan_push(stored, self.path, names, private=True, overwrite=self.overwrite)
         send(push, "Merge with actmat")
 
 

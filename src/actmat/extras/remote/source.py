@@ -197,7 +197,7 @@ class RemoteSource(RemoteFiles):
 
         names = list(names)
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            return [name for name, found in zip(names, pool.map(has, names), strict=True) if found]
+            return [name for name, exists in zip(names, pool.map(has, names), strict=True) if exists]
 
     def file(self, name: str, *, length: int = 1) -> RemoteFile:
         """The pinned file; requested with its first `length` bytes at first access."""

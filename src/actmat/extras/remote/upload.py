@@ -243,8 +243,8 @@ class _Urls(Storage):
 
     def sizes(self, url: str) -> dict[str, int]:
         store = open_store(check_url(url))
-        there = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
-        return {name: file.size for name, file in there.items()}
+        stored = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
+        return {name: file.size for name, file in stored.items()}
 
     def clear(self, url: str) -> None:
         store = open_store(check_url(url))

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,11 @@ from actmat.errors import MergeError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import fields_of, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.data import (
+    MESSAGES,
     READERS,
     SAMPLES,
+    SELF,
+    TEXT_COLUMNS,
     DataOptions,
     Row,
     by_expert,
@@ -40,7 +42,9 @@ from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
 from actmat.extras.tune.inputs import InputBatch, completed, is_causal, labeled_by_answers, of_similar_lengths
 from actmat.extras.tune.live import Loader
+from actmat.extras.tune.memory import model_device
 from actmat.extras.tune.progress import TuneProgress
+from actmat.extras.tune.written import MOST, check_written, write_own
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.run.locate import Held
@@ -52,6 +56,8 @@ AVERAGE_BYTES = 2 << 30
 """Largest average of full models that is written, to compare its answers as well."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
 """Columns that are used if they are there: classes as numbers, and right continuations of texts."""
+PROMPT = "text:"
+"""Beginning of a prompt without a space."""
 Z_95 = 1.959964
 
 
@@ -64,6 +70,7 @@ class InputSettings:
         new_tokens: tokens of an expert's own answer to a text, at most.
         model_class, model_dtype: of the models while they run.
         keep_statistics: keep the folder `OUT.statistics`.
+        template: around every text, {} is its place; or expert -> its own.
         as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
         loaded: models in memory, by the places that recipes give them.
     """
@@ -73,6 +80,7 @@ class InputSettings:
     model_class: str | None = None
     model_dtype: str = "float32"
     keep_statistics: bool = False
+    template: str | Mapping[str, str] | None = None
     as_adapter: bool = True
     loaded: Mapping[str, Loaded] = field(default_factory=dict)
 
@@ -81,26 +89,60 @@ class InputSettings:
         return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
-        """A data set, a text or texts; `samples` limits what is measured, not what answers are compared on."""
+        """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.
+
+        Raises:
+            RecipeError: inputs of an unknown form.
+        """
+        if isinstance(given, DataOptions):
+            reading = given
+        else:
+            reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
+            reading = dataclasses.replace(reading, location=str(given))
         if isinstance(given, list | tuple):
-            return dataclasses.replace(self.reading, location="the prompts given", texts=tuple(map(str, given)))
-        reading = given if isinstance(given, DataOptions) else dataclasses.replace(self.reading, location=str(given))
-        if reading is not given and not measured:
-            reading = dataclasses.replace(reading, max_samples=SAMPLES)
-        if not reading.texts and is_prompt(reading.location):
-            return dataclasses.replace(reading, location="the prompt given", texts=(reading.location,))
+            return dataclasses.replace(reading, location=f"{len(given)} inputs given", rows=tuple(map(_as_row, given)))
+        file, _, column = reading.location.rpartition(":")
+        if Path(file).suffix in READERS and column.isidentifier():
+            return dataclasses.replace(reading, location=file, text_column=column)
+        if not reading.rows and is_prompt(reading.location):
+            rows = (_as_row(reading.location.removeprefix(PROMPT)),)
+            return dataclasses.replace(reading, location="the prompt given", rows=rows)
         return reading
+
+    def templates(self, recipe: Recipe) -> dict[str, str]:
+        """Expert -> the template around its texts.
+
+        Raises:
+            RecipeError: a template without `{}`, or of an expert that the merge does not have.
+        """
+        templates = by_expert(recipe, self.template) if self.template else {}
+        for label, template in templates.items():
+            if "{}" not in template:
+                raise RecipeError(f"The template of '{label}' needs {{}} in the place of the text; got {template!r}.")
+        return templates
 
 
 def is_prompt(text: str) -> bool:
-    """True for a text itself, False for the place of a data set: a path, the name of a file, or `org/name`.
+    """True for a text itself, which has a space or begins with `text:`; False for the place of a data set.
 
-    >>> is_prompt("What is 2 + 2?"), is_prompt("hello"), is_prompt("math.jsonl"), is_prompt("my data/math.jsonl")
+    >>> is_prompt("What is 2 + 2?"), is_prompt("text:hello"), is_prompt("hello"), is_prompt("my data/math.jsonl")
     (True, True, False, False)
     """
     is_file = Path(text).suffix in (*READERS, ".npz") or text.startswith(("/", "./", "../", "~"))
-    is_place = is_file or os.path.exists(text) or re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) is not None
-    return bool(text.strip()) and not is_place
+    return text.startswith(PROMPT) or (len(text.split()) > 1 and not is_file and not os.path.exists(text))
+
+
+def _as_row(given: Any) -> Row:
+    """The row of a text, of a chat, or of columns.
+
+    Raises:
+        RecipeError: it is none of these.
+    """
+    if isinstance(given, str):
+        return {TEXT_COLUMNS[0]: given}
+    if isinstance(given, Mapping) or (isinstance(given, list) and all(isinstance(m, Mapping) for m in given)):
+        return given if isinstance(given, Mapping) else {MESSAGES: given}
+    raise RecipeError(f"An input is a {type(given).__name__}; expected a text, a chat (list of messages), or a row.")
 
 
 @dataclass(frozen=True)
@@ -126,10 +168,28 @@ def read_sources(
         StatisticsError: data that cannot be read.
     """
     named = {n: settings.source(d, measured=measured) for n, d in by_expert(recipe, data).items()}
+    for label, template in settings.templates(recipe).items():
+        if label in named:
+            named[label] = dataclasses.replace(named[label], template=template)
     if measured:
         check_every_expert(recipe, named)
     options = {label: with_classes(label, source, config) for label, source in named.items()}
-    return {label: DataRows(options[label], rows) for label, rows in prepare_data(options).items()}
+    rows = prepare_data({label: o for label, o in options.items() if o.location != SELF})
+    for label, source in options.items():
+        if source.location == SELF:
+            options[label] = dataclasses.replace(source, max_samples=min(source.max_samples or MOST, MOST))
+            rows[label] = [{}] * (options[label].max_samples or 0)  # which the expert is to write
+    return {label: DataRows(o, rows[label]) for label, o in options.items()}
+
+
+def read_written(
+    recipe: Recipe, settings: InputSettings, device: str, progress: TuneProgress
+) -> dict[str, tuple[Sequence[str], float]]:
+    """Expert -> prompts that it writes, and by how many nats per token they are more probable than under the base."""
+    loader = settings.loader(recipe.base, model_device(device)[0])
+    options = {label: s.options for label, s in read_sources(recipe, SELF, settings, {}, measured=False).items()}
+    prompts, gains = write_own(loader, progress, {e.label: e.path for e in recipe.experts}, options, recipe.seed)
+    return {label: (prompts[label].texts, gain) for label, gain in gains.items()}
 
 
 def check_every_expert(recipe: Recipe, data: Mapping[str, Any]) -> None:
@@ -202,6 +262,23 @@ class Asking:
         self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}
 
+    def with_written(self, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
+        """The sources; prompts that experts are to write are written.
+
+        Raises:
+            StatisticsError: experts that do not write prompts of their tasks.
+        """
+        options = {label: s.options for label, s in sources.items() if s.options.location == SELF}
+        if not options:
+            return dict(sources)
+        places = {e.label: e.path for e in recipe.experts if e.label in options}
+        prompts, gains = write_own(self.loader, self.progress, places, options, recipe.seed)
+        check_written(prompts, gains)
+        many = ", ".join(f"'{label}' {len(written.texts)}" for label, written in prompts.items())
+        self.notes.append(f"prompts that experts wrote themselves: {many}; 'actmat try --self' shows them")
+        made = {label: DataRows(*p.inputs(options[label], recipe.seed)) for label, p in prompts.items()}
+        return {**sources, **made}
+
     def batches(
         self, loaded: Loaded, data: DataRows, target: str | None = None, *, labels: bool = True
     ) -> list[InputBatch]:
@@ -235,7 +312,7 @@ class Asking:
 
     def _answer_column(self, loaded: Loaded, data: DataRows) -> str | None:
         """Column of right continuations, for a causal model whose data has them."""
-        if data.options.texts or not is_causal(loaded.model):
+        if not is_causal(loaded.model):
             return None
         row = data.rows[0]
         return data.options.target_column or next((c for c in ANSWERS if isinstance(row.get(c), str)), None)
@@ -356,6 +433,7 @@ def measure_agreement(
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
     loader = settings.loader(str(base or recipe.base or ""), device)
     asking = Asking(loader, settings, progress)
+    sources = asking.with_written(recipe, sources)
     for label, location in experts.items():
         try:
             asking.ask(label, asking.loader.load(location), sources[label])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, known_ids, pad_token
+from actmat.extras.collect.data import IMAGES, DataOptions, class_names, class_prompts, known_ids, pad_token
 from actmat.extras.models.chats import render_chats
 from actmat.extras.models.loading import Loaded, from_files
 from actmat.foreign import in_one_line
@@ -78,7 +78,7 @@ def images_of(folder: str | Path) -> list[Path]:
 
 
 def classify(
-    loaded: Loaded, folder: str | Path, *, classes: Sequence[str] = (), template: str = TEMPLATE
+    loaded: Loaded, folder: str | Path, *, classes: Sequence[str] = (), template: str | None = None
 ) -> Iterator[Classified]:
     """The most probable class of every image of a folder.
 
@@ -86,7 +86,7 @@ def classify(
         loaded: an image classifier, or a model that compares images with texts (CLIP).
         folder: images, possibly in a folder for each class.
         classes: of a model that compares with texts; default: the names of the folders.
-        template: prompt of a class, for such a model.
+        template: prompt of a class, for such a model; default `collect.data.TEMPLATE`.
 
     Raises:
         StatisticsError: no images, no classes, or a model that gives no probabilities of classes.

@@ -21,6 +21,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
+from actmat.extras.collect.data import SELF
 from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
@@ -41,8 +42,8 @@ from actmat.settings import RunSettings
 
 def merge_with_inputs(
     recipes: Sequence[Recipe],
-    data: Mapping[str, str],
-    check: Mapping[str, str],
+    data: Any,
+    check: Any,
     settings: InputSettings,
     run: RunSettings,
     progress: TuneProgress,
@@ -54,7 +55,7 @@ def merge_with_inputs(
 
     Args:
         recipes: of one run, see `run_recipes`.
-        data: expert -> inputs of its task: a data set, or one text.
+        data: expert -> inputs of its task: a data set, one text, a list, or `SELF`; or `SELF` for all.
         check: expert -> inputs that are only compared on, in place of those held back.
         settings: of the models.
         run: of the merges.
@@ -81,6 +82,7 @@ def merge_with_inputs(
     measuring = InputMeasuring(asking, kinds, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
+        given_data, checked = (asking.with_written(recipes[0], sources) for sources in (given_data, checked))
         experts = [measuring.expert(e, given_data.get(e.label), checked.get(e.label)) for e in recipes[0].experts]
         notes = tuple(dict.fromkeys(asking.notes))
         if kinds and removed:
@@ -101,7 +103,7 @@ def merge_with_inputs(
 def merge_by_arguments(
     recipe: Recipe,
     run: RunSettings,
-    data: Mapping[str, Any],
+    data: Any,
     asked: Mapping[str, Any],
     modules: Mapping[str, nn.Module],
 ) -> MergeReport:
@@ -109,7 +111,7 @@ def merge_by_arguments(
 
     Args:
         recipe, run: of the merge.
-        data: expert -> its inputs.
+        data: expert -> its inputs, or "self".
         asked: `check` and fields of `InputSettings`.
         modules: those among the inputs in memory, by their places.
 
@@ -117,11 +119,11 @@ def merge_by_arguments(
         RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
     """
     check, fields = asked.get("check") or {}, {n: value for n, value in asked.items() if n != "check"}
-    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping)]
+    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping) and d != SELF]
     held = {e.label: e.path for e in recipe.experts if e.path in run.held}
     loaded = {}
-    for place in held.values():
-        model, files = run.held[place](), getattr(modules.get(place), "name_or_path", "")
+    for place, opener in run.held.items():
+        model, files = opener(), getattr(modules.get(place), "name_or_path", "")
         if files and isinstance(model, Model):
             loaded[place] = Loaded(modules[place], model, None, files)
     stuck = ", ".join(label for label, place in held.items() if place not in loaded)
@@ -141,9 +143,7 @@ def merge_by_arguments(
         return merge_with_inputs([recipe], data, check, settings, run, usual_tune_progress())[0]
 
 
-def plan_inputs(
-    recipe: Recipe, data: Mapping[str, str], check: Mapping[str, str], settings: InputSettings
-) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -237,7 +237,7 @@ class InputMeasuring:
             self.measured.append(few)
         asked = source.part(held=True) if holds else source
         what = "of --check" if check is not None else "held back" if holds else "the same" if measures else "given"
-        kind = "prompt" if source.options.texts else "inputs"
+        kind = "prompt" if source.options.rows else "inputs"
         asking.notes.append(f"{kind} of '{label}': {few} measured; answers compared on {len(asked.rows)} ({what})")
         try:
             asking.ask(label, loaded, asked, measured=measures and not holds and check is None)

@@ -115,44 +115,44 @@ class _Joined:
 
     def aligned(self, label: str) -> Model:
         """An input with the new rows, or unchanged if it already has them."""
-        one = self.inputs[label]
+        donor = self.inputs[label]
         number = self.labels.index(label)
-        rows = [self._sources(one, number, row) for row in range(self.rows)]
-        same_tokens = one.tokens == self.tokens and not self.special  # then padding is also unchanged
+        rows = [self._sources(donor, number, row) for row in range(self.rows)]
+        same_tokens = donor.tokens == self.tokens and not self.special  # then padding is also unchanged
         as_they_lie = same_tokens or all(s == ((number, r),) for r, s in enumerate(rows))
-        if not one.tables or (self.rows == one.rows and as_they_lie):
-            return one.model
+        if not donor.tables or (self.rows == donor.rows and as_they_lie):
+            return donor.model
         models = [i.model for i in self.inputs.values()]
-        names = {n: tuple(n if m is one.model else tokenizer.table_in(n, m) for m in models) for n in one.tables}
-        self._check_tables(one, names, rows)
-        if rows[: one.rows] != [((number, row),) for row in range(one.rows)]:
+        names = {n: tuple(n if m is donor.model else tokenizer.table_in(n, m) for m in models) for n in donor.tables}
+        self._check_tables(donor, names, rows)
+        if rows[: donor.rows] != [((number, row),) for row in range(donor.rows)]:
             self.moved.append(label)
         folders = [f for m in models if (f := m.folder.fetch()) is not None]
         files = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
-        tensors = TokenRows([m.tensors for m in (one.model, *models)], names, joined_runs(rows), files)
-        folder = one.model.folder.noted(*self._counts(one, number, rows))
+        tensors = TokenRows([m.tensors for m in (donor.model, *models)], names, joined_runs(rows), files)
+        folder = donor.model.folder.noted(*self._counts(donor, number, rows))
         if label == BASE:
             folder = replace(folder.with_config(self._config), texts=self._sidecars()).noted(*self._new_tokens())
         return Model(tensors, folder)
 
     def _added(self) -> dict[str, str]:
         """Tokens that the kept tokenizer lacks, in row order -> label of an input that has them."""
-        own = self.keeper.tokens
+        tokens = self.keeper.tokens
         added: dict[str, str] = {}
-        for one in self.inputs.values() if self.vocabulary.source == UNION else ():
-            more = [t for t in sorted(one.tokens, key=one.tokens.__getitem__) if t not in own]
-            listed = {entry["content"] for entry in tokenizer.read_tokenizer(one.model)[1]} if more else set()
+        for donor in self.inputs.values() if self.vocabulary.source == UNION else ():
+            more = [t for t in sorted(donor.tokens, key=donor.tokens.__getitem__) if t not in tokens]
+            listed = {entry["content"] for entry in tokenizer.read_tokenizer(donor.model)[1]} if more else set()
             plain = [t for t in more if t not in listed]
             if plain:
                 self.problems.append(
-                    f"expert '{one.label}' ({one.model.location}) has {len(plain)} tokens of its own that are "
+                    f"expert '{donor.label}' ({donor.model.location}) has {len(plain)} tokens of its own that are "
                     f"part of its tokenization model, not added tokens ({', '.join(map(repr, plain[:4]))}):"
                     f" tokenization models "
                     "cannot be joined. Fix: 'vocabulary: base', or the name of an expert"
                 )
-            added |= {t: one.label for t in more if t not in added}
+            added |= {t: donor.label for t in more if t not in added}
         for token in self.vocabulary.tokens:
-            if token not in own and token not in added:
+            if token not in tokens and token not in added:
                 holder = next((i.label for i in self.inputs.values() if token in i.tokens), "")
                 added[token] = holder
         return added
@@ -161,16 +161,16 @@ class _Joined:
         """Source row that the recipe names for a token."""
         if not source.model:
             return ()
-        one = self.inputs.get(source.model)
-        if one is None:
+        donor = self.inputs.get(source.model)
+        if donor is None:
             self.problems.append(
                 f"vocabulary: the row of {token!r} is to be taken from '{source.model}', expected one of "
                 f"{', '.join(self.inputs)}.{did_you_mean(source.model, self.inputs)}"
             )
             return ()
         named = source.token if source.token is not None else token
-        row = source.token_id if source.token_id is not None else one.row(named)
-        if row is None or not 0 <= row < one.rows:
+        row = source.token_id if source.token_id is not None else donor.row(named)
+        if row is None or not 0 <= row < donor.rows:
             what = f"the token {named!r}" if source.token_id is None else f"row {source.token_id}"
             self.problems.append(
                 f"vocabulary: the row of {token!r} is to be {what} of '{source.model}', which has none"
@@ -182,41 +182,41 @@ class _Joined:
         """Substitute row of a token for inputs that lack it."""
         if token in self.special:
             return self.special[token]
-        found: dict[str, tuple[int, int]] = {}  # each checkpoint once
-        for number, one in enumerate(self.inputs.values()):
-            if (row := one.row(token)) is not None:
-                found.setdefault(str(one.model.tensors.identity()), (number, row))
-        return tuple(pair for pair in found.values() if pair[0] == 0) or tuple(found.values())
+        rows: dict[str, tuple[int, int]] = {}  # each checkpoint once
+        for number, donor in enumerate(self.inputs.values()):
+            if (row := donor.row(token)) is not None:
+                rows.setdefault(str(donor.model.tensors.identity()), (number, row))
+        return tuple(pair for pair in rows.values() if pair[0] == 0) or tuple(rows.values())
 
-    def _sources(self, one: _TokenInput, number: int, row: int) -> Sources:
+    def _sources(self, donor: _TokenInput, number: int, row: int) -> Sources:
         """Sources of a row of an input's new table."""
         token = self.by_row.get(row)
         if token is None:  # padding comes from the model whose tokenizer is kept
             keeper = self.labels.index(self.keeper.label)
             return ((keeper, row),) if row < self.keeper.rows else OWN_MEAN
         forced = token in self.vocabulary.tokens and self.vocabulary.tokens[token].force
-        own = one.row(token)
-        return ((number, own),) if own is not None and not forced else self._lent[token]
+        own_row = donor.row(token)
+        return ((number, own_row),) if own_row is not None and not forced else self._lent[token]
 
-    def _check_tables(self, one: _TokenInput, names: Mapping[str, Sequence[str]], rows: Sequence[Sources]) -> None:
+    def _check_tables(self, donor: _TokenInput, names: Mapping[str, Sequence[str]], rows: Sequence[Sources]) -> None:
         """Raise if a donor of rows has no table of the same width."""
         lenders = {k for sources in rows for k, _ in sources if k >= 0}
-        for name, found in names.items():
-            shape = one.model.specs[name].shape[1:]
+        for name, tables in names.items():
+            shape = donor.model.specs[name].shape[1:]
             for k in lenders:
                 other = self.inputs[self.labels[k]].model
-                if not found[k] or other.specs[found[k]].shape[1:] != shape:
+                if not tables[k] or other.specs[tables[k]].shape[1:] != shape:
                     raise CheckpointError(
-                        f"{one.model.location}: rows of '{name}' are to be taken from {other.location}, which has "
+                        f"{donor.model.location}: rows of '{name}' are to be taken from {other.location}, which has "
                         "no such table of the same width. Are these models of one architecture? (PEFT does not save "
                         "a table of another length that the adapter does not train.)"
                     )
 
-    def _counts(self, one: _TokenInput, number: int, rows: Sequence[Sources]) -> Iterator[str]:
+    def _counts(self, donor: _TokenInput, number: int, rows: Sequence[Sources]) -> Iterator[str]:
         """Note on the sources of all rows of an input."""
         counts = Counter(self._words(number, row, sources) for row, sources in enumerate(rows))
-        lost = sum(t not in self.tokens for t in one.tokens)
-        lacks = sum(one.row(t) is None for t in self.tokens)
+        lost = sum(t not in self.tokens for t in donor.tokens)
+        lacks = sum(donor.row(t) is None for t in self.tokens)
         yield (
             f"has another vocabulary: its rows are matched by token; {lacks} missing tokens come from other inputs, "
             f"{lost} tokens outside the new vocabulary are left out. Its {self.rows} rows: "
@@ -256,6 +256,6 @@ class _Joined:
         entries = []
         for token, label in self.added.items():
             listed = tokenizer.read_tokenizer(self.inputs[label].model)[1] if label else []
-            found = next((e for e in listed if e["content"] == token), {**tokenizer.ADDED, "content": token})
-            entries.append({**found, "id": self.tokens[token]})
+            entry = next((e for e in listed if e["content"] == token), {**tokenizer.ADDED, "content": token})
+            entries.append({**entry, "id": self.tokens[token]})
         return tokenizer.written_tokenizer(self.keeper.model.folder.fetch() or Path(), entries)

@@ -163,10 +163,10 @@ def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]]
 def _dtype(name: str, properties: Any) -> str:
     """Dtype name of a `TensorProperties`, whose state is a tuple or, in early versions, a mapping."""
     state = properties.state if isinstance(properties, Inert) else None
-    found = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    if not isinstance(found, Inert) or not found.name.startswith("torch "):
+    dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
+    if not isinstance(dtype, Inert) or not dtype.name.startswith("torch "):
         raise PickleError(f"no dtype of {name[:120]!r}")
-    return found.name.removeprefix("torch ")
+    return dtype.name.removeprefix("torch ")
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

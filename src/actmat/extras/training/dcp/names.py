@@ -53,9 +53,9 @@ def model_part(names: Iterable[str], paths: Mapping[str, tuple[str, ...]], locat
         groups.setdefault(wrapper, {})[".".join(rest)] = name
     wrapped = [w for w in groups if w]
     if len(wrapped) > 1 or not groups:
-        found = " and ".join("'" + ".".join(w) + "'" for w in wrapped) or "only state of training"
+        parts = " and ".join("'" + ".".join(w) + "'" for w in wrapped) or "only state of training"
         raise CheckpointError(
-            f"{location}: expected the tensors of one model, found {found}. Fix: save the intended state dict "
+            f"{location}: expected the tensors of one model, found {parts}. Fix: save the intended state dict "
             "separately: dcp.save({'model': model.state_dict()}, checkpoint_id=...)"
         )
     chosen = wrapped[0] if wrapped else ()
