@@ -23,8 +23,9 @@ from typing import Any
 from benchmarks.common import GIB, SOURCE, actmat_command, finish, measure, program
 
 NUMBERS = (1, 8, 64)
-COLUMNS = ("prompts", "wall_s", "cpu_s", "peak_gib", "load", "expert", "accuracy", "expert_accuracy",
-           "average_accuracy", "kept", "low", "high", "average_kept", "questions")  # fmt: skip
+COLUMNS = ("prompts", "wall_s", "cpu_s", "peak_gib", "load", "verdict", "expert", "accuracy", "without_accuracy",
+           "average_accuracy", "expert_accuracy", "kept", "low", "high", "without_kept", "average_kept",
+           "questions")  # fmt: skip
 TUNE_COLUMNS = ("prompts", "first_s", "wall_s", "cpu_s", "peak_gib", "load")
 
 LIMIT_S = 900
@@ -56,11 +57,15 @@ def rows_of(base: str, data: Path, prompts: int, out: Path) -> list[dict[str, An
     asked += [x for name in tasks for x in ("--check", f"{name}={data / name}.test.jsonl")]
     print(f"{prompts} prompts: {run.wall_s:.1f} s; asking {', '.join(tasks)}", flush=True)
     said = subprocess.check_output(asked, text=True, timeout=LIMIT_S, env={**os.environ, **SOURCE})
-    whole = (prompts, run.wall_s, run.cpu_s, run.peak_anonymous_b / GIB, load)
+    verdict = json.loads((out / "actmat_manifest.json").read_text())["verdict"]
+    whole = (prompts, run.wall_s, run.cpu_s, run.peak_anonymous_b / GIB, load, verdict)
     rows = []
     for row in json.loads(said)["answers"]:
-        kept = (1 - row["disagreement"], row["low"], row["high"], row["average"], row["inputs"])
-        rows.append(dict(zip(COLUMNS, (*whole, row["expert"], *row["accuracy"], *kept), strict=True)))
+        merges = [row, row["without"], row["average"]]
+        accuracy = [*(m["accuracy"] for m in merges), row["expert_accuracy"]]
+        kept, without, average = (m["kept"] / row["inputs"] for m in merges)
+        values = (*whole, row["expert"], *accuracy, kept, row["low"], row["high"], without, average, row["inputs"])
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 
 

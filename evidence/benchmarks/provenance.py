@@ -3,8 +3,9 @@
     python -m benchmarks.provenance FILE --command "actmat demo"     # of a file that was just made by that command
 
 Every program that writes a result calls `record`. A block names its file's SHA-256, so that a file that changes without
-a new block is found (`tests/benchmarks/test_results.py`). `lacks` names what is not known; of results that are older
-than these blocks, the commit is the one that stored the file, as `commit_of` says.
+a new block is found (`tests/benchmarks/test_results.py`). `lacks` names what is not known. `commit_of` says what the
+commit is of: of results that are older than these blocks, of what stored the file; of scores, of what collected them
+from a cache, where each line names the commit of its run, or that one is not known.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ REPOSITORY = EVIDENCE.parent
 LEDGER = "provenance.json"
 FACTS = ("date", "commit", "machine", "versions", "command")
 """What every result is to say."""
+COLLECTED = "the collection from the cache"
+"""What a commit may be of: lines of such a file name the commits of their runs."""
 LIBRARIES = ("actmat", "torch", "numpy", "safetensors", "transformers", "peft", "scikit-learn", "scipy", "diffusers")
 
 
@@ -94,7 +97,8 @@ def block(command: str, **more: Any) -> dict[str, Any]:
         "command": command,
         **more,
     }
-    return found | {"lacks": [fact for fact in FACTS if not found[fact]]}
+    lacks = [fact for fact in FACTS if not found[fact]]
+    return found | {"lacks": lacks + ["commit: the tree had changes"] * str(found["commit"]).endswith("+changes")}
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

@@ -157,13 +157,13 @@ def eight(_: str) -> str:
     """Accuracies of the merge by eight prompts of each task, as `benchmarks.inputs` measured them."""
     found = read_result("inputs")
     rows = [r for r in found["rows"] if r["prompts"] == 8]
-    shares = ("accuracy", "average_accuracy", "expert_accuracy", "kept")
+    shares = ("accuracy", "average_accuracy", "expert_accuracy")
     cells = [[r["expert"], *(f"{100 * r[share]:.0f}" for share in shares)] for r in rows]
     n = rows[0]["questions"]
     intervals = [wilson_interval(r[share], n) for r in rows for share in shares]
     half = 50 * max(high - low for low, high in intervals)
     said = f"In %, ±{half:.0f} or less (95 %), on {n} other questions of each task; {rows[0]['wall_s']:.0f} s in all"
-    titles = ["task", "accuracy of the merge", "of the average", "of the expert", "answers kept"]
+    titles = ["task", "accuracy of the merge", "of the average", "of the expert"]
     return table(titles, cells) + f"\n{said}, {found['cores']} cores, {found['date']}.\n"
 
 

@@ -48,7 +48,7 @@ TINY = {"train": "12", "prompts": "4", "test": "6", "steps": "2", "batch_size": 
 def base(tmp_path_factory):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder = write_llama(tmp_path_factory.mktemp("qwen") / "base")
+    folder = write_llama(tmp_path_factory.mktemp("qwen") / "tiny-llama")
     torch.manual_seed(0)
     config = Qwen2Config(
         **{n: json.loads((folder / "config.json").read_text())[n] for n in ("vocab_size", "bos_token_id")},
@@ -97,7 +97,7 @@ def made(request):
 
 def test_every_row_has_all_tasks_in_both_wordings_of_both_ways_of_training(finished):
     scores = scores_of(finished)
-    model = "Qwen2.5-Coder-0.5B-Instruct, r = 2, loss on"
+    model = "tiny-llama, r = 2, loss on"
     models = {f"{model} {loss}{end}" for loss in ("answers", "whole texts") for end in ("", ", asked in other words")}
     rows = {"base", "experts", "ct_merging", *METHODS}
     assert {(s.model, s.method, s.task) for s in scores} == {(m, r, t) for m in models for r in rows for t in CHOSEN}
@@ -164,7 +164,7 @@ def test_a_row_that_fails_is_noted_and_the_next_one_is_made(finished, monkeypatc
     path.write_text("")
     get_suite("llm-qwen").run(replace(finished, console=Console(width=200)))
     assert {s.method for s in scores_of(finished)} == {"base", "experts", "average"}
-    assert "broken failed (Qwen2.5-Coder-0.5B-Instruct, r = 2, loss on answers, seed 0)" in capsys.readouterr().out
+    assert "broken failed (tiny-llama, r = 2, loss on answers, seed 0)" in capsys.readouterr().out
     path.write_text(before)
 
 

@@ -17,8 +17,10 @@ import actmat
 from actmat import merge
 from actmat.checkpoints.resolve import open_handle, open_model, open_tensors
 from actmat.errors import CheckpointError, MergeError
+from actmat.extras.collect.collect import bound
 from actmat.extras.gguf.file import QUANTIZED, GgufFolder
 from actmat.extras.gguf.header import VOCABULARY, read_gguf_header
+from actmat.extras.models.loading import Loaded, from_files, load_model
 
 BIASES = {"attn_q": WIDTH, "attn_k": WIDTH // 2, "attn_v": WIDTH // 2, "attn_output": WIDTH}
 
@@ -123,6 +125,14 @@ def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
         assert torch.allclose(state[name].float(), tensor.float(), rtol=1e-2), name
 
 
+def test_a_gguf_runs_as_the_checkpoint_that_is_merged(tmp_path: Path) -> None:
+    special = {f"tokenizer__ggml__{k}_token_id": 1 for k in ("bos", "eos", "padding")}
+    loaded = load_model(str(write_gguf(tmp_path / "base.gguf", **special)))
+    with open_model(tmp_path / "base.gguf") as checkpoint, bound(loaded.model, checkpoint, None) as binding:
+        stored = {piece.name for place in binding.located.values() for piece in place.slices}
+        assert stored == set(checkpoint.specs), "all are found in the model, with equal values"
+
+
 def test_the_tokenizer_of_a_file_is_converted(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -139,6 +149,8 @@ def test_the_tokenizer_of_a_file_is_converted(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("ab c") == [4, 5]
     assert tokenizer.eos_token == "<end>"
+    run = from_files("AutoTokenizer", Loaded(torch.nn.Module(), "base", None, str(tmp_path / "m.gguf")))
+    assert run.encode("ab c") == [4, 5], "of the file itself, for a model that runs on inputs"
     none = GgufFolder(file=write_gguf(tmp_path / "none.gguf"))
     assert none.converted_tokenizer() == {}, "a list of tokens without a model of them"
 

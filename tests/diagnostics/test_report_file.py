@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.diagnoses import a_diagnosis, a_measure
 
-from actmat.diagnostics.model import AgreementRow, DataResidual, Diagnosis, read_diagnosis, write_diagnosis
+from actmat.diagnostics.model import (
+    AgreementRow,
+    DataResidual,
+    Diagnosis,
+    RivalAnswers,
+    read_diagnosis,
+    write_diagnosis,
+)
 from actmat.errors import CheckpointError, MergeError
 
 
@@ -34,7 +41,10 @@ def test_the_head_of_the_file_says_what_it_is() -> None:
     assert (data["format"], data["kind"]) == (1, "diagnosis")
 
 
-AGREEMENT = {"expert": "math", "data": "d.jsonl", "disagreement": 0.25, "divergence": 0.125, "predictions": 64}
+AGREEMENT = {
+    "expert": "math", "data": "d.jsonl", "inputs": 8, "kept": 6, "disagreement": 0.25, "divergence": 0.125,
+    "predictions": 64,
+}  # fmt: skip
 ON_DATA = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
 
 
@@ -67,7 +77,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("experts.0.kind", "lora", "experts.0.kind"),
         ("experts.0.residual", None, "experts.0.residual"),
         ("totals.measured", "1", "totals.measured"),
-        ("agreement", [{"expert": "math"}], "agreement.0.divergence"),
+        ("agreement", [{"expert": "math"}], "agreement.0.data"),
         ("agreement", [AGREEMENT | {"expert": "law"}], "agreement does not name experts"),
         ("agreement", [AGREEMENT, AGREEMENT], "each once"),
         ("residual_on_data", [ON_DATA | {"expert": "law"}], "residual_on_data does not name experts"),
@@ -84,7 +94,8 @@ def test_agreement_is_optional_and_comes_back() -> None:
     found = Diagnosis.from_json(data)
     assert found.residual_on_data == (DataResidual(**ON_DATA),)
     assert found.agreement == (AgreementRow(**AGREEMENT),)
-    row = AgreementRow(**AGREEMENT, inputs=8, low=0.5, high=0.875, average=0.625, accuracy=(0.75, None, 0.5))
+    average = RivalAnswers(5, 2, 1, accuracy=0.5)
+    row = AgreementRow(**AGREEMENT, low=0.5, high=0.875, average=average, accuracy=0.75)
     data = found.to_json() | {"agreement": [dataclasses.asdict(row)]}
     assert Diagnosis.from_json(json.dumps(data)).agreement == (row,)
     assert Diagnosis.from_json(changed("agreement", KeyError)).agreement is None

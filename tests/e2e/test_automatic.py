@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.models.loading import load_model
 from actmat.recipe import Recipe
+from actmat.run import adapters as adapters_module
 from actmat.run import automatic
-from actmat.run.adapters import size_and_overlap
+from actmat.run.adapters import ALL_BELOW, size_and_overlap
 from actmat.run.automatic import APART, GENTLE, ON_ADAPTERS, SHARED_START, TABLE, AutoChoice, choice_for
 from actmat.run.locate import locate_inputs
 
@@ -39,7 +43,7 @@ def test_checkpoints_of_a_decoder(models: Path) -> None:
 def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
     plan = actmat.plan(models / "base" if with_base else None, pair(models, "adapters"))
     choice = choice_for("other" if with_base else "unknown", "any")
-    assert (plan.recipe.method, plan.recipe.space) == (choice.method, choice.space)
+    assert (plan.recipe.method, plan.recipe.space) == (choice.method, "full")
     assert ("change the weights by 21 %" if with_base else "of a decoder of unknown size") in plan.recipe.notes[-1]
 
 
@@ -58,7 +62,7 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, m
     assert 0 < size < GENTLE
     assert overlap < APART
     plan = actmat.plan(models / "base", adapters)
-    assert (plan.recipe.method, plan.recipe.space) == (TABLE["gentle", "any"].method, TABLE["gentle", "any"].space)
+    assert plan.recipe.method == TABLE["gentle", "any"].method
     assert "that change the weights by 0.0" in plan.recipe.notes[-1]
     math, code = (load_file(a / "adapter_model.safetensors") for a in adapters)
     shared = {n: math[n] if "lora_A" in n else t for n, t in code.items()}
@@ -69,17 +73,45 @@ def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, m
     assert actmat.plan(models / "base", adapters).recipe.method == choice_for("other", "any").method
 
 
-def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated = AutoChoice("tsv", sets=3, gain=2.0, worst=1.0, space="pico")
-    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): calibrated})
+@pytest.mark.parametrize("all_below", [0, ALL_BELOW])
+def test_size_and_overlap_are_those_of_the_formula(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_below: int
+) -> None:
+    """Mean over modules and adapters, one of them five times as large; median over both pairs of three adapters."""
+    monkeypatch.setattr(adapters_module, "ALL_BELOW", all_below)
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder, name in zip(folders, ("math", "math", "code"), strict=True):
+        shutil.copytree(models / "adapters" / name, folder)
+    tensors = load_file(folders[1] / "adapter_model.safetensors")
+    larger = {n: t * (5 if "lora_B" in n and ".0." in n else 1) for n, t in tensors.items()}
+    save_file(larger, folders[1] / "adapter_model.safetensors")
+    weights, sizes, cosines = load_model(models / "base").model.state_dict(), [], []
+    found = [load_file(f / "adapter_model.safetensors") for f in folders]
+    for name in (n.removesuffix(".lora_A.weight") for n in found[0] if n.endswith(".lora_A.weight")):
+        base = weights[name.removeprefix("base_model.model.") + ".weight"]
+        for folder, own in zip(folders, found, strict=True):
+            config = json.loads((folder / "adapter_config.json").read_text())
+            delta = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"] * config["lora_alpha"] / config["r"]
+            sizes.append(float(delta.norm() / base.norm()))
+        rows = [torch.linalg.qr(own[f"{name}.lora_A.weight"].mT).Q for own in found]
+        cosines += [c for a, b in pairwise(rows) for c in torch.linalg.svdvals(a.mT @ b).tolist()]
+    with locate_inputs(
+        Recipe.model_validate({"base": str(models / "base"), "experts": [{"path": str(f)} for f in folders]})
+    ) as given:
+        assert size_and_overlap(given) == pytest.approx((fmean(sizes), median(cosines)), rel=1e-4)
+    assert abs(fmean(sizes) - median(sizes)) > 0.01 * fmean(sizes), "else a median would do"
+
+
+def test_a_choice_between_the_borders_says_what_it_gave(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = AutoChoice("tsv", sets=3, gain=2.0, worst=1.0)
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): chosen})
     monkeypatch.setattr(automatic, "HOT", 0.3)
     plan = actmat.plan(models / "base", pair(models, "adapters"))
-    assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
-    assert plan.recipe.notes[-1].startswith(
-        "auto: tsv with --set space=pico, for adapters of a decoder that change the we"
-    )
+    assert plan.recipe.method == "tsv"
     assert "(+2.0 points over the average on 3 bases, +1.0 on the worst); actmat tune" in plan.recipe.notes[-1]
-    assert any("damped (Pico)" in item.reason for item in plan.items)
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): replace(chosen, sets=1)})
+    note = actmat.plan(models / "base", pair(models, "adapters")).recipe.notes[-1]
+    assert "(+2.0 points over the average on the one base that tests it); actmat tune" in note
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
     assert (given.method, given.space) == (choice_for("changes", "decoder").method, "core")
     weighted = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3]).recipe
@@ -143,7 +175,7 @@ def test_the_papers_method_on_adapters_comes_with_its_record(models: Path, monke
     assert f"%, more than any measured ones: {ON_ADAPTERS['other']}; auto would choose average: +0.0" in note
     assert "share the start" not in note
     (note,) = actmat.plan(None, pair(models, "adapters"), method="actmat").recipe.notes
-    assert f"of unknown size: {ON_ADAPTERS['unknown']}; auto would choose {TABLE['unknown', 'any'].name}: " in note
+    assert f"of unknown size: {ON_ADAPTERS['unknown']}; auto would choose average: " in note
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
 
 
@@ -164,6 +196,8 @@ def test_adapters_that_share_the_start_of_a_come_with_what_was_measured(
             notes = actmat.plan(base, adapters, method=method).recipe.notes
             assert [f"; they share {words}" in note for note in notes] == [True], (method, notes)
         assert not actmat.plan(base, adapters, method="ties").recipe.notes
+    (note,) = actmat.plan(base, adapters, method="actmat").recipe.notes
+    assert str(ON_ADAPTERS["other"]) in note, "of adapters that share a part of A, with a base or without"
     assert words in actmat.diagnose(base, adapters, method="actmat_ridge").recipe["notes"][-1]
 
 

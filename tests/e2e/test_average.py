@@ -221,6 +221,18 @@ def test_a_call_without_the_law_is_made(fields: dict[str, Any], models: Path) ->
     assert {i.call.method for i in plan.items if i.call is not None} == {fields["method"]}
 
 
+def test_a_path_from_the_base_to_one_expert_needs_no_note(models: Path) -> None:
+    plan = actmat.plan(models / "base", [models / "experts" / "math"], method="slerp", options={"t": 0.5})
+    assert not [n for n in map(str, plan.notes) if "changes its delta" in n]
+
+
+def test_an_expert_that_stands_in_for_the_base_is_no_issue(models: Path, tmp_path: Path) -> None:
+    experts = [models / "experts" / n for n in ("math", "code")]
+    report = actmat.merge(None, experts, method="linear", out=tmp_path / "m", diagnose=True)
+    assert report.diagnosis is not None
+    assert [c.verdict for c in report.diagnosis.checks if c.code == "AM201"] == ["muted"]
+
+
 @pytest.mark.parametrize("method", [*ALONE, *CHANGING])
 def test_the_plan_says_what_becomes_of_one_expert(method: str, models: Path) -> None:
     plan = actmat.plan(models / "base", [models / "adapters" / "math"], method=method)

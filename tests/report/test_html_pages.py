@@ -49,7 +49,10 @@ SIZE = {
     "message": "The merged delta has 9 times the mean expert's norm", "tensors": [], "count": 0,
     "docs": "docs/checks.md#am402",
 }  # fmt: skip
-ANSWERS = {"expert": "code", "data": "d.jsonl", "disagreement": 0.25, "divergence": 0.125, "predictions": 640}
+ANSWERS = {
+    "expert": "code", "data": "d.jsonl", "inputs": 4, "kept": 3, "disagreement": 0.25, "divergence": 0.125,
+    "predictions": 640,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +184,12 @@ def test_with_answers_it_is_what_was_measured() -> None:
     page = page_of(agreement=[ANSWERS])
     text = text_of(page, "good")
     assert page.problems == []
-    assert "Answers kept: code 75 %." in text
-    assert re.search(r"code\s*75 %\s*–\s*–\s*–\s*d\.jsonl", text)
-    more = {"inputs": 8, "measured": True, "low": 0.4, "high": 0.9, "average": 0.5, "accuracy": [0.25, 1.0, None]}
-    text = text_of(page_of(agreement=[ANSWERS | more]), "good")
-    assert re.search(r"code\s*75 %\s*8\*\s*40 % to 90 %\s*50 %\s*25 %\s*100 %\s*d\.jsonl", text)
+    assert "kept 3 of 4 answers; compared with no other merge" in text
+    assert re.search(r"code\s*3 of 4\s*4\s*–\s*-\s*-\s*d\.jsonl", text)
+    rivals = {"without": {"kept": 1, "gained": 5, "lost": 0}, "average": {"kept": 4, "gained": 3, "lost": 1}}
+    more = {"inputs": 8, "kept": 6, "measured": True, "low": 0.4, "high": 0.9, "accuracy": 0.25, "expert_accuracy": 1.0}
+    text = text_of(page_of(agreement=[ANSWERS | more | rivals]), "good")
+    assert re.search(r"code\s*75% \(25.0%\)\s*8\*\s*40 % to 90 %\s*12%\s*50%\s*100 %\s*d\.jsonl", text)
     assert "the merge has seen these inputs" in text
     assert "Not measured" not in text
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.helpers.family import TEXTS, data_flags
 from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +61,7 @@ def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tm
     assert any(r.disagreement > 0 for r in rows)
     assert read_diagnosis(place / "merged").agreement is None, "a report is not changed unless --out says so"
     assert "answers kept" in done.out
-    assert all(row.low <= 1 - row.disagreement <= row.high and row.average is not None for row in rows)
+    assert all(row.low is None and row.without is not None and row.average is None for row in rows), "it is the average"
     verified = run(["verify", str(place / "merged"), *data_flags(place, "--check"), "--json"])
     assert [r["expert"] for r in json.loads(verified.out)["answers"]] == list(TEXTS)
     own = [line for line in done.out.splitlines() if str(place) not in line and str(tmp_path) not in line]
@@ -92,7 +92,7 @@ def test_one_data_set_serves_all_experts_up_to_a_number_of_samples(place: Path) 
 
 def test_a_merge_of_one_expert_answers_as_it_does(place: Path) -> None:
     (row,) = actmat.agreement(place / "alone", {"math": place / "math.jsonl"})
-    assert (row.expert, row.disagreement, row.whole) == ("math", 0.0, 1.0)
+    assert (row.expert, row.disagreement, row.kept, row.inputs) == ("math", 0.0, 6, 6)
     assert row.divergence == pytest.approx(0.0, abs=1e-6)
     (other,) = actmat.agreement(place / "merged", {"code": place / "code.jsonl"})
     assert other.expert == "code", "an expert that is not named is left out"
@@ -131,7 +131,7 @@ def test_never_more_than_one_model_in_memory(place: Path, monkeypatch: pytest.Mo
         actmat.agreement(place / "merged", place / "math.jsonl")
     finally:
         gc.enable()
-    assert there == [0, 0, 0, 0], "two experts, the average, the merge"
+    assert there == [0, 0, 0, 0, 0], "two experts, the merge, that of auto, the average"
 
 
 def test_all_wrong_names_and_all_wrong_data_are_told_at_once(
@@ -209,4 +209,11 @@ def test_rules_that_need_statistics_are_diagnosed_with_them(place: Path, tmp_pat
     done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json", "--full"])
     assert done.code == 0, done.err
     assert {t["method"] for t in json.loads(done.out)["tensors"]} == {"regmean", "average"}
-    assert all(math.isfinite(m["merged_norm"]) and m["merged_norm"] > 0 for m in json.loads(done.out)["measures"])
+    merged = ["merge", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--out", str(tmp_path / "out")]
+    assert run(merged).code == 0
+    before, after = (load_file(p / "model.safetensors") for p in (place / "base", tmp_path / "out"))
+    measures = json.loads(done.out)["measures"]
+    assert measures
+    for row in measures:
+        norm = float((after[row["name"]].double() - before[row["name"]].double()).norm())
+        assert row["merged_norm"] == pytest.approx(norm, rel=1e-3), "of the merge by these statistics"

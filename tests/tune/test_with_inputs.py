@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -16,15 +17,17 @@ from tests.helpers.merging import actmat
 from tests.tolerances import F32_FORWARD, relative_error
 
 import actmat as api
+from actmat.diagnostics.answers import GUESSES
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.data import read_rows
 from actmat.extras.models.loading import load_model
-from actmat.extras.tune.evaluate import default_predict
-from actmat.extras.tune.kept import InputSettings, is_prompt
+from actmat.extras.tune.evaluate import AnswerComparison, default_predict
+from actmat.extras.tune.kept import Compared
 from actmat.extras.tune.progress import TuneProgress
-from actmat.extras.tune.with_inputs import merge_with_inputs
-from actmat.recipe import Recipe, make_recipe
+from actmat.extras.tune.sources import InputSettings, is_prompt
+from actmat.extras.tune.with_inputs import choose, merge_with_inputs
+from actmat.recipe import ExpertRef, Recipe, make_recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
 
@@ -55,20 +58,18 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     out, found = adapters
     assert (found["method"], found["kind"]) == ("regmean", "adapter")
     notes = [n["text"] for n in found["notes"]]
-    assert "inputs of 'math': 5 measured; answers compared on 1 (held back)" in notes
+    assert "inputs of 'math': 6 measured; answers compared on 6 (each by a merge without it, of 2)" in notes
+    (compared,) = [n for n in notes if n.startswith("auto: of 12 answers, a merge by inputs keeps ")]
+    assert "average without inputs" in compared, compared
     assert "auto: inputs of the experts: regmean with a ridge of 0.001 and a prior that counts as 4 inputs" in notes
     assert [p.name for p in out.parent.iterdir()] == ["merged"], "no statistics and no average are left"
-    first = [t for n, t in enumerate(TEXTS["math"]) if n != 3]
     for name in TEXTS:
-        texts = [t for n, t in enumerate(TEXTS[name]) if n != 3]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-        place = ["--base", str(family / "base"), "--data", str(tmp_path / f"{name}.jsonl")]
+        place = ["--base", str(family / "base"), "--data", str(family / f"{name}.jsonl")]
         stats = ["statistics", "collect", str(family / "adapters" / name), *place, "--out", str(tmp_path / name)]
         assert actmat([*stats, "--quiet"]).code == 0
-    assert len(first) == 5
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
-    how = [*adapter_flags(family)[2:], "-m", "regmean", "-o", "prior=0.8", "-o", "ridge=0.001", *statistics]
+    how = [*adapter_flags(family)[2:], "-m", "regmean", "-o", "prior=0.6667", "-o", "ridge=0.001", *statistics]
     assert actmat(["merge", *how, "--out", str(by_hand), "--quiet"]).code == 0
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
@@ -79,26 +80,41 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     assert json.loads(large.out)["outputs"][0]["warnings"] == [], "the size of a merge by inputs says nothing"
 
 
-def test_kept_is_the_share_of_the_experts_own_tokens_that_the_merge_ranks_first(
-    family: Path, adapters: tuple[Path, Any]
+def test_kept_are_answers_that_a_merge_which_has_not_seen_the_input_would_write(
+    family: Path, adapters: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    out, found = adapters
+    _, found = adapters
+    merges = []
+    for fold in range(2):
+        for name in TEXTS:
+            texts = [t for n, t in enumerate(TEXTS[name]) if n % 2 != fold]
+            (tmp_path / f"{fold}-{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        data = [x for name in TEXTS for x in ("--data", f"{name}={tmp_path / f'{fold}-{name}.jsonl'}")]
+        merged(family, tmp_path / str(fold), *adapter_flags(family), *data)
+        merges.append(tmp_path / str(fold))
     for row, name in zip(found["answers"], TEXTS, strict=True):
         base = str(family / "base")
-        expert, mine = (load_model(str(p), adapters_base=base) for p in (family / "adapters" / name, out))
+        places = (family / "adapters" / name, *merges)
+        expert, *models = (load_model(str(p), adapters_base=base) for p in places)
         from transformers import AutoTokenizer
 
-        ids = AutoTokenizer.from_pretrained(base)(TEXTS[name][3], return_tensors="pt").input_ids
-        model: Any = expert.model
-        with torch.no_grad():
-            seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            whole = model.generate(**seen, max_new_tokens=4, do_sample=False, pad_token_id=0)
-            ranked = default_predict(mine.model, {"input_ids": whole}).argmax(-1)[:, :-1]
-        answer = slice(ids.shape[1] - 1, None)
-        kept = (ranked == whole[:, 1:])[:, answer].double().mean()
-        assert 1 - row["disagreement"] == pytest.approx(float(kept))
-        assert (row["expert"], row["inputs"], row["measured"]) == (name, 1, False)
-        assert row["low"] <= kept <= row["high"]
+        tokenizer, kept, same, tokens = AutoTokenizer.from_pretrained(base), 0, 0, 0
+        for n, text in enumerate(TEXTS[name]):
+            seen = tokenizer(text, return_tensors="pt")
+            with torch.no_grad():
+                asked = {"input_ids": seen.input_ids, "attention_mask": seen.attention_mask}
+                whole, mine = (
+                    m.generate(**asked, max_new_tokens=4, do_sample=False, pad_token_id=0)
+                    for m in (expert.model, models[n % 2].model)  # type: ignore[operator]
+                )
+                ranked = default_predict(models[n % 2].model, {"input_ids": whole}).argmax(-1)[:, :-1]
+            kept += torch.equal(whole, mine)
+            right = (ranked == whole[:, 1:])[:, seen.input_ids.shape[1] - 1 :]
+            same, tokens = same + int(right.sum()), tokens + right.numel()
+        assert row["kept"] == kept
+        assert 1 - row["disagreement"] == pytest.approx(same / tokens)
+        assert (row["expert"], row["inputs"], row["measured"], row["low"]) == (name, 6, False, None)
+        assert row["without"] is not None
         assert row["average"] is not None
 
 
@@ -109,10 +125,17 @@ def test_one_prompt_in_the_flag_is_measured_and_asked(family: Path, tmp_path: Pa
     assert outcome.code == 0, outcome
     lines = outcome.out.splitlines()
     head = next(n for n, line in enumerate(lines) if line.startswith("expert"))
-    assert head <= 2, "first, below the name of the output"
+    start = next(n for n, line in enumerate(lines) if line.startswith("too few inputs to say: give 8 a task (kept "))
+    assert start <= 2, "first, below the name of the output"
+    said = " ".join(line.strip() for line in lines[start:head])
     assert "answers kept" in lines[head]
     assert "1*" in lines[head + 1]
     assert "*: measured on these very inputs" in outcome.out
+    assert said == read_manifest(tmp_path / "m")["verdict"]
+    assert " ".join(actmat(["inspect", str(tmp_path / "m")]).out.split()).startswith(said)
+    card = (tmp_path / "m" / "README.md").read_text().splitlines()
+    assert card[card.index(next(x for x in card if x.startswith("# "))) + 2].startswith("**too few inputs to say")
+    assert api.verify(tmp_path / "m").ok
     assert "1 measured; answers compared on 1 (the same)" in " ".join(outcome.out.split())
     assert max(map(len, lines)) <= 80
 
@@ -123,11 +146,12 @@ def test_models_are_checked_on_inputs_of_their_own_and_the_report_says_it(family
     found = merged(family, out, *model_flags(family), *data_flags(family), *check, "--diagnose")
     assert found["method"] == "regmean"
     assert [r["inputs"] for r in found["answers"]] == [6, 6]
+    assert read_manifest(out)["recipe"]["mute"] == [*GUESSES]
     agreement = read_diagnosis(out).agreement
     assert agreement is not None
     assert [r.disagreement for r in agreement] == [r["disagreement"] for r in found["answers"]]
     page = (out / "report.html").read_text()
-    assert "Answers kept" in page
+    assert read_manifest(out)["verdict"] in page
     assert api.verify(out).ok
     again = merged(family, out, *model_flags(family), *data_flags(family), *check, "--diagnose")
     assert again["was_finished"]
@@ -144,10 +168,46 @@ def test_check_alone_compares_any_method_and_labels_give_accuracy(family: Path, 
     lines = outcome.out.splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("expert"))
     head, first, below = lines[at : at + 3]
-    assert head.split() == ["expert", "answers", "kept", "95", "%", "by", "average", "accuracy", "expert's", "inputs"]
+    assert head.split() == ["expert", "answers", "kept", "95", "%", "without", "average", "inputs", "expert's"]
     assert first.split()[0] == "math"
-    assert "0.0%" in first, "a random model does not know the answers"
+    assert "(0.0%)" in first, "a random model does not know the answers"
     assert "code" not in below
+
+
+@pytest.mark.parametrize(
+    ("weights", "scale", "says"),
+    [((1, 0), 1, "better than"), ((0, 1), 1, "NOT BETTER than"), ((1, 0), 40, "NOT BETTER than")],
+)
+def test_the_verdict_on_merges_of_known_quality(
+    family: Path, tmp_path: Path, weights: tuple[int, int], scale: int, says: str
+) -> None:
+    """One expert's weights, asked its own questions, the other's, and far out; no check contradicts the answers."""
+    words = ["one", "two", "three", "def", "x", "for", "while", "import", "seven", "eight", "return", "ten"]
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"text": f"{w} {v}"}) + "\n" for w, v in itertools.pairwise(words))
+    )
+    flags = [*model_flags(family), *(x for w in weights for x in ("--weight", str(w)))]
+    flags += ["-m", "linear", "--scale", str(scale)]
+    out = merged(family, tmp_path / "m", *flags, "--check", f"math={tmp_path / 't.jsonl'}", "--diagnose")
+    manifest = read_manifest(tmp_path / "m")
+    assert manifest["verdict"].startswith(says)
+    assert not {n["code"] for n in manifest["notes"]} & {*GUESSES}
+    assert out["warnings"] == []
+    found = {c.code: c.verdict for c in read_diagnosis(tmp_path / "m").checks}
+    assert "found" not in {found[code] for code in GUESSES}
+
+
+@pytest.mark.parametrize(("others", "method"), [(2, "auto"), (3, "auto"), (4, "ties")])
+def test_auto_takes_inputs_unless_its_own_choice_keeps_more_answers(others: int, method: str) -> None:
+    def kept(number: int) -> dict[str, Compared]:
+        return {"a": Compared(AnswerComparison(differing=(0,) * number + (1,) * (5 - number)))}
+
+    recipe = Recipe(experts=(ExpertRef(path="x"),), method="auto")
+    rivals = {"without": (("ties", {"density": 0.5}, "full"), kept(others))}
+    chosen, compared = choose(recipe, kept(3), rivals)
+    assert (chosen.method, compared) == (method, kept(max(3, others)))
+    assert chosen.notes == (f"auto: of 5 answers, a merge by inputs keeps 3, ties without inputs {others}",)
+    assert choose(recipe.model_copy(update={"method": "average"}), kept(3), rivals)[0].method == "average"
 
 
 def test_statistics_are_kept_on_request_and_repeat_the_merge(family: Path, tmp_path: Path) -> None:
@@ -188,7 +248,7 @@ def test_the_plan_says_what_is_measured_and_runs_nothing(family: Path, tmp_path:
         outcome = actmat(command)
         assert outcome.code == 0, outcome
         assert outcome.out.startswith(
-            "regmean, with inputs of 2 experts\n  math: 5 inputs measured, answers compared on 1"
+            "regmean, with inputs of 2 experts\n  math: 6 inputs measured, answers compared on 6"
         )
         assert "on the disk per expert" in outcome.out
         assert "nothing was run" in outcome.out
@@ -216,7 +276,7 @@ def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(fa
         out = merged(tmp_path, tmp_path / data / "out", "-b", str(tmp_path / "base"), *flags)
         found.append([{k: v for k, v in row.items() if k != "data"} for row in out["answers"]])
     assert found[0] == found[1]
-    assert found[0][0]["accuracy"]
+    assert found[0][0]["accuracy"] is not None
 
 
 def test_python_merges_by_inputs_and_says_what_was_kept(
@@ -226,9 +286,9 @@ def test_python_merges_by_inputs_and_says_what_was_kept(
     data = {n: family / f"{n}.jsonl" for n in TEXTS}
     report = api.merge(base, places, data=data, to="peft", out=tmp_path / "m", new_tokens=4)
     assert [dataclasses.asdict(r) | {"data": ""} for r in report.answers] == [
-        r | {"data": "", "accuracy": ()} for r in adapters[1]["answers"]
+        r | {"data": ""} for r in adapters[1]["answers"]
     ]
-    assert "answers kept: math " in repr(report)
+    assert "too few inputs to say" in repr(report)
     checked = api.merge(base, places, check={"math": "one two"}, to="peft", out=tmp_path / "c").answers
     assert [r.inputs for r in checked] == [1]
     for text, fields in {"out=FOLDER": {}, "found str": {"data": "one two"}}.items():

@@ -8,7 +8,7 @@
 suite, model, regime, row, task, seed, number right and of how many, and in `detail` the rule, its options, the scale,
 the split, versions and the SHA-256 of the merged weights. `<suite>-gram.jsonl` has the cosines of `D^T D` with measured
 Gram matrices, `<suite>-sizes.jsonl` the size of adapters. Lines that are there already stay, unless the cache has the
-same number anew.
+same number of the same training anew.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.common import own_command
 from benchmarks.evidence.group import FOLDER, MORE, SUITES
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
-from benchmarks.provenance import record
+from benchmarks.provenance import COLLECTED, record
 
-NOTE = "Date, commit and machine are those of the collection from the cache; versions of each run are in its lines."
+NOTE = "Date, commit and machine are those of the collection from the cache; those of each run are in its lines."
 
 
 def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, fresh: str = "") -> list[Path]:
@@ -83,7 +83,12 @@ def main() -> None:
     given = parser.parse_args()
     for path in collect(given.cache, fresh=given.fresh):
         suite = path.stem.removesuffix("-gram").removesuffix("-sizes").removeprefix(f"{given.fresh}-")
-        record(path, f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}", note=NOTE)
+        record(
+            path,
+            f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}",
+            note=NOTE,
+            commit_of=COLLECTED,
+        )
         print(path)
 
 

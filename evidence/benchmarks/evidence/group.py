@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import get_args
@@ -92,7 +92,8 @@ class Candidate:
 class Group:
     """Scores of the settings that were run last, of the rows that the package can make.
 
-    A row may have been run with some of the seeds only.
+    A row may have been run with some of the seeds only. Experts that were trained again, with a seed that is there, are
+    a seed of their own: rows of two trainings are not compared.
     """
 
     def __init__(self, scores: Sequence[Score]) -> None:
@@ -100,6 +101,11 @@ class Group:
         self.scores = [
             s for s in scores if s.settings == last and is_known(s.method) and s.task.partition("@")[2] in ("", "1")
         ]
+        labels: dict[tuple[int, str], int] = {}
+        for training in dict.fromkeys(map(_training, self.scores)):
+            is_again = training[0] in labels.values()
+            labels[training] = max(labels.values()) + 1 if is_again else training[0]
+        self.scores = [replace(s, seed=labels[_training(s)]) for s in self.scores]
         self.suite, self.model, self.regime = scores[0].suite, scores[0].model, scores[0].regime
         self.seeds = sorted({s.seed for s in self.scores})
         self.tasks = list(dict.fromkeys(s.task for s in self.scores))
@@ -170,6 +176,11 @@ class Group:
             for (name, scale), some in found.items()
             if len(some) == len(self.tasks)
         ]
+
+
+def _training(score: Score) -> tuple[int, str]:
+    """Seed of a training, and digest of its weights where a line names it."""
+    return score.seed, score.detail.get("training", {}).get("weights", "")
 
 
 def made_by(scores: Sequence[Score]) -> str:

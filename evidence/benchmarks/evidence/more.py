@@ -22,6 +22,7 @@ from rich.console import Console
 
 from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.experiment import Experiment
+from actmat_experiments.harness.origin import commit
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.rows import candidates
@@ -104,13 +105,7 @@ def _first(request: RunRequest) -> Experiment:
 
 
 def _about(experiment: Experiment) -> dict[str, Any]:
-    return {
-        "suite": experiment.suite,
-        "model": experiment.model,
-        "regime": experiment.regime,
-        "seed": experiment.seed,
-        "settings": experiment.digest,
-    }
+    return {**experiment.about, "commit": commit()}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from actmat.run.automatic import GENTLE, HOT
-from benchmarks.evidence.choice import HeldOut, by_base, held_out, mean_of
+from benchmarks.evidence.choice import IN_FORCE, WITH_INPUTS, HeldOut, by_base, form_of, held_out, mean_of
 from benchmarks.evidence.intervals import Interval
 
 WIDTH, EDGE, TOP, ROW = 440, 16, 84, 37
@@ -20,9 +20,8 @@ LOW, HIGH = 10, 90
 WORDS = {"base": "base", "average": "average", "auto": "auto", "regmean": "with inputs", "experts": "each expert"}
 FORMS = {
     "full": "full fine-tuning",
-    "few": "2 to 4 experts, full",
-    "gentle": f"LoRA below {100 * GENTLE:g} %",
-    "adapters": f"LoRA, {100 * GENTLE:g} to {100 * HOT:g} %",
+    "gentle": f"LoRA below {100 * GENTLE:.1g} %",
+    "adapters": f"LoRA, {100 * GENTLE:.1g} to {100 * HOT:.1g} %",
     "other": "LoRA, larger or from one A",
 }
 """Form of a set -> its words."""
@@ -32,12 +31,13 @@ STYLE = f"<style>\n{Path(__file__).with_name('picture.css').read_text()}</style>
 def picture() -> str:
     """An SVG with two lines per base and kind of experts; a gain whose interval has 0 in it is gray."""
     kinds: dict[tuple[str, str], list[HeldOut]] = {}
-    for held in held_out():
-        kinds.setdefault((held.one.base, FORMS[held.one.form((GENTLE, HOT))]), []).append(held)
+    for held in (h for h in held_out() if h.one.gains(h.row)):
+        kinds.setdefault((held.one.base, FORMS[form_of(held.one, IN_FORCE)]), []).append(held)
     rows = []
     for (base, kind), some in kinds.items():
-        gain, _, half = by_base(some)[base]
-        text = Interval(gain, None if math.isnan(half) else half, 0).text(sign=True)
+        own = by_base(some)[base]
+        assert own.gain is not None
+        text = Interval(own.gain, None if math.isnan(own.half) else own.half, 0).text(sign=True)
         sets = f" ({len(some)} sets)" if len(some) > 1 else ""
         rows.append((f"{base}, {kind}{sets}", text, _accuracies(some)))
     order = list(FORMS.values())
@@ -69,8 +69,9 @@ def _accuracies(some: Sequence[HeldOut]) -> dict[str, float]:
         seeds, average = held.one.group.points(held.row), held.one.group.points("average")
         for word, row in (("base", "base"), ("average", "average"), ("auto", held.row), ("experts", "experts")):
             found.setdefault(word, []).append(mean_of(held.one.group.points(row), seeds))
-        if (points := held.one.group.points("regmean")).keys() >= seeds.keys():
-            gains.append(mean_of(points, seeds) - mean_of(average, seeds))
+        for points in filter(None, map(held.one.group.points, WITH_INPUTS)):
+            if points.keys() >= seeds.keys():
+                gains.append(mean_of(points, seeds) - mean_of(average, seeds))
     places = {word: mean(values) for word, values in found.items()}
     return places | ({"regmean": places["average"] + mean(gains)} if gains else {})
 

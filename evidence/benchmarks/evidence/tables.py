@@ -19,6 +19,7 @@ from benchmarks.evidence import cosines
 from benchmarks.evidence.group import (
     CONTROLS,
     FOLDER,
+    LARGER,
     MORE,
     NAMES,
     REGIMES,
@@ -29,6 +30,7 @@ from benchmarks.evidence.group import (
     made_by,
 )
 from benchmarks.evidence.intervals import LEAST_TASKS, Points, interval, paired
+from benchmarks.evidence.sets import LEFT_OUT_HEAD, expert_sets, left_out_rows
 from benchmarks.evidence.subsets import SUBSET_HEAD, subset_rows
 from benchmarks.pages import table
 
@@ -99,7 +101,7 @@ def regime_rows(some: Sequence[Group], folder: Path) -> list[list[str]]:
         found.append([name, *("" if one is None else f"{factor * one:.2f}" for one in known)])
     for row in ("base", "experts", "average"):
         found.append([row, *(f"{interval(group.points(row)).mean:.1f}" for group in some)])
-    rows = list(dict.fromkeys(row for group in some for row in (*group.rows(), *group.rows(varied=True))))
+    rows = list(dict.fromkeys(row for group in some for row in group.rows()))
     gaps = {row: [paired(group.points(row), group.points("average")) for group in some] for row in rows}
     rows = [row for row in rows if row != "average" and gaps[row].count(None) < 2]
     rows.sort(key=lambda row: -mean(gap.mean for gap in gaps[row] if gap is not None))
@@ -145,10 +147,32 @@ def task_rows(group: Group) -> list[list[str]]:
 
 
 def claim_rows(some: Sequence[Group]) -> list[list[str]]:
-    """`actmat` less the average, TSV and the sum, by group."""
+    """`actmat` less the average, TSV and the sum, by group; with the number of tasks, and of trainings that it has."""
     others = ("average", "tsv", "task_arithmetic_1")
-    gaps = [[difference(g.points("actmat"), g.points(other)) or "not run" for other in others] for g in some]
-    return [[g.title, f"{len(g.tasks)}, {len(g.seeds)}", *own] for g, own in zip(some, gaps, strict=True)]
+    lines = []
+    for group in some:
+        gaps = [difference(group.points("actmat"), group.points(other)) or "not run" for other in others]
+        lines.append([group.title, f"{len(group.tasks)}, {len(group.points('actmat'))}", *gaps])
+    return lines
+
+
+def larger_rows(folder: Path) -> tuple[list[str], Callable[[], list[list[str]]]]:
+    """Accuracy of every row of the larger base, a column per training and wording, by the first column."""
+    some = groups(folder, LARGER)
+    heads = [re.sub(r".*, loss on ", "", group.model) for group in some]
+
+    def rows() -> list[list[str]]:
+        names = sorted(
+            dict.fromkeys(s.method for group in some for s in group.scores),
+            key=lambda name: -interval(some[0].points(name)).mean,
+        )
+        return [[f"`{n}`", *(" / ".join(_means(group, n)) for group in some)] for n in names]
+
+    return ["row", *heads], rows
+
+
+def _means(group: Group, row: str) -> list[str]:
+    return [f"{mean(points.values()):.1f}" for points in group.points(row).values()]
 
 
 CT_ROWS = ("ct_merging", "dc_merge", "dc_merge@pico")
@@ -158,7 +182,7 @@ CT_HEAD = ["experts", "size", "overlap of the `A`", "seeds", "average", *(f"`{ro
 def ct_rows(folder: Path) -> list[list[str]]:
     """Points above the average of every set of adapters that CT-Merging was run on, in its seeds, by size."""
     found = []
-    for one in sorted(auto.expert_sets(folder), key=lambda one: one.size or 0.0):
+    for one in sorted(expert_sets(folder), key=lambda one: one.size or 0.0):
         own, average = one.group.points("ct_merging"), one.group.points("average")
         if one.group.regime == "lora" and own:
             gaps = [difference({s: p for s, p in one.group.points(r).items() if s in own}, average) for r in CT_ROWS]
@@ -177,9 +201,10 @@ def rank(some: Sequence[Candidate]) -> float:
 def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `claims`, `ct`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `texts`,
-    `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
-    "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a table is of those files.
+    Names: `references`, `claims`, `ct`, `rule`, `held`, `borders`, `out`, `rows`, `gram`, `sweep`, `subsets`,
+    `shapes`, `candidates`, `texts`, `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision",
+    "text", "llm" or "tasks", "full" or "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a
+    table is of those files.
     """
     suites = MORE.get(name.partition("_")[0], SUITES)
     some = groups(folder, suites)
@@ -193,11 +218,14 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "texts": _regimes(folder, "text"),
         "images": _regimes(folder, "vision"),
         "claims": (
-            ["experts", "tasks, seeds", "`actmat` - average", "- TSV", "- sum"],
-            lambda: claim_rows([*some, *groups(folder, (*REGIMES, *CONTROLS))]),
+            ["experts", "tasks, trainings", "`actmat` - average", "- TSV", "- sum"],
+            lambda: claim_rows([*some, *groups(folder, (*REGIMES, *CONTROLS, *LARGER))]),
         ),
         "rule": (auto.RULE_HEAD, auto.rule_rows),
         "held": (auto.HELD_HEAD, lambda: auto.held_rows(folder)),
+        "borders": (auto.BORDER_HEAD, lambda: auto.border_rows(folder)),
+        "out": (LEFT_OUT_HEAD, left_out_rows),
+        "rows": larger_rows(folder),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "ct": (CT_HEAD, lambda: ct_rows(folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),

@@ -31,17 +31,25 @@ def problems(path: Path) -> list[str]:
     found = []
     if block["sha256"] != provenance.sha256(path):
         found.append(f"{path.name} has changed since its provenance was written: {MEND}")
-    lacks = {fact.split(".")[0].split(" ")[0] for fact in block["lacks"]}
+    lacks = {re.split("[. :]", fact)[0] for fact in block["lacks"]}
     found += [f"neither {f} nor an entry of it in lacks" for f in provenance.FACTS if not block[f] and f not in lacks]
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", block["date"] or "2026-01-01"):
         found.append(f"{block['date']} is no date")
     if not re.fullmatch(r"[0-9a-f]{12,40}(\+changes)?", block["commit"] or "0" * 12):
         found.append(f"{block['commit']} is no commit")
-    if block["commit_of"] != "the run" and "commit" not in lacks:
-        found.append("the commit is not of the run, and lacks does not say so")
+    is_of_run = block["commit_of"] == "the run" and not (block["commit"] or "").endswith("+changes")
+    if not is_of_run and "commit" not in lacks and not lines_name_their_run(path):
+        found.append("the commit is not of the run, and neither lacks nor every line says so")
     if " /" in (block["command"] or ""):
         found.append(f"a path of one machine in the command: {block['command']}")
     return found
+
+
+def lines_name_their_run(path: Path) -> bool:
+    """Whether every line has the commit of its run."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl"]
+    commits = [line.get("commit") or line.get("detail", {}).get("run", {}).get("commit", "") for line in lines]
+    return bool(commits) and all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits)
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -93,7 +101,8 @@ def test_a_benchmark_writes_its_block(tmp_path: Path, monkeypatch: pytest.Monkey
     assert block["machine"]["cores"]
     assert block["machine"]["memory_b"] > 1 << 28
     assert {"python", "actmat", "torch"} <= set(block["versions"])
-    assert block["lacks"] == ([] if block["commit"] else ["commit"])
+    unknown = ["commit: the tree had changes"] if str(block["commit"]).endswith("+changes") else []
+    assert block["lacks"] == (unknown if block["commit"] else ["commit"])
     common.write_result("other", [], tmp_path / "other.json")
     assert sorted(provenance.read(tmp_path)) == ["other.json", "toy.json"]
 
@@ -109,10 +118,23 @@ def test_a_change_without_a_new_block_is_found(tmp_path: Path) -> None:
     assert "has changed since" in said
 
 
+def test_a_commit_that_is_not_of_the_run_is_named_by_every_line(tmp_path: Path) -> None:
+    path, commit = tmp_path / "toy.jsonl", "0" * 40
+    block = provenance.block("python -m benchmarks.toy") | {"commit": commit, "commit_of": provenance.COLLECTED}
+    for lines, said in (([{"commit": commit}], 0), ([{"detail": {"run": {"commit": commit}}}], 0), ([{"a": 1}], 1)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        provenance.write(path, block | {"lacks": []})
+        assert len(problems(path)) == said
+    provenance.write(path, block | {"lacks": ["commit of the run"]})
+    assert not problems(path)
+    provenance.write(path, block | {"commit": f"{commit}+changes", "commit_of": "the run", "lacks": []})
+    assert problems(path)
+
+
 def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     path = tmp_path / "toy.json"
     path.write_text("{}")
-    known = provenance.block("python -m benchmarks.toy")
+    known = provenance.block("python -m benchmarks.toy") | {"commit": "0" * 40, "lacks": []}
     provenance.write(path, known | {"machine": None})
     assert problems(path) == ["neither machine nor an entry of it in lacks"]
     provenance.write(path, known | {"machine": None, "lacks": ["machine"]})

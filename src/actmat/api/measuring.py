@@ -23,15 +23,15 @@ def agreement(
     base: str | Path | None = None,
     device: str = "cpu",
     progress: TuneProgress | None = None,
-    new_tokens: int = 16,
+    new_tokens: int = 32,
     model_class: str | None = None,
     model_dtype: str = "float32",
 ) -> tuple[AgreementRow, ...]:
     """Answers that a merge on disk kept of each of its experts, on a few inputs of the expert's task.
 
-    For classes: the share of inputs with equal predictions. For texts: the share of tokens of the expert's own greedy
-    answer that the merge ranks first when it is led through that answer; `whole` is the share of whole answers. The
-    plain average of the experts is compared too where it can be made. One model is in memory at a time.
+    An input is kept if the merge predicts the expert's class, or would write the expert's own greedy answer, with its
+    end. What `auto` makes without inputs, and the plain average, are compared too where they can be made. One model is
+    in memory at a time.
 
     Args:
         directory: output of `merge`, a model or an adapter; its manifest names the experts.
@@ -48,8 +48,9 @@ def agreement(
         RecipeError: data for an expert that the merge does not have.
         StatisticsError: data or a model that cannot be used, or answers that cannot be compared.
     """
-    from actmat.extras.tune.kept import InputSettings, measure_agreement
+    from actmat.extras.tune.kept import measure_agreement
     from actmat.extras.tune.progress import usual_tune_progress
+    from actmat.extras.tune.sources import InputSettings
 
     settings = InputSettings(new_tokens=new_tokens, model_class=model_class, model_dtype=model_dtype)
     progress = progress or usual_tune_progress()

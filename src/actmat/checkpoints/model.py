@@ -30,6 +30,7 @@ class ModelFolder:
         written: path in an output -> config that is written there instead of a copy.
         files: files of every model that it is made of; the first has the side files. Empty for tensors in memory.
         merged: names of the first one's files that hold the merged weights.
+        parts: beginning of the names of a module's tensors -> its folder, of sentence-transformers.
         header: texts in the headers of the weight files.
         texts: name -> text of a file that an output gets instead of a copy, such as a new tokenizer's.
         notes: remarks for the plan on what was read or left out; begin with a small letter.
@@ -41,6 +42,7 @@ class ModelFolder:
     written: Mapping[str, Config] = field(default_factory=dict)
     files: tuple[Source, ...] = ()
     merged: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
     header: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -151,7 +153,7 @@ def stored_model(tensors: TensorFiles) -> Model:
         config: Config | CheckpointError | None = read_config(source.directory)
     except CheckpointError as error:  # raised when the config is used, with all problems of the inputs
         config = error
-    folder = ModelFolder(config, {}, (source,), tensors.labels, tensors.header, absent=tensors.absent)
+    folder = ModelFolder(config, {}, (source,), tensors.labels, header=tensors.header, absent=tensors.absent)
     return Model(tensors, folder.noted(*source.notes))
 
 

@@ -22,6 +22,8 @@ from actmat.errors import CheckpointError, Note
 
 LARGEST = 200_000_000
 """Bytes of the largest side file; the largest tokenizers take 50 MB."""
+LARGEST_UNKNOWN = 10_000_000
+"""The same of a file whose kind is not known, which may hold the weights in the form of another program."""
 DEEPEST = 4
 """Folders below the top one that are searched."""
 MOST_IN_FOLDER = 500
@@ -33,6 +35,14 @@ _SUFFIXES = """
 """
 WEIGHT_SUFFIXES = tuple(_SUFFIXES.split())
 """Endings of files with weights in any format, of pickles and archives: none is a small text that a loader reads."""
+
+_TEXTS = """
+.json .jsonl .txt .text .md .rst .html .jinja .jinja2 .py .pyi .ipynb .sh .yaml .yml .toml .cfg .ini .xml .csv .tsv .gin
+.model .vocab .vocabulary .bpe .codes .spm .tiktoken .trie .dic .dict .map .license .template .prompt .lock
+.gz .bib .cff
+"""
+KNOWN_SUFFIXES = tuple(_TEXTS.split())
+"""Endings of texts and of tokenizers; files without an ending, such as LICENSE, are texts too."""
 
 OWN = frozenset({"README.md", "actmat_manifest.json", "report.json", "report.html"})
 """Top-level files that the output writes itself."""
@@ -65,7 +75,7 @@ class SideFiles:
     Args:
         kept: to be copied, sorted.
         left_out: path of a file, or of a whole folder with a slash at its end -> why; the code is its kind.
-        modules: folders of modules outside of the merged model, kept with their weights.
+        modules: folders of modules of sentence-transformers.
     """
 
     kept: tuple[str, ...] = ()
@@ -80,6 +90,16 @@ def is_weights(name: str) -> bool:
     (True, True, False)
     """
     return name.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX)) or (".index." in name and name.endswith(".json"))
+
+
+def is_unknown(path: str) -> bool:
+    """True for a file of which its name does not tell what it is: a setting, or the weights in some other form.
+
+    >>> is_unknown("LICENSE"), is_unknown("vocab.bpe"), is_unknown("rust_model.ot")
+    (False, False, True)
+    """
+    suffix = PurePosixPath(path).suffix.lower()
+    return bool(suffix) and not suffix.endswith(KNOWN_SUFFIXES) and not is_weights(path) and not suffix[1:].isdecimal()
 
 
 def is_of_architecture(name: str, whole: Collection[str] = ()) -> bool:
@@ -118,8 +138,8 @@ def sort_side_files(
     Args:
         sizes: path below the folder -> bytes.
         merged: paths of the weights that are merged.
-        modules: folders that are kept with their weights, which belong to no merged tensor.
-        parts: folders of a pipeline's components: kept without their weights.
+        modules: folders of modules of sentence-transformers.
+        parts: folders of a pipeline's components. Both are kept without their weights.
 
     >>> found = sort_side_files({"model.safetensors": 9, "tekken.json": 5, "optimizer.pt": 9}, ["model.safetensors"])
     >>> found.kept, found.left_out["optimizer.pt"].text
@@ -128,18 +148,18 @@ def sort_side_files(
     folders: dict[str, list[str]] = {}
     for path in sizes:
         top, slash, _ = path.partition("/")
-        if slash and top not in modules:
+        if slash:
             folders.setdefault(top, []).append(path)
     left_out: dict[str, Note] = {}
     for top, paths in folders.items():
-        if (why := _why_not_folder(top, paths, top in parts)) is not None:
+        if (why := _why_not_folder(top, paths, top in parts or top in modules)) is not None:
             left_out[f"{top}/"] = why
     kept = []
     for path in sorted(set(sizes) - set(merged)):
         top, slash, _ = path.partition("/")
         if slash and f"{top}/" in left_out:
             continue
-        why = _why_not_file(path, sizes[path], weights_too=bool(slash) and top in modules)
+        why = _why_not_file(path, sizes[path])
         if why is None:
             kept.append(path)
         elif why.text:
@@ -161,7 +181,7 @@ def _why_not_folder(top: str, paths: list[str], is_part: bool) -> Note | None:
     return None
 
 
-def _why_not_file(path: str, size: int, *, weights_too: bool) -> Note | None:
+def _why_not_file(path: str, size: int) -> Note | None:
     """The reason why a file is left out, without words for an index of weights; None if it is kept."""
     name = PurePosixPath(path).name
     if name.startswith("."):
@@ -170,14 +190,16 @@ def _why_not_file(path: str, size: int, *, weights_too: bool) -> Note | None:
         return Note("note", "output", "written anew")
     if name == ADAPTER_CONFIG:
         return Note("note", "adapter", "file of an adapter, whose weights loaders would look for")
-    if is_weights(name) and not weights_too:
+    if is_weights(name):
         return Note("note", "weights", "" if name.endswith(".json") else "weights that are not merged, or a pickle")
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TRAINING):
         return Note("note", "training", "training record")
     kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
     if kind in _MEDIA or name.endswith(".pdf"):
         return Note("note", "media", "an image, audio or video file")
-    if size > LARGEST and not weights_too:
+    if size > LARGEST_UNKNOWN and is_unknown(name):
+        return Note("note", "unknown", f"{size} bytes of unknown kind, maybe the weights in another form")
+    if size > LARGEST:
         return Note("note", "large", f"{size} bytes, more than the {LARGEST} of a side file")
     return None
 

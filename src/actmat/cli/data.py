@@ -15,7 +15,7 @@ from actmat.flag import Setting
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.extras.tune.kept import InputSettings
+    from actmat.extras.tune.sources import InputSettings
 
 DATA = "Unlabeled inputs of expert NAME's task: a prompt, eight in a file, or 'self'."
 CHECK = "Inputs on which the answers of the merge are compared with those of expert NAME."
@@ -57,7 +57,7 @@ class InputFlags(ReadingFlags):
     data: Annotated[list[str] | None, typer.Option("--data", metavar="NAME=INPUTS", help=DATA)] = None
     check: CheckFlag = None
     template: TemplateFlag = None
-    new_tokens: Annotated[int, Setting("Tokens of a language model's answer to an input.", low=0)] = 16
+    new_tokens: Annotated[int | None, Setting("Tokens of an answer; default: 32, of 'tune' 16.", low=0)] = None
     model_class: ModelClass = None
     model_dtype: ModelDtype = "float32"
     keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
@@ -66,10 +66,10 @@ class InputFlags(ReadingFlags):
     def settings(self, *, as_adapter: bool = True) -> InputSettings:
         """Settings of models that run on inputs."""
         from actmat.extras.collect.data import SAMPLES
-        from actmat.extras.tune.kept import InputSettings
+        from actmat.extras.tune.sources import InputSettings
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         texts = [text.replace("\\n", "\n") for text in self.template or ()]
         fields["template"] = pairs_of(texts, "--template") or None
         return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **fields)

@@ -116,7 +116,9 @@ def _of_output(merged: Path, fields: RecipeFlags, run: RunSettings, asked: Input
     with showing_progress("measuring", quiet=quiet) as progress:
         diagnosis = diagnose_output(merged, run, progress)
     if rows is not None:
-        diagnosis = replace(diagnosis, agreement=rows)
+        from actmat.diagnostics.answers import with_answers
+
+        diagnosis = with_answers(diagnosis, rows)
     if not statistics:
         return diagnosis
     from actmat.api.measuring import residual_on_data

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +15,7 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 from actmat.cli.screen import console, escape, first_to_last, plain_table, print_result
 from actmat.cli.streams import say
-from actmat.errors import format_size
+from actmat.errors import CheckpointError, format_size
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
@@ -71,15 +73,20 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
     from actmat.experts.locate import locate
     from actmat.experts.lora.adapter import Adapter
     from actmat.layout.resolve import resolve_layout
+    from actmat.report.manifest import read_manifest
 
     with locate(checkpoint) as located:
         if isinstance(located, Adapter):
             data, show = _describe_adapter(located), _print_adapter
         else:
             data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
+    with contextlib.suppress(CheckpointError):
+        data |= {k: v for k, v in read_manifest(Path(checkpoint)).items() if k == "verdict"}
     if json:
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
+        if "verdict" in data:
+            console.print(escape(data["verdict"]))
         show(data, every=every)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from actmat.cli.screen import console, escape, note_console, plain_table
+from actmat.diagnostics.answers import RIVALS, UNENDED, kept_words, verdict
 from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
 from actmat.errors import format_size
@@ -157,35 +158,36 @@ def print_answers(report: MergeReport) -> None:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
         how = "add --data NAME=INPUTS per expert (a prompt or file)"
-        if report.plan.stems or are_image_files(i.location for i in report.plan.inputs):
+        of_images = report.plan.stems and "" not in report.plan.stems
+        if of_images or are_image_files(i.location for i in report.plan.inputs):
             how = "compare its images with the experts'"
         console.print(f"  is it good? Not measured: {how}")
 
 
 def print_kept(rows: Sequence[AgreementRow]) -> None:
-    """Print the answers kept of each expert."""
+    """Print the verdict on the answers kept, and those of each expert."""
+    line = verdict(rows)
+    console.print(f"[{'green' if line.startswith('better') else 'yellow'}]{escape(line)}[/]")
     console.print(answers_table(rows))
-    if any(row.measured or (row.inputs or 0) < 16 for row in rows):  # their intervals are up to 44 points wide
-        console.print("  few inputs: --check 16 or more of each (*: measured on these very inputs)")
+    if unended := sum(row.unended for row in rows):
+        console.print(f"  {unended} answers did not end in time: their first {UNENDED} tokens are compared")
+    if any(row.measured for row in rows):
+        console.print("  *: measured on these very inputs")
     if any(row.is_self_written for row in rows):
         console.print("  +: prompts that the expert wrote itself (--data self), not a user's")
 
 
 def answers_table(rows: Sequence[AgreementRow]) -> Table:
-    """Table with the answers kept of each expert."""
-    graded = any(row.accuracy for row in rows)
-    table = _table("expert", "answers kept", "95 %", "by average", *(["accuracy", "expert's"] * graded), "inputs")
+    """Table with the answers kept of each expert, by other merges as well; with labels, accuracies in brackets."""
+    graded = any(row.expert_accuracy is not None for row in rows)
+    table = _table("expert", "answers kept", "95 %", *RIVALS, "inputs", *["expert's"] * graded)
     for row in rows:
         wide = "-" if row.low is None or row.high is None else f"{row.low:.0%} to {row.high:.0%}"
-        grades = [_share(g) for g in (row.accuracy or (None, None))[:2]] if graded else []
-        marks = "*" * row.measured + "+" * row.is_self_written
-        n = "-" if row.inputs is None else f"{row.inputs}{marks}"
-        table.add_row(escape(row.expert), f"{1 - row.disagreement:.1%}", wide, _share(row.average), *grades, n)
+        cells = [kept_words(merge, row.inputs) for merge in (row, row.without, row.average)]
+        expert = "-" if row.expert_accuracy is None else f"({row.expert_accuracy:.1%})"
+        count = f"{row.inputs}{'*' * row.measured}{'+' * row.is_self_written}"
+        table.add_row(escape(row.expert), cells[0], wide, *cells[1:], count, *[expert] * graded)
     return table
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _print_report_size(report: MergeReport) -> None:

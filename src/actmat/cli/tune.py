@@ -133,7 +133,8 @@ def tune(
         for name, place in places.items()
     }
     shared = {n: getattr(search, n) for n in ("minutes", "budget", "least_agreement", "keep_work")}
-    shared |= {n: getattr(asked, n) for n in ("model_class", "model_dtype", "new_tokens")}
+    names = ("model_class", "model_dtype", "new_tokens")
+    shared |= {name: value for name in names if (value := getattr(asked, name)) is not None}
     score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in fields
     settings = TuneSettings(score=score, as_adapter=as_adapter, **shared)
     with showing_search(quiet=shown.quiet or shown.json) as progress:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
 from actmat.foreign import html_table, terminal
+from actmat.system import replace_file
 
 FORMAT: Literal[1] = 1
 """Version of the layout."""
@@ -139,27 +140,44 @@ WRITTEN = "self ("
 
 
 @dataclass(frozen=True, slots=True)
-class AgreementRow(_Strict):
-    """Distance of the merged model's answers from one expert's on unlabeled inputs; 0 and 0: the same answers.
+class RivalAnswers(_Strict):
+    """Answers that another merge of the same experts kept on the same inputs, and its accuracy where labels are known.
 
-    Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats. Of merges by inputs
-    also: the number of inputs, `measured` if the merge has seen them, the 95 % interval `low` to `high` of the share of
-    answers kept, that share of the average of the experts, accuracies of merged model, expert and average, and the
-    share `whole` of inputs whose whole answer is kept.
+    `gained`: inputs whose answer the merge keeps and this one does not; `lost`: the other way round.
+    """
+
+    kept: WholeNumber
+    gained: WholeNumber
+    lost: WholeNumber
+    accuracy: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementRow(_Strict):
+    """Answers of a merge on inputs of one expert's task, compared with the expert's own.
+
+    An input is `kept` if every prediction for it is the expert's: its class, or each token of its whole answer, with
+    the end; of `unended` answers the first tokens are compared. `low` to `high`: 95 % interval of the share kept, None
+    for few inputs. `measured`: the merge has seen the inputs. `without`: the merge that `auto` makes without inputs,
+    None if it is this one or was not made; `average`: of the experts. `accuracy`: of the merge, where labels are known.
+    Over all predictions: the share whose most probable class differs, and the mean of `KL(expert || merged)` in nats.
     """
 
     expert: str
     data: str
+    inputs: Annotated[int, Field(ge=1, lt=MAX_COUNT)]
+    kept: WholeNumber
+    predictions: WholeNumber
     disagreement: Number
     divergence: Number
-    predictions: WholeNumber
-    inputs: WholeNumber | None = None
-    measured: bool = False
     low: Number | None = None
     high: Number | None = None
-    average: Number | None = None
-    accuracy: tuple[Number | None, ...] = ()
-    whole: Number | None = None
+    measured: bool = False
+    unended: WholeNumber = 0
+    without: RivalAnswers | None = None
+    average: RivalAnswers | None = None
+    accuracy: Number | None = None
+    expert_accuracy: Number | None = None
 
     @property
     def is_self_written(self) -> bool:
@@ -224,10 +242,10 @@ class Diagnosis(_Strict):
     format: Literal[1] = FORMAT
 
     def __repr__(self) -> str:
-        found = ", ".join(c.code for c in self.issues) or "no issues"
+        issues = ", ".join(c.code for c in self.issues) or "no issues"
         where = f" {self.out}" if self.out else ""
         what = f"{self.method} over {len(self.experts)} experts; {len(self.measures)} matrices"
-        return terminal(f"<Diagnosis{where}: {what}; {found}>")
+        return terminal(f"<Diagnosis{where}: {what}; {issues}>")
 
     def _repr_html_(self) -> str:
         rows = [(c.code, c.severity, c.message) for c in self.checks if c.verdict == "found"]
@@ -255,13 +273,13 @@ class Diagnosis(_Strict):
         """
         try:
             text = data if isinstance(data, str | bytes) else json.dumps(data)
-            found = _report_type().validate_json(text)
+            diagnosis: Diagnosis = _reader(Diagnosis).validate_json(text)
         except ValidationError as error:
             problems = [f"{where}: {'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
         else:
-            problems = [f"{where}: {p}" for p in _wrong_lengths(found)]
+            problems = [f"{where}: {p}" for p in _wrong_lengths(diagnosis)]
             if not problems:
-                return found
+                return diagnosis
         raise CheckpointError(
             f"{where} is not a report of layout {FORMAT}: it was changed, cut off, or written by another version. Fix: "
             "make it again with actmat diagnose.",
@@ -289,18 +307,13 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
 
 def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ...]:
     """Measures from the records of a run, which may come from a journal."""
-    return _measures_type().validate_json(json.dumps(rows))
+    return tuple(_reader(tuple[MatrixRow, ...]).validate_json(json.dumps(rows)))
 
 
 @functools.cache
-def _report_type() -> TypeAdapter[Diagnosis]:
-    """Validator of reports; building one takes 20 ms, more than most reports take to be read."""
-    return TypeAdapter(Diagnosis)
-
-
-@functools.cache
-def _measures_type() -> TypeAdapter[tuple[MatrixRow, ...]]:
-    return TypeAdapter(tuple[MatrixRow, ...])
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    """Validator; building that of reports takes 20 ms, more than most reports take to be read."""
+    return TypeAdapter(kind)
 
 
 def read_diagnosis(path: str | Path) -> Diagnosis:
@@ -314,9 +327,9 @@ def read_diagnosis(path: str | Path) -> Diagnosis:
         text = read_bytes(file)
     except CheckpointError as error:
         cause = error.__cause__
-        found = cause.strerror if isinstance(cause, OSError) else error.problems[0].removeprefix(f"{file}: ")
+        reason = cause.strerror if isinstance(cause, OSError) else error.problems[0].removeprefix(f"{file}: ")
         raise CheckpointError(
-            f"{file} cannot be read ({found}). A report is written by actmat merge --diagnose, or by "
+            f"{file} cannot be read ({reason}). A report is written by actmat merge --diagnose, or by "
             "actmat diagnose --out."
         ) from None
     check_values(text, str(file), values=MAX_WRITTEN_VALUES)
@@ -330,17 +343,17 @@ def write_diagnosis(diagnosis: Diagnosis, path: str | Path) -> Path:
         OSError: writing failed.
     """
     text = json.dumps(diagnosis.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return write_whole(_report_file(path), f"{text}\n".encode())
+    return write_whole(_report_file(path), [f"{text}\n".encode()])
 
 
-def write_whole(file: Path, data: bytes) -> Path:
+def write_whole(file: Path, pieces: Iterable[bytes]) -> Path:
     """Write a file, and its folder if need be; readers see the old file or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
     unfinished.unlink(missing_ok=True)  # whatever an earlier run left: a link would be written through
     with unfinished.open("xb") as out:
-        out.write(data)
-    unfinished.replace(file)
+        out.writelines(pieces)
+    replace_file(unfinished, file)
     return file
 
 

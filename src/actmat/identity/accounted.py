@@ -1,52 +1,22 @@
-"""Trained weights that a merge does not read: modules in folders of their own, files beside adapters, lost modules."""
+"""Trained weights that a merge does not read: files beside models and adapters, lost modules."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, may_be_weights
-from actmat.checkpoints.hashing import hash_file
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, may_be_weights
 from actmat.checkpoints.side_files import SideFiles, is_weights
 from actmat.errors import first_names
 
-_PART = re.compile(
-    r"(?!(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/"
-    r"|checkpoint|global_step).*(\.safetensors|\.bin|\.pth?|/)"
+_WHOLE = re.compile(
+    r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/|checkpoint"
+    r"|global_step|.*\.(gguf|llamafile)$"
 )
-"""Files and folders of weights, but for those that hold the whole model again, or an earlier state of it."""
+"""Beginnings of files and folders that hold the whole model again, or an earlier state of it."""
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
-
-
-def module_warnings(
-    base: tuple[SideFiles, Path | None], experts: Mapping[str, tuple[SideFiles, Path | None]]
-) -> list[str]:
-    """Warnings on modules of sentence-transformers with weights of their own that differ from the base's.
-
-    Args:
-        base: files beside its merged weights, and their folder.
-        experts: the same by label.
-    """
-    own = _modules(*base)
-    found = []
-    for label, files in experts.items():
-        other = _modules(*files)
-        changed = sorted(p for p, content in other.items() if own.get(p) != content)
-        if not changed:
-            continue
-        kept = (
-            "the output has the base's" if all(p in own for p in changed) else "the output lacks those of new folders"
-        )
-        folder = changed[0].partition("/")[0]
-        found.append(
-            f"expert '{label}' has other weights than the base in {first_names(changed)}, outside of its model, which "
-            f"are not merged: {kept}. To merge them, merge the folders by themselves (-b BASE/{folder} -e "
-            f"NAME/{folder}) and put the result into the output"
-        )
-    return found
 
 
 def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str]:
@@ -54,18 +24,12 @@ def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str
     found = []
     for label, files in experts.items():
         left = [p for p, why in files.left_out.items() if why.code == "weights" and p not in base.left_out]
-        if others := [p for p in left if may_be_weights(p) and _PART.fullmatch(p)]:
+        if others := [p for p in left if (may_be_weights(p) or p in ADAPTER_WEIGHTS) and not _WHOLE.match(p)]:
             found.append(
                 f"expert '{label}' has weights beside its model that are not merged: {first_names(others)}. If it "
                 "needs them, merge them by themselves, and put the result into the output"
             )
     return found
-
-
-def _modules(files: SideFiles, folder: Path | None) -> dict[str, str]:
-    """Path of a weight file in a folder of a module -> hash of its content."""
-    paths = [p for p in files.kept if p.partition("/")[0] in files.modules and is_weights(p)]
-    return {p: hash_file(folder / p) for p in paths if folder is not None and (folder / p).is_file()}
 
 
 def adapter_warnings(

@@ -11,9 +11,10 @@ import ast
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ MOST_BYTES = 1 << 30
 """Memory of this process; reading a config of each class of transformers takes 120 MB, 430 MB with torch."""
 MOST_SECONDS = 60
 """Time of a core for all configs; one of each of 800 classes of transformers takes 10 s."""
+FLOAT32 = "_keep_in_fp32_modules"
+"""Attribute of classes of transformers and diffusers."""
 MOST_TEXT = 10_000_000
 """Characters of an answer; that on a config of 20,000 layers has 500,000."""
 
@@ -47,7 +50,10 @@ def main() -> None:
 
 
 def answer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, places of `undeclared` entries and `release`; or the `obstacle`; nothing for an unknown class."""
+    """`values`, places of `undeclared` entries, names in `float32`, `release`; or the `obstacle`.
+
+    Empty for an unknown class.
+    """
     library = "diffusers" if "_class_name" in config else "transformers" if config.get("model_type") else ""
     if not library:
         return {}
@@ -63,14 +69,44 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config as `AutoConfig` reads it, without code of its own."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig, model_type_to_module_name
 
     if config["model_type"] not in CONFIG_MAPPING:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8", newline="\n")
         made = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return {"values": json.loads(made.to_json_string(use_diff=False)), "undeclared": list(_undeclared(made, ()))}
+    values, spec = json.loads(made.to_json_string(use_diff=False)), find_spec("transformers")
+    modules = {model_type_to_module_name(t).replace(".", "/") for t in _model_types(values)}
+    places = [Path(spec.origin).parent / "models" / m for m in sorted(modules)] if spec and spec.origin else []
+    classes = [c for place in places for path in place.glob("modeling_*.py") for c in _classes(path.read_text("utf-8"))]
+    float32 = [[n.replace("*", ".*"), s] for c in classes for s in (False, True) for n in _float32(c, s)]
+    return {"values": values, "undeclared": list(_undeclared(made, ())), "float32": float32}
+
+
+def _model_types(values: Any) -> Iterator[str]:
+    """Model types of a config and of those in it."""
+    if isinstance(values, dict):
+        yield from (values["model_type"],) if isinstance(values.get("model_type"), str) else ()
+        for value in values.values():
+            yield from _model_types(value)
+
+
+def _classes(text: str) -> list[list[Any]]:
+    """Bodies of the classes of a module that keep parameters in float32; the others need no parsing."""
+    return [n.body for n in ast.parse(text).body if isinstance(n, ast.ClassDef)] if FLOAT32 in text else []
+
+
+def _float32(body: Sequence[Any], is_strict: bool) -> list[str]:
+    """Parts of names that a class keeps in float32 when it is loaded in a coarser dtype.
+
+    Args:
+        body: of the class.
+        is_strict: those of the attribute that holds for bfloat16 as well.
+    """
+    name = FLOAT32 + "_strict" * is_strict
+    values = [n.value for n in body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == name]
+    return [str(part) for value in values for part in ast.literal_eval(value) or ()]
 
 
 def _undeclared(made: Any, at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -99,7 +135,9 @@ def of_diffusers(config: Mapping[str, Any]) -> dict[str, Any]:
             for name, node in zip(names[::-1], nodes[::-1], strict=False):
                 with contextlib.suppress(ValueError):  # no default, or no literal
                     values[name] = ast.literal_eval(node)
-            return {"values": {**values, **config}, "undeclared": [[k] for k in config if k not in names]}
+            float32 = [[rf"(^|\.){re.escape(n)}(\.|$)", True] for n in _float32(body, False)]
+            undeclared = [[k] for k in config if k not in names]
+            return {"values": {**values, **config}, "undeclared": undeclared, "float32": float32}
     return {}
 
 

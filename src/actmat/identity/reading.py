@@ -27,12 +27,15 @@ class ConfigReading:
     Args:
         values: all its entries.
         undeclared: places of entries that the class keeps and does not know.
+        float32: parts of names, as regular expressions, of tensors that it keeps in float32 in a coarser dtype, and
+            whether also in bfloat16.
         release: of the library with the class; empty if the config was not read.
         obstacle: why its class could not read it; empty if no library has its class.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     undeclared: frozenset[tuple[str, ...]] = frozenset()
+    float32: tuple[tuple[str, bool], ...] = ()
     release: str = ""
     obstacle: str = ""
 
@@ -41,15 +44,15 @@ def read_configs(configs: Sequence[Mapping[str, Any]]) -> list[ConfigReading]:
     """The configs as the classes that they name read them; those that were not read before in one process.
 
     >>> read_configs([{"hidden_size": 8}])
-    [ConfigReading(values={}, undeclared=frozenset(), release='', obstacle='')]
+    [ConfigReading(values={}, undeclared=frozenset(), float32=(), release='', obstacle='')]
     """
     texts = [json.dumps(config, default=str) for config in configs]
     readings = {text: _reading(text) for text in texts}
     missing = [text for text, holder in readings.items() if not holder]
     answers, obstacle = _ask(missing)
     for text, answer in zip(missing, answers, strict=False):
-        places = frozenset(map(tuple, answer.pop("undeclared", ())))
-        readings[text].append(ConfigReading(undeclared=places, **answer))
+        places, float32 = (map(tuple, answer.pop(key, ())) for key in ("undeclared", "float32"))
+        readings[text].append(ConfigReading(undeclared=frozenset(places), float32=tuple(float32), **answer))
     return [readings[text][0] if readings[text] else ConfigReading(obstacle=obstacle) for text in texts]
 
 

@@ -77,13 +77,14 @@ class MergePlan(Plain):
         experts: in the recipe's order.
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
-        stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
+        stems: of several models: prefix of the names of a component's tensors -> folder and name of its files.
         family: architecture that was recognized.
         metadata: texts in the headers of a model's files.
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
         notes: warnings, then decisions.
         configs: path in the output -> config that is written there in place of the base's.
+        files: path in the output -> label of the expert whose file is there, in place of the base's.
         left_out: files of the inputs' folders that are not copied to the output, and why.
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
@@ -106,6 +107,7 @@ class MergePlan(Plain):
     kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     device_memory: int | None = None
@@ -131,12 +133,12 @@ class MergePlan(Plain):
         """The files to write."""
         if not self.stems:
             return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem, metadata=self.metadata)
-        groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}
-        return tuple(
-            shard
-            for prefix, specs in groups.items()
-            for shard in plan_shards(specs, self.max_shard_bytes, stem=self.stems[prefix], prefix=prefix)
-        )
+        groups: dict[str, list[TensorSpec]] = {prefix: [] for prefix in self.stems}
+        for spec in self.specs:
+            groups[max((p for p in groups if spec.name.startswith(p)), key=len)].append(spec)
+        most, header = self.max_shard_bytes, {"": self.metadata}
+        shards = [plan_shards(g, most, stem=self.stems[p], metadata=header.get(p), prefix=p) for p, g in groups.items()]
+        return tuple(shard for of_part in shards for shard in of_part)
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Item]:

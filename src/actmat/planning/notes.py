@@ -49,11 +49,11 @@ def method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
 
 
 def _adds(call: MethodCall) -> bool:
-    """True if a call for one expert returns its delta unchanged."""
+    """True if a call for one expert returns its delta unchanged, or is a path from the base to it."""
     if call.method == "task_arithmetic":
         return call.options == WHOLE
     method = get_method(call.method)
-    return "single" in method.laws and method.acts_on == "elementwise"
+    return method.max_experts is not None or ("single" in method.laws and method.acts_on == "elementwise")
 
 
 def _weight_notes(items: Sequence[Item]) -> list[str]:

@@ -14,43 +14,54 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
+from actmat.checkpoints.side_files import is_unknown
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
-from actmat.identity.accounted import adapter_warnings, file_warnings, module_warnings
-from actmat.layout.components import component_configs, parts_of, single_file_of
+from actmat.identity.accounted import adapter_warnings, file_warnings
+from actmat.identity.reading import read_configs
+from actmat.layout.components import component_configs, single_file_of
+from actmat.layout.in_memory import names_in_memory
 from actmat.recipe import Recipe
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Start of the names of diffusers' weight files."""
 
 
-def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> dict[str, str]:
-    """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
-
-    An expert that is one component of a pipeline has its names without the component's prefix.
-    """
-    out: dict[str, str] = {}
-    for part, prefix in parts_of(base.specs, base.config).items():
-        names = [n for n in base.specs if n.startswith(prefix)]
-        lacking = [
-            label
-            for label, expert in zip(labels, experts, strict=True)
-            if not expert.needs_base
-            and not any(n.startswith(prefix) for n in expert.specs)
-            and not any(n.removeprefix(prefix) in expert.specs for n in names)
-        ]
-        if lacking:
-            who = ", ".join(f"'{label}'" for label in lacking)
-            out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
-    return out
+COARSE = ("bfloat16", "float16")
 
 
 def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:
     """Name of the output's weight files; and for a pipeline, prefix of a component -> folder and name of its files."""
     components = component_configs(base.config)
     if components is None:
-        return _stem(base.config), {}
+        stem = _stem(base.config)
+        stems = {prefix: f"{folder}/model" for prefix, folder in base.folder.parts.items()}
+        return stem, {"": stem, **stems} if stems else {}
     return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
+
+
+def output_dtypes(recipe: Recipe, base: Model) -> tuple[dict[str, str], list[str]]:
+    """Tensor of the base -> its dtype in the output, and notes.
+
+    A coarser dtype than float32 is that of the model. Tensors keep theirs that the base stores apart from most of its
+    entries, or that the class of the model keeps in float32: rounded, a bias near 10 of a router chooses other experts.
+    """
+    chosen, notes = recipe.dtype, list[str]()
+    dtypes = {n: chosen if chosen and s.is_floating else s.dtype for n, s in base.specs.items()}
+    parts = {f"{n}.": c for n, c in (component_configs(base.config) or {}).items()} or {"": base.config or {}}
+    for prefix, config in parts.items() if chosen in COARSE else ():
+        specs = [s for n, s in base.specs.items() if n.startswith(prefix) and s.is_floating]
+        wide = {s.name: s.dtype for s in specs if s.dtype in ("float32", "float64")}
+        if wide and 2 * sum(s.numel for s in specs if s.name in wide) > sum(s.numel for s in specs):
+            [reading] = read_configs([config])
+            patterns = "|".join(p for p, is_strict in reading.float32 if is_strict or chosen == "float16")
+            names = names_in_memory(base)[0] if patterns else {}
+            wide = {n: d for n, d in wide.items() if patterns and re.search(patterns, names.get(n, n)[len(prefix) :])}
+        dtypes |= wide
+        if wide:
+            shown = first_of([f"{n} ({d})" for n, d in wide.items()], SHOWN)
+            notes.append(f"not written in {chosen}, as base or class of the model keep their dtype: {shown}")
+    return dtypes, notes
 
 
 def part_notes(base: Model) -> list[str]:
@@ -89,17 +100,23 @@ def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas
     named = list(zip(recipe.labels, experts, strict=True))
     full = {label: e.model.folder for label, e in named if not e.needs_base}
     if base is not None:
-        of_base, files = base.folder.side_files(), {label: folder.side_files() for label, folder in full.items()}
-        if of_base.modules or any(of_expert.modules for of_expert in files.values()):
-            of_experts = {label: (files[label], folder.fetch()) for label, folder in full.items()}
-            warnings += module_warnings((of_base, base.folder.fetch()), of_experts)
-        warnings += file_warnings(of_base, files)
+        of_experts = {label: folder.side_files() for label, folder in full.items()}
+        warnings += file_warnings(base.folder.side_files(), of_experts)
     for label, expert in named:
         if (stored := expert.stored) is not None:
             names = {n for f in expert.model.folder.files for n in f.whole().names}
             known = () if base is None else base.specs
             warnings += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return warnings
+
+
+def unknown_note(base: Model) -> list[str]:
+    """One sentence on files of the base that are copied, and of which nothing tells what they are."""
+    unknown = [path for path in base.folder.side_files().kept if is_unknown(path)]
+    text = (
+        "of unknown kind are copied from the base as they are; if they hold weights, they are the base's: remove them"
+    )
+    return [f"files {text}: {first_of(unknown, SHOWN)}"] if unknown else []
 
 
 def left_out_note(left_out: Mapping[str, Note]) -> list[str]:

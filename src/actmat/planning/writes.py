@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
@@ -54,12 +54,6 @@ STEMS: dict[AdapterLayout, str] = {
     "comfy": "pytorch_lora_weights",
 }
 """Names of the written files; `load_lora_weights` of diffusers finds the last three."""
-
-
-def write_tensor_as(recipe: Recipe, spec: TensorSpec) -> TensorSpec:
-    """Spec of a model's output for a tensor of the base."""
-    dtype = recipe.dtype if recipe.dtype is not None and spec.is_floating else spec.dtype
-    return TensorSpec(spec.name, spec.shape, dtype, "")
 
 
 def write_modules(
@@ -251,13 +245,14 @@ def _version(adapters: Sequence[Adapter]) -> dict[str, str]:
 
 
 def write_extracted(
-    recipe: Recipe, base: Model, items: Sequence[Item], layouts: LayoutMap
+    recipe: Recipe, base: Model, items: Sequence[Item], layouts: LayoutMap, dtypes: Mapping[str, str]
 ) -> tuple[list[Item], list[str]]:
     """Tensors of a merge into the base in the form that an adapter holds, and notes.
 
     Args:
         items: of all tensors of the base, with call and reading.
         layouts: of the base, whose ties count.
+        dtypes: of the output, by tensor of the base.
 
     Raises:
         AlignmentError: a rank is needed and cannot be known; names the tensors.
@@ -274,7 +269,7 @@ def write_extracted(
         in_memory = [names.get(n, n) for n in (item.name, *aliases[item.name])]
         if checked.kind == "sum" and checked.module in factored:
             in_memory = [_bias_name(checked.module)]
-        out.append(_with_outputs(item, checked, in_memory, recipe))
+        out.append(_with_outputs(item, checked, in_memory, dtypes[item.name]))
     if any(i.write.kind == "sum" and len(i.outputs) > 1 for i in out):
         notes.append("a table is tied to the output head: PEFT versions with ensure_weight_tying keep it so")
     return out, notes
@@ -374,9 +369,8 @@ def _checked(write: Write, factored: set[str], in_memory: str, recipe: Recipe) -
     return write
 
 
-def _with_outputs(item: Item, write: Write, names: Sequence[str], recipe: Recipe) -> Item:
+def _with_outputs(item: Item, write: Write, names: Sequence[str], dtype: str) -> Item:
     """The item of the tensor as it is written; `names`: of the tensors that are saved whole."""
-    dtype = recipe.dtype or item.base_dtype
     outputs: tuple[TensorSpec, ...] = ()
     words = write.why if write.kind == "nothing" else "saved whole"
     if write.kind == "svd":

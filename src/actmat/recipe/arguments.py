@@ -38,8 +38,8 @@ def make_arguments(
     _check_locations(base, listed)
     listed = [{**expert, "path": str(expert["path"])} for expert in listed]
     if statistics is not None:
-        given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
-        listed = add_statistics(listed, given)
+        places = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
+        listed = add_statistics(listed, places)
     if weights is not None:
         if len(weights) != len(listed):
             raise RecipeError(f"{len(listed)} experts, but {len(weights)} weights: give one each.")

@@ -141,6 +141,7 @@ class _Manifest(_StrictRow):
     statistics: list[_Statistics] = []
     output: _Output
     notes: list[_NoteRow] = []
+    verdict: str = ""
     timing: _Timing = _Timing()
 
 

@@ -23,8 +23,8 @@ from actmat.run.adapters import size_and_overlap
 from actmat.run.locate import Located
 
 AUTO = "auto"
-ModelForm = Literal["full", "few", "gentle", "adapters", "unknown", "other", "changes", "mixed"]
-"""All experts are checkpoints; so, but fewer than `FEW`, and no decoders; all are adapters with factors, whose deltas
+ModelForm = Literal["full", "gentle", "adapters", "unknown", "other", "changes", "mixed"]
+"""All experts are checkpoints; all are adapters with factors, whose deltas
 are below `GENTLE`, below `HOT` and start from different `A`, or are so but of unknown size, or neither; all are
 adapters, and some have no factors; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
@@ -33,10 +33,9 @@ ModelKind = Literal["encoder", "decoder", "any"]
 GENTLE, HOT = 0.0074, 0.058
 """Mean of `||D|| / ||W_0||` below which adapters are gentle, and from which they are larger than common ones."""
 
-FEW = 5
-"""Number of checkpoints from which a method that shares directions out among them is taken."""
 LARGEST: Mapping[str, int] = {"encoder": 50_000_000, "decoder": 200_000_000}
-"""Parameters from which models are larger than those that were measured, of 22 and of 135 million."""
+LARGEST_OF_ADAPTERS: Mapping[str, int] = {"encoder": 150_000_000, "decoder": 700_000_000}
+"""Parameters from which models are larger than those that were measured: 22 and 135 million, adapted 109 and 494."""
 MOST, HOTTEST = 8, 0.3
 """Experts, and mean `||D|| / ||W_0||` of adapters, that were measured, at most."""
 
@@ -52,43 +51,36 @@ class AutoChoice:
         method: its name.
         sets: number of these bases.
         gain, worst: points above the average, in the mean over bases and on the worst.
-        space: in which it works.
     """
 
     method: str
     sets: int
     gain: float
     worst: float
-    space: Space = "full"
-
-    @property
-    def name(self) -> str:
-        """Method and space, as rows of the evidence are called."""
-        return self.method if self.space == "full" else f"{self.method}@{self.space}"
 
     def __str__(self) -> str:
         """The measurement in words."""
-        if self.name == "average":
+        if self.method == "average":
             return "no other method was measured in all sets and was safe there"
+        if self.sets == 1:
+            return f"{self.gain:+.1f} points over the average on the one base that tests it"
         return f"{self.gain:+.1f} points over the average on {self.sets} bases, {self.worst:+.1f} on the worst"
 
 
 TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
-    ("full", "encoder"): AutoChoice("dc_merge", sets=3, gain=3.8, worst=0.9),
-    ("full", "decoder"): AutoChoice("actmat_ridge", sets=2, gain=23.8, worst=11.3),
-    ("full", "any"): AutoChoice("dc_merge", sets=6, gain=9.9, worst=0.7),
-    ("few", "any"): AutoChoice("actmat_ridge", sets=2, gain=7.2, worst=7.1),
+    ("full", "encoder"): AutoChoice("dc_merge", sets=5, gain=2.7, worst=-0.2),
+    ("full", "decoder"): AutoChoice("actmat_ridge", sets=1, gain=11.3, worst=11.3),
+    ("full", "any"): AutoChoice("dc_merge", sets=7, gain=3.6, worst=-0.2),
     ("gentle", "any"): AutoChoice("dc_merge", sets=4, gain=8.4, worst=2.6),
-    ("adapters", "any"): AutoChoice("ct_merging", sets=3, gain=5.7, worst=2.4),
-    ("unknown", "any"): AutoChoice("dc_merge", sets=5, gain=0.7, worst=-7.5, space="pico"),
-    ("mixed", "any"): AutoChoice("average", sets=7, gain=0.0, worst=0.0),
+    ("adapters", "any"): AutoChoice("ct_merging", sets=4, gain=11.1, worst=2.4),
+    ("mixed", "any"): AutoChoice("average", sets=10, gain=0.0, worst=0.0),
 }
 
 
 ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
     "gentle": AutoChoice("actmat", sets=4, gain=6.8, worst=-4.0),
-    "adapters": AutoChoice("actmat", sets=3, gain=-8.7, worst=-17.9),
-    "unknown": AutoChoice("actmat", sets=5, gain=-6.5, worst=-33.4),
+    "adapters": AutoChoice("actmat", sets=4, gain=-8.8, worst=-17.9),
+    "unknown": AutoChoice("actmat", sets=6, gain=-6.9, worst=-33.4),
     "other": AutoChoice("actmat", sets=4, gain=-32.7, worst=-55.0),
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
@@ -133,7 +125,7 @@ def _told(located: Located) -> Recipe:
     note = f"{recipe.method} on adapters{size}{start}"
     if recipe.method == "actmat":
         better, beyond = choice_for(form, "any"), _beyond(located, _kind(located.config))
-        note += f": {ON_ADAPTERS[form]}; auto would choose {better.name}: {better.gain:+.1f}{beyond}"
+        note += f": {ON_ADAPTERS[form]}; auto would choose {better.method}: {better.gain:+.1f}{beyond}"
     is_known = note in recipe.notes or len(located.experts) == 1 or (recipe.method != "actmat" and not start)
     return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
@@ -160,17 +152,14 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     kind, size, start = _kind(located.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
         form, size, start = _by_size(located)
-    elif form == "full" and kind != "decoder" and len(located.experts) < FEW:
-        form = "few"
     choice = choice_for(form, kind)
-    words = {"full": "checkpoints", "few": f"fewer than {FEW} checkpoints", "mixed": "checkpoints and adapters"}
+    words = {"full": "checkpoints", "mixed": "checkpoints and adapters"}
     what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
-    where = "" if choice.space == "full" else f" with --set space={choice.space}"
     beyond = _beyond(located, kind) if form != "mixed" else ""
     tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
-    reason = f"{choice.method}{where}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
-    return choice.method, choice.space if space == "full" else space, {}, reason
+    reason = f"{choice.method}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
+    return choice.method, space, {}, reason
 
 
 def _by_size(located: Located) -> tuple[ModelForm, str, str]:
@@ -192,8 +181,9 @@ def _beyond(located: Located, kind: ModelKind) -> str:
     if any("experts" in field for field in located.config):
         return "; not measured for mixtures of experts"
     if located.base is None:
-        return "; measured on models of up to 135 million parameters"
-    if sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values()) > LARGEST[kind]:
+        return "; measured on models of up to half a billion parameters"
+    largest = LARGEST_OF_ADAPTERS if located.only_adapters else LARGEST
+    if sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values()) > largest[kind]:
         return "; no model of this size is among them"
     return f"; none of them merges {len(located.experts)} experts" if len(located.experts) > MOST else ""
 

@@ -13,6 +13,7 @@ from typing import Any
 from actmat.checkpoints.remote import staging_folder, staging_for, storage_of
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.staging import Staging, left_journal
+from actmat.diagnostics.answers import verdict
 from actmat.diagnostics.model import REPORT_NAME, AgreementRow, Diagnosis, read_diagnosis
 from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
@@ -58,8 +59,7 @@ class MergeReport:
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
         what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
-        answers = ", ".join(f"{row.expert} {1 - row.disagreement:.0%}" for row in self.answers)
-        of_merge = f"answers kept: {answers}" if answers else size_words(self.totals.norms)
+        of_merge = verdict(self.answers) or size_words(self.totals.norms)
         said = [of_merge, *map(str, warnings_of(self.totals, self.plan))]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
 

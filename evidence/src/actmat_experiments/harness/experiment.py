@@ -30,7 +30,7 @@ from actmat_experiments.harness.merging import (
     needs_statistics,
 )
 from actmat_experiments.harness.models import in_place, is_adapter, with_adapter
-from actmat_experiments.harness.origin import join_origins, read_origin, write_origin
+from actmat_experiments.harness.origin import current_origin, join_origins, read_origin, write_origin
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.training import side_by_side
@@ -148,18 +148,25 @@ class Experiment(abc.ABC):
     def lines(
         self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
     ) -> list[Score]:
-        """Lines of the results of one model."""
+        """Lines of the results of one model, each with the training of the experts and the origin of the run."""
+        origin = {"training": self.trained_by(), "run": current_origin(self.device)}
         return [
             Score(
                 *(self.suite, self.regime, method, kind, task, self.seed, counts["correct"], counts["total"]),
                 model=self.model,
                 settings=self.digest,
-                detail={n: v for n, v in counts.items() if n not in ("correct", "total")} | dict(detail or {}),
+                detail={n: v for n, v in counts.items() if n not in ("correct", "total")} | origin | dict(detail or {}),
             )
             for task, counts in found.items()
         ]
 
     # What follows from it
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of all lines of results."""
+        named = {name: getattr(self, name) for name in ("suite", "model", "regime", "seed")}
+        return {**named, "settings": self.digest}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -200,10 +207,13 @@ class Experiment(abc.ABC):
 
     def trained_by(self) -> dict[str, str]:
         """Training of the experts: digests of the settings and of the weights, and machine, date and commit."""
-        folders = [made.path for made in self.experts().values()]
-        files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
-        weights = digest([file_digest([path]) for path in files])
-        return {"settings": self.digest, "weights": weights, **join_origins(map(read_origin, folders))}
+        if "training" not in self.known:
+            folders = [made.path for made in self.experts().values()]
+            files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+            weights = digest([file_digest([path]) for path in files])
+            joined = join_origins(map(read_origin, folders))
+            self.known["training"] = {"settings": self.digest, "weights": weights, **joined}
+        return dict(self.known["training"])
 
     def of_expert(self, task: str, answer: Callable[[Any], Answer]) -> Answer:
         """Answers of the expert of a task; computed once."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from actmat_experiments.core import locate_inputs, make_recipe, size_and_overlap
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
+from actmat_experiments.harness.origin import commit
 
 
 def size_file(cache: Path, suite: str) -> Path:
@@ -25,11 +26,10 @@ def adapter_size(experiment: Experiment) -> dict[str, float]:
 
 def store_size(experiment: Experiment, path: Path) -> None:
     """Add the size of an experiment's adapters to a file, unless it is there."""
-    about = {name: getattr(experiment, name) for name in ("suite", "model", "regime", "seed")}
-    about["settings"] = experiment.digest
+    about = experiment.about
     rows = json_lines(path.read_text(encoding="utf-8")) if path.is_file() else []
     if about["regime"] == "full" or any({n: row[n] for n in about} == about for row in rows):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(about | adapter_size(experiment)) + "\n")
+        file.write(json.dumps(about | adapter_size(experiment) | {"commit": commit()}) + "\n")

@@ -20,6 +20,7 @@ from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.models import is_adapter, read_tensors
+from actmat_experiments.harness.origin import commit
 from actmat_experiments.harness.sizes import adapter_size
 
 
@@ -30,19 +31,13 @@ def gram_file(cache: Path, suite: str) -> Path:
 
 def store_gram(experiment: Experiment, path: Path) -> None:
     """Add the cosines of an experiment to a file, unless they are there."""
-    about = {
-        "suite": experiment.suite,
-        "model": experiment.model,
-        "regime": experiment.regime,
-        "seed": experiment.seed,
-        "settings": experiment.digest,
-        "samples": experiment.samples,
-    }
+    about = {**experiment.about, "samples": experiment.samples}
     rows = json_lines(path.read_text(encoding="utf-8")) if path.is_file() else []
     if any({n: row[n] for n in about} == about for row in rows):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    starts = {n: v for n, v in adapter_size(experiment).items() if n == "overlap"}
+    starts: dict[str, Any] = {n: v for n, v in adapter_size(experiment).items() if n == "overlap"}
+    starts["commit"] = commit()
     text = "".join(json.dumps(about | row | starts) + "\n" for row in gram_rows(experiment))
     with path.open("a", encoding="utf-8") as file:
         file.write(text)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from actmat.diagnostics.answers import RIVALS, kept_words, verdict
 from actmat.foreign import html, html_table
 from actmat.report import words
 
@@ -52,11 +53,14 @@ def _is_good(report: MergeReport) -> Markup:
         said = Markup("<p><b>Is it good?</b> Not measured: give inputs of each expert, or later <code>{}</code></p>")
         return said.format(html(how)) if how else Markup("")
     rows = [
-        (r.expert, f"{1 - r.disagreement:.1%}", f"{r.low or 0:.0%} to {r.high or 1:.0%}",
-         "-" if r.average is None else f"{r.average:.1%}", f"{r.inputs}{', measured' * r.measured}")
+        (
+            r.expert,
+            *(kept_words(m, r.inputs) for m in (r, r.without, r.average)),
+            f"{r.inputs}{', measured' * r.measured}",
+        )
         for r in report.answers
-    ]  # fmt: skip
-    return html_table("Answers kept", ("expert", "kept", "95 %", "by average", "inputs"), rows)
+    ]
+    return html_table(verdict(report.answers), ("expert", "kept", *RIVALS.values(), "inputs"), rows)
 
 
 def lines_html(lines: Iterable[str]) -> Markup:

@@ -14,6 +14,7 @@ from typing import Final
 
 from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
+from actmat.checkpoints.formats.modules import SENTENCE_MODULES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.model import Format
@@ -28,10 +29,11 @@ GROUP: Final = "actmat.formats"
 STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
 """Folders of the checkpoints of a training run."""
 
-CORE = {"safetensors": SAFETENSORS, "torch": TORCH_FILES}
+CORE = {"modules": SENTENCE_MODULES, "safetensors": SAFETENSORS, "torch": TORCH_FILES}
 
 SIGNS: dict[str, tuple[str, ...]] = {
     "pipelines": ("model_index.json",),
+    "modules": (MODULES,),
     "safetensors": ("*",),
     "dcp": (".metadata", "*.distcp", "pytorch_model_fsdp_*", "model"),
     "torch": ("*",),

@@ -73,12 +73,17 @@ def write_statistics(
 
 
 def merge_statistics(
-    inputs: Sequence[str | Path], out: str | Path, *, dtype: str | None = None, overwrite: bool = False
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    repeated: bool = False,
 ) -> StatisticsHeader:
     """Write the statistics of all batches together, and return their header.
 
-    The inputs are of the same model (and the same adapter state), of different data. The stored sums have the `dtype`
-    given, else the widest of the inputs.
+    The inputs are of the same model (and the same adapter state), of different data unless they may be `repeated`. The
+    stored sums have the `dtype` given, else the widest of the inputs.
 
     Raises:
         StatisticsError: they are of different models or layers, or of the same data; all problems.
@@ -87,7 +92,7 @@ def merge_statistics(
         opened = [stack.enter_context(open_statistics(p)) for p in inputs]
         if len(opened) < 2:
             raise StatisticsError(f"Merging takes at least two statistics files; found {len(opened)}.")
-        problems = [*_differences(opened), *_repeated_data(opened)]
+        problems = [*_differences(opened), *([] if repeated else _repeated_data(opened))]
         if problems:
             raise StatisticsError("The statistics cannot be added up.", problems)
         stored = {s.dtype for f in opened for s in f.specs.values() if s.is_floating}
@@ -129,7 +134,10 @@ def _totals(opened: Sequence[Statistics], specs: Mapping[str, TensorSpec]) -> Ca
     """Stored tensor -> its sum over all files that have it."""
 
     def total(name: str) -> Tensor:
-        first, *others = (_summed(f.raw(name), specs[name]) for f in opened if name in f.specs)
+        parts = [f.raw(name) for f in opened if name in f.specs]
+        if sum(map(len, parts)) == specs[name].shape[0]:  # few rows, see `_specs`
+            return torch.cat(parts).to(torch_dtype(specs[name].dtype))
+        first, *others = (_summed(part, specs[name]) for part in parts)
         value = first.to(torch.int64 if specs[name].dtype == "int64" else torch.float64, copy=True)
         for part in others:
             value += part
@@ -183,16 +191,22 @@ def _repeated_data(opened: Sequence[Statistics]) -> Iterator[str]:
 
 
 def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
-    """Tensors of the new file."""
+    """Tensors of the new file; the rows of a Gram stay rows while they are few."""
     out: dict[str, TensorSpec] = {}
     problems = []
-    for file in opened:
-        for name, spec in file.specs.items():
-            info = file.header.grams.get(name.removeprefix("gram.")) if name.startswith("gram.") else None
-            shape = spec.shape if info is None else packed_shape(info.width, info.groups)
-            wanted = TensorSpec(name, shape, dtype if spec.is_floating else spec.dtype, "")
-            if out.setdefault(name, wanted).shape != shape:
-                problems.append(f"tensor '{name}' of {file.location} has another shape than elsewhere")
+    for name in {name: None for file in opened for name in file.specs}:
+        files, key = [f for f in opened if name in f.specs], name.removeprefix("gram.")
+        infos = [f.header.grams[key] for f in files] if name.startswith("gram.") else []
+        rows = sum(info.rows for info in infos)
+        shapes = {f.specs[name].shape for f in files}
+        if infos and 2 * rows <= infos[0].width and all(f.holds_rows(key) for f in files):
+            shapes = {(rows, info.width) for info in infos}
+        elif infos:
+            shapes = {packed_shape(info.width, info.groups) for info in infos}
+        spec = files[0].specs[name]
+        out[name] = TensorSpec(name, min(shapes), dtype if spec.is_floating else spec.dtype, "")
+        if len(shapes) > 1:
+            problems.append(f"tensor '{name}' has another shape in {files[0].location} than elsewhere")
     if problems:
         raise StatisticsError("The statistics cannot be added up.", problems)
     return out

@@ -15,7 +15,7 @@ from actmat.methods.post import Step, apply_steps, get_step
 from actmat.methods.spaces import MERGE_IN, Space, space_problems
 from actmat.planning.choose import WHOLE
 from actmat.recipe import PostRef
-from actmat.run.automatic import AUTO, FEW, ModelForm, choice_for
+from actmat.run.automatic import AUTO, choice_for
 
 Pair = tuple[Any, Any]
 """Tensors, or arrays of numpy."""
@@ -79,12 +79,12 @@ def _automatic(
 ) -> tuple[str, Space, dict[str, Any]]:
     """Method, space and options of `auto`, as `run.automatic` chooses them for models."""
     pairs = bool(deltas) and not isinstance(deltas[0], Tensor)
-    full: ModelForm = "full" if len(deltas) >= FEW else "few"
-    choice = choice_for(full if not pairs else "unknown" if space == "full" else "changes", "any")
+    choice = choice_for("changes" if pairs else "full", "any")
+    space = "core" if pairs and space == "full" else space
     if len(deltas) == 1:
-        return "task_arithmetic", "core" if pairs else space, {**WHOLE, **options}
+        return "task_arithmetic", space, {**WHOLE, **options}
     name = "regmean" if statistics else "linear" if pairs and weights is not None else choice.method
-    return name, choice.space if space == "full" else space, options
+    return name, space, options
 
 
 def _needs(
@@ -176,7 +176,7 @@ def _merge_pairs(
     dtype = pairs[0].b_OR.dtype
     with torch.no_grad():
         exact = [p.to(torch.float64) for p in pairs]
-        merged = MERGE_IN[space](method, exact, needs, options, steps)
+        merged = MERGE_IN[space](method, exact, {**needs, **options}, steps)
         return _checked(merged.value.dense().to(dtype), method.name, [p.dense() for p in pairs])
 
 

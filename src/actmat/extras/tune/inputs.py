@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from actmat.diagnostics.answers import UNENDED
 from actmat.errors import StatisticsError
 from actmat.extras.models.loading import Loaded
 
@@ -184,6 +185,16 @@ def labeled_by_answers(own: InputBatch, right: InputBatch) -> tuple[InputBatch, 
     return replace(own, labels=labels), right.rows(others)
 
 
+def cut_unended(batch: InputBatch, model: Any) -> tuple[InputBatch, list[bool]]:
+    """Own answers, of which those without an end count up to `UNENDED` tokens; and which these are."""
+    assert batch.labels is not None, "the tokens of its answer"
+    assert batch.counted is not None, "of which some count"
+    is_end = torch.isin(batch.labels, torch.tensor(_ends(model), device=batch.labels.device))
+    unended = ~(is_end & batch.counted).any(1)
+    counted = batch.counted & ((batch.counted.cumsum(1) <= UNENDED) | ~unended[:, None])
+    return replace(batch, counted=counted, labels=batch.labels.masked_fill(~counted, -100)), unended.tolist()
+
+
 def takes_columns(model: Any) -> bool:
     """True if a model may be asked for the logits of some columns of its inputs."""
     inner = getattr(model, "get_base_model", lambda: model)()
@@ -264,8 +275,11 @@ def _continued(model: Any, arguments: Mapping[str, Tensor], new_tokens: int) -> 
 
 def _until_end(ids_NL: Tensor, model: Any) -> Tensor:
     """True up to the first end token of every row, which counts."""
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        return torch.ones_like(ids_NL, dtype=torch.bool)
-    is_end = torch.isin(ids_NL, torch.tensor(ends, device=ids_NL.device))
+    is_end = torch.isin(ids_NL, torch.tensor(_ends(model), device=ids_NL.device))
     return (is_end.cumsum(-1) - is_end.to(torch.long)) == 0
+
+
+def _ends(model: Any) -> list[int]:
+    """Tokens that end an answer."""
+    ends = getattr(model, "get_base_model", lambda: model)().generation_config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())

@@ -1,7 +1,8 @@
-"""Answers kept: the answers of a merge beside each expert's own, on a few inputs of the expert's task.
+"""Answers kept: the answers of a merge, compared with each expert's own on a few inputs of the expert's task.
 
-For classes: the share of inputs with equal predictions. For texts: the share of tokens of the expert's own greedy
-answer that the merge ranks first when it is led through that answer, in one pass. `whole` counts whole answers.
+For classes: equal predictions. For texts: the merge ranks every token of the expert's own greedy answer first, with the
+end, when it is led through that answer in one pass; so it would write the same. Of an answer that the expert does not
+end in time, the first tokens are compared.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,168 +18,46 @@ from typing import Any
 
 from torch import nn
 
-from actmat.diagnostics.model import AgreementRow
-from actmat.errors import MergeError, RecipeError, StatisticsError, format_size
+from actmat.diagnostics.answers import FEW
+from actmat.diagnostics.model import AgreementRow, RivalAnswers
+from actmat.errors import MergeError, StatisticsError, format_size
 from actmat.experts.locate import fields_of, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.data import (
-    MESSAGES,
-    READERS,
-    SAMPLES,
     SELF,
-    TEXT_COLUMNS,
-    DataOptions,
     Row,
-    by_expert,
-    class_names,
     class_prompts,
-    is_contrastive,
     make_batches,
-    prepare_data,
 )
 from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
-from actmat.extras.tune.inputs import InputBatch, completed, is_causal, labeled_by_answers, of_similar_lengths
+from actmat.extras.tune.inputs import (
+    InputBatch,
+    completed,
+    cut_unended,
+    is_causal,
+    labeled_by_answers,
+    of_similar_lengths,
+)
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import model_device
 from actmat.extras.tune.progress import TuneProgress
-from actmat.extras.tune.written import MOST, check_written, write_own
+from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
+from actmat.extras.tune.written import check_written, write_own
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
+from actmat.run.automatic import AUTO
 from actmat.run.locate import Held
 from actmat.settings import RunSettings
 
 FEWEST = 4
-"""Inputs of an expert from which every fourth is held back for the comparison of answers."""
-AVERAGE_BYTES = 2 << 30
-"""Largest average of full models that is written, to compare its answers as well."""
+"""Inputs of an expert from which every fourth is held back where a merge is dear."""
+SMALL_BYTES = 2 << 30
+"""Largest merge, and statistics of an expert, of which others are made and removed, to compare answers."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
 """Columns that are used if they are there: classes as numbers, and right continuations of texts."""
-PROMPT = "text:"
-"""Beginning of a prompt without a space."""
 Z_95 = 1.959964
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputSettings:
-    """Settings of models that run on inputs.
-
-    Args:
-        reading: options of every data set, whose location is replaced.
-        new_tokens: tokens of an expert's own answer to a text, at most.
-        model_class, model_dtype: of the models while they run.
-        keep_statistics: keep the folder `OUT.statistics`.
-        template: around every text, {} is its place; or expert -> its own.
-        as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
-        loaded: models in memory, by the places that recipes give them.
-    """
-
-    reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
-    new_tokens: int = 16
-    model_class: str | None = None
-    model_dtype: str = "float32"
-    keep_statistics: bool = False
-    template: str | Mapping[str, str] | None = None
-    as_adapter: bool = True
-    loaded: Mapping[str, Loaded] = field(default_factory=dict)
-
-    def loader(self, base: str, device: str) -> Loader:
-        """Loads the models."""
-        return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
-
-    def source(self, given: Any, *, measured: bool) -> DataOptions:
-        """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.
-
-        Raises:
-            RecipeError: inputs of an unknown form.
-        """
-        if isinstance(given, DataOptions):
-            reading = given
-        else:
-            reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
-            reading = dataclasses.replace(reading, location=str(given))
-        if isinstance(given, list | tuple):
-            return dataclasses.replace(reading, location=f"{len(given)} inputs given", rows=tuple(map(_as_row, given)))
-        file, _, column = reading.location.rpartition(":")
-        if Path(file).suffix in READERS and column.isidentifier():
-            return dataclasses.replace(reading, location=file, text_column=column)
-        if not reading.rows and is_prompt(reading.location):
-            rows = (_as_row(reading.location.removeprefix(PROMPT)),)
-            return dataclasses.replace(reading, location="the prompt given", rows=rows)
-        return reading
-
-    def templates(self, recipe: Recipe) -> dict[str, str]:
-        """Expert -> the template around its texts.
-
-        Raises:
-            RecipeError: a template without `{}`, or of an expert that the merge does not have.
-        """
-        templates = by_expert(recipe, self.template) if self.template else {}
-        for label, template in templates.items():
-            if "{}" not in template:
-                raise RecipeError(f"The template of '{label}' needs {{}} in the place of the text; got {template!r}.")
-        return templates
-
-
-def is_prompt(text: str) -> bool:
-    """True for a text itself, which has a space or begins with `text:`; False for the place of a data set.
-
-    >>> is_prompt("What is 2 + 2?"), is_prompt("text:hello"), is_prompt("hello"), is_prompt("my data/math.jsonl")
-    (True, True, False, False)
-    """
-    is_file = Path(text).suffix in (*READERS, ".npz") or text.startswith(("/", "./", "../", "~"))
-    return text.startswith(PROMPT) or (len(text.split()) > 1 and not is_file and not os.path.exists(text))
-
-
-def _as_row(given: Any) -> Row:
-    """The row of a text, of a chat, or of columns.
-
-    Raises:
-        RecipeError: it is none of these.
-    """
-    if isinstance(given, str):
-        return {TEXT_COLUMNS[0]: given}
-    if isinstance(given, Mapping) or (isinstance(given, list) and all(isinstance(m, Mapping) for m in given)):
-        return given if isinstance(given, Mapping) else {MESSAGES: given}
-    raise RecipeError(f"An input is a {type(given).__name__}; expected a text, a chat (list of messages), or a row.")
-
-
-@dataclass(frozen=True)
-class DataRows:
-    """A data set and its rows, which were read."""
-
-    options: DataOptions
-    rows: Sequence[Row]
-
-    def part(self, held: bool) -> DataRows:
-        """Every fourth row, which is held back; or the others."""
-        kept = [row for n, row in enumerate(self.rows) if (n % FEWEST == FEWEST - 1) == held]
-        return dataclasses.replace(self, rows=kept)
-
-
-def read_sources(
-    recipe: Recipe, data: Any, settings: InputSettings, config: Mapping[str, Any], *, measured: bool
-) -> dict[str, DataRows]:
-    """Expert -> its rows; images have classes by the names of their folders if the base compares images with texts.
-
-    Raises:
-        RecipeError: data of unknown experts, or of not every expert if the data is `measured`.
-        StatisticsError: data that cannot be read.
-    """
-    named = {n: settings.source(d, measured=measured) for n, d in by_expert(recipe, data).items()}
-    for label, template in settings.templates(recipe).items():
-        if label in named:
-            named[label] = dataclasses.replace(named[label], template=template)
-    if measured:
-        check_every_expert(recipe, named)
-    options = {label: with_classes(label, source, config) for label, source in named.items()}
-    rows = prepare_data({label: o for label, o in options.items() if o.location != SELF})
-    for label, source in options.items():
-        if source.location == SELF:
-            options[label] = dataclasses.replace(source, max_samples=min(source.max_samples or MOST, MOST))
-            rows[label] = [{}] * (options[label].max_samples or 0)  # which the expert is to write
-    return {label: DataRows(o, rows[label]) for label, o in options.items()}
 
 
 def read_written(
@@ -192,30 +70,48 @@ def read_written(
     return {label: (prompts[label].texts, gain) for label, gain in gains.items()}
 
 
-def check_every_expert(recipe: Recipe, data: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` for experts without data."""
-    if missing := [label for label in recipe.labels if label not in data]:
-        problems = [f"no data is given for '{m}'. Fix: --data {m}=INPUTS, a prompt or a file" for m in missing]
-        raise RecipeError("Every expert needs inputs of its own.", problems)
+@dataclass(frozen=True)
+class Compared:
+    """Comparison of a merge with one expert: on the expert's own answers, and on right answers where they differ."""
+
+    own: AnswerComparison = field(default_factory=AnswerComparison)
+    graded: AnswerComparison = field(default_factory=AnswerComparison)
+
+    def __add__(self, other: Compared) -> Compared:
+        """The inputs of both."""
+        return Compared(self.own + other.own, self.graded + other.graded)
+
+    @property
+    def kept(self) -> list[bool]:
+        """For each input, whether all predictions are the expert's."""
+        return [not differing for differing in self.own.differing]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of inputs with labels of which all are right; None without labels."""
+        both = self.own + self.graded
+        right = [right == n for right, n in zip(both.right, both.labeled, strict=True) if n]
+        return sum(right) / len(right) if right else None
 
 
-def with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> DataOptions:
-    """The data with the classes of its images, by the names of their folders, if the base compares images with texts.
+@dataclass(frozen=True)
+class Fold:
+    """Inputs of one expert that judge the same merge.
 
-    Raises:
-        RecipeError: images without classes, or classes for a model of another kind.
+    Args:
+        batches, answers: texts are followed by the expert's own answers; right ones that these begin with are labels.
+        graded, graded_answers: other right answers where these are known.
     """
-    if not is_contrastive(config):
-        if source.classes:
-            raise RecipeError("classes need a model that compares images with texts, such as CLIP.")
-        return source
-    classes = source.classes or class_names(source.location)
-    if not classes and Path(source.location).is_dir():
-        raise RecipeError(
-            f"The image classes of '{label}' are unknown: --set classes={label}=a,b,c, or give a folder of images with "
-            "one subfolder per class."
-        )
-    return dataclasses.replace(source, classes=classes)
+
+    batches: Sequence[InputBatch]
+    answers: Sequence[Answers]
+    graded: Sequence[InputBatch]
+    graded_answers: Sequence[Answers]
+
+    def compare(self, model: nn.Module) -> Compared:
+        """Comparison of a model's answers with the expert's."""
+        pairs = ((self.batches, self.answers), (self.graded, self.graded_answers))
+        return Compared(*(compare_answers(model, batches, answers) for batches, answers in pairs))
 
 
 @dataclass(frozen=True)
@@ -225,27 +121,18 @@ class Question:
     Args:
         source: location of the data set.
         inputs: number of samples.
-        measured: statistics were measured on them as well.
-        batches, answers: texts are followed by the expert's own answers; right ones that these begin with are labels.
-        graded, graded_answers: other right answers where these are known.
+        measured: the merge that they judge has seen them.
+        folds: each judges a merge of its own where there are several.
+        unended: answers that the expert did not end.
         right: the expert's accuracy.
     """
 
     source: str
     inputs: int
     measured: bool
-    batches: Sequence[InputBatch]
-    answers: Sequence[Answers]
-    graded: Sequence[InputBatch] = ()
-    graded_answers: Sequence[Answers] = ()
-    right: float | None = None
-
-    def compare(self, model: nn.Module) -> tuple[AnswerComparison, float | None]:
-        """Comparison of a model's answers with the expert's, and its accuracy where labels are known."""
-        found = compare_answers(model, self.batches, self.answers)
-        both = found + compare_answers(model, self.graded, self.graded_answers)
-        labeled = [right == n for right, n in zip(both.right, both.labeled, strict=True) if n]
-        return found, sum(labeled) / len(labeled) if labeled else None
+    folds: Sequence[Fold]
+    unended: int
+    right: float | None
 
 
 class Asking:
@@ -260,7 +147,8 @@ class Asking:
     def __init__(self, loader: Loader, settings: InputSettings, progress: TuneProgress) -> None:
         self.loader, self.settings, self.progress = loader, settings, progress
         self.notes: list[str] = []  # some more than once
-        self.questions: dict[str, Question] = {}
+        self.questions: dict[str, Question] = {}  # judge the merge itself
+        self.dealt: dict[str, Question] = {}  # each fold judges a merge that has not seen it
 
     def with_written(self, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
         """The sources; prompts that experts are to write are written.
@@ -289,26 +177,43 @@ class Asking:
         elif options.label_column is None and labels:
             column = next((c for c in LABELS if type(data.rows[0].get(c)) is int), None)
             options = dataclasses.replace(options, label_column=column)
-        rows = sorted(data.rows, key=lambda row: sum(len(str(v)) for v in row.values() if isinstance(v, str | list)))
+        rows = sorted(data.rows, key=_length)
         shared = class_prompts(loaded, options) if options.classes else {}
         known = labels and options.label_column is not None
         given = make_batches(loaded, options, rows=rows, labels=known, apart=True, note=self.notes.append)
         return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
 
-    def ask(self, label: str, loaded: Loaded, data: DataRows, *, measured: bool = False) -> None:
-        """Keep an expert's answers to inputs, and to those with right answers."""
-        given, graded = self.batches(loaded, data), list[InputBatch]()
+    def ask(
+        self, label: str, loaded: Loaded, data: DataRows, *, folds: Sequence[int] = (), measured: bool = False
+    ) -> None:
+        """Keep an expert's answers to inputs, and to those with right answers.
+
+        Args:
+            folds: number of the fold of each row; empty: all are in one.
+            measured: the merge that they judge has seen them.
+        """
+        model = loaded.model
+        numbers = [n for _, n in sorted(zip(map(_length, data.rows), folds or [0] * len(data.rows), strict=True),
+                                        key=lambda pair: pair[0])]  # fmt: skip
+        given, unended = self.batches(loaded, data), 0
         batches = self.completed(loaded, given, label)
-        if (column := self._answer_column(loaded, data)) is not None:
+        for n, batch in enumerate(batches if self.settings.new_tokens else ()):
+            if batch.labels is not None and (is_causal(model) or given[n].labels is None):  # its own words
+                batches[n], cut = cut_unended(batch, model)
+                unended += sum(cut)
+        column, known = self._answer_column(loaded, data), list[InputBatch]()
+        if column is not None:
             known = self.completed(loaded, self.batches(loaded, data, column), label)
-            pairs = [labeled_by_answers(own, right) for own, right in zip(batches, known, strict=True)]
-            batches, graded = [own for own, _ in pairs], [other for _, other in pairs]
-        elif is_causal(loaded.model) or any(b.labels is None for b in given):  # no class labels, or targets
+        elif is_causal(model) or any(b.labels is None for b in given):  # no class labels, or targets
             batches = [dataclasses.replace(b, labels=None) for b in batches]
-        parts = [of_similar_lengths(b, loaded.model) for b in (batches, graded)]
-        own, others = ((b, keep_answers(loaded.model, b)) for b in parts)
-        right = own_right([*own[0], *others[0]], [*own[1], *others[1]])
-        self.questions[label] = Question(data.options.location, len(data.rows), measured, *own, *others, right)
+        parts = [
+            _fold(model, _of_fold(batches, numbers, n), _of_fold(known, numbers, n)) for n in range(max(numbers) + 1)
+        ]
+        own, answers = ([x for p in parts for x in getattr(p, name)] for name in ("batches", "answers"))
+        own += [b for p in parts for b in p.graded]
+        right = own_right(own, [*answers, *(a for p in parts for a in p.graded_answers)])
+        asked = self.dealt if len(parts) > 1 else self.questions
+        asked[label] = Question(data.options.location, len(data.rows), measured, parts, unended, right)
 
     def _answer_column(self, loaded: Loaded, data: DataRows) -> str | None:
         """Column of right continuations, for a causal model whose data has them."""
@@ -328,79 +233,132 @@ class Asking:
             self.progress.done(sum(b.samples for b in whole))
         return whole
 
-    def compare(self, place: str | Path, name: str) -> dict[str, tuple[AnswerComparison, float | None]]:
-        """Comparison of the model at a place with every expert that was asked."""
+    def compare(
+        self, place: str | Path, name: str, questions: Mapping[str, Question], fold: int | None = None
+    ) -> dict[str, Compared]:
+        """Comparison of the model at a place with experts that were asked, on one fold of their inputs or on all."""
+        if not questions:
+            return {}
         model = self.loader.load(str(place)).model
-        self.progress.doing(f"running {name}", len(self.questions))
-        found = {}
-        for number, (label, question) in enumerate(self.questions.items(), 1):
-            found[label] = question.compare(model)
+        self.progress.doing(f"running {name}", len(questions))
+        compared = {}
+        for number, (label, question) in enumerate(questions.items(), 1):
+            folds = question.folds if fold is None else question.folds[fold : fold + 1]
+            compared[label] = sum((part.compare(model) for part in folds), Compared())
             self.progress.done(number)
-        return found
+        return compared
+
+    @property
+    def asked(self) -> dict[str, Question]:
+        """The question that judges each expert's answers."""
+        return {**self.dealt, **self.questions}
 
     def rows(
-        self, places: Sequence[str | Path], recipe: Recipe, folder: Path, held: Held
+        self, merges: Sequence[tuple[Recipe, Mapping[str, Compared]]], rivals: Mapping[str, RivalMerge]
     ) -> list[tuple[AgreementRow, ...]]:
-        """Rows of each merge; the plain average of the recipe's experts is made in `folder`, and compared too."""
-        if not self.questions:
-            return [()] * len(places)
-        average = self._of_average(recipe, folder, held)
-        return [
-            tuple(_row(n, self.questions[n], *f, average.get(n)) for n, f in self.compare(place, str(place)).items())
-            for place in places
-        ]
+        """Rows of each merge of the same experts, with its recipe."""
+        rows = []
+        for recipe, compared in merges:
+            questions = {label: self.asked[label] for label in recipe.labels if label in self.asked}
+            others = {name: found for name, (choice, found) in rivals.items() if choice != choice_of(recipe)}
+            rows.append(
+                tuple(
+                    _row(label, question, compared[label], {name: found[label] for name, found in others.items()})
+                    for label, question in questions.items()
+                )
+            )
+        return rows
 
-    def _of_average(self, recipe: Recipe, folder: Path, held: Held) -> dict[str, tuple[AnswerComparison, float | None]]:
-        """Comparison of the plain average's answers; empty where it would be large, or cannot be made."""
-        plain = average_of(recipe)
-        with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=".average.", dir=folder) as inside:
-            average = plain.model_copy(update={"out": str(Path(inside) / "average")})
-            if (size := plan_recipe(average, held=held).write_bytes) > AVERAGE_BYTES:
-                self.progress.note(f"the average is not compared: it would take {format_size(size)} on the disk")
-                return {}
-            run_recipes([average], RunSettings(durable=False, held=held))
-            return self.compare(str(average.out), "the average")
-        return {}
+    def rivals(self, recipe: Recipe, folder: Path, held: Held) -> dict[str, RivalMerge]:
+        """The merge that `auto` makes without inputs, and the plain average, made in `folder` and compared.
+
+        One is missing where it would be large, or cannot be made.
+        """
+        rivals: dict[str, RivalMerge] = {}
+        for name, method in (("without", AUTO), ("average", "average")) if self.asked else ():
+            with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=".rival.", dir=folder) as inside:
+                rival = plain_merge(recipe, method).model_copy(update={"out": str(Path(inside) / name)})
+                plan = plan_recipe(rival, held=held)
+                compared = next((c for choice, c in rivals.values() if choice == choice_of(plan.recipe)), None)
+                if compared is None and plan.write_bytes > SMALL_BYTES:
+                    size = format_size(plan.write_bytes)
+                    self.progress.note(f"{plan.recipe.method} is not compared: it would take {size} on the disk")
+                    continue
+                if compared is None:
+                    run_recipes([rival], RunSettings(durable=False, held=held))
+                    compared = self.compare(str(rival.out), plan.recipe.method, self.asked)
+                rivals[name] = (choice_of(plan.recipe), compared)
+        return rivals
 
 
-def average_of(recipe: Recipe) -> Recipe:
-    """The plain average of a recipe's experts, with nothing of its method."""
+Choice = tuple[str, Mapping[str, Any], str]
+"""Method, options and space."""
+RivalMerge = tuple[Choice, dict[str, Compared]]
+"""Another merge of the same experts, and its comparison with each."""
+
+
+def choice_of(recipe: Recipe) -> Choice:
+    """The choice that distinguishes merges of the same experts."""
+    return recipe.method, dict(recipe.options), recipe.space
+
+
+def plain_merge(recipe: Recipe, method: str) -> Recipe:
+    """A recipe's experts merged by a method, with nothing of its own method."""
     plain = Recipe(experts=(ExpertRef(path="x"),))
-    experts = tuple(e.model_copy(update={"weight": 1.0, "statistics": "", "options": {}}) for e in recipe.experts)
+    own = {"weight", "statistics", "options"}
+    experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=own, exclude_unset=True)) for e in recipe.experts)
     names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
-    fields = {n: getattr(plain, n) for n in names} | {"method": "average", "experts": experts}
+    fields = {n: getattr(plain, n) for n in names} | {"method": method, "experts": experts}
     return recipe.model_copy(update=fields)
 
 
-def _row(
-    label: str,
-    question: Question,
-    found: AnswerComparison,
-    accuracy: float | None,
-    average: tuple[AnswerComparison, float | None] | None,
-) -> AgreementRow:
-    kept, inputs = _kept(found), question.inputs
-    low, high = wilson_interval(kept, inputs)
-    grades = () if accuracy is None else (accuracy, question.right, average[1] if average else None)
+def _length(row: Row) -> int:
+    """Characters of a row, by which rows are batched."""
+    return sum(len(str(v)) for v in row.values() if isinstance(v, str | list))
+
+
+def _of_fold(batches: Sequence[InputBatch], numbers: Sequence[int], fold: int) -> list[InputBatch]:
+    """Samples of a fold; `numbers`: of all samples, in their order."""
+    rest = iter(numbers)
+    chosen = [[n for n in range(batch.samples) if next(rest) == fold] for batch in batches]
+    return [batch.rows(rows) for batch, rows in zip(batches, chosen, strict=True) if rows]
+
+
+def _fold(model: nn.Module, own: list[InputBatch], known: Sequence[InputBatch]) -> Fold:
+    """A fold with the expert's answers; `known`: the same inputs with right answers."""
+    graded = list[InputBatch]()
+    if known:
+        pairs = [labeled_by_answers(batch, right) for batch, right in zip(own, known, strict=True)]
+        own, graded = [batch for batch, _ in pairs], [other for _, other in pairs]
+    batches, others = (of_similar_lengths(some, model) for some in (own, graded))
+    return Fold(batches, keep_answers(model, batches), others, keep_answers(model, others))
+
+
+def _row(label: str, question: Question, merged: Compared, rivals: Mapping[str, Compared]) -> AgreementRow:
+    own, kept, inputs = merged.own, sum(merged.kept), question.inputs
+    low, high = wilson_interval(kept / inputs, inputs) if inputs >= FEW else (None, None)
     return AgreementRow(
         expert=label,
         data=question.source,
-        disagreement=1 - kept,
-        divergence=math.fsum(found.divergence) / sum(found.predictions),
-        predictions=sum(found.predictions),
         inputs=inputs,
-        measured=question.measured,
+        kept=kept,
+        predictions=sum(own.predictions),
+        disagreement=sum(own.differing) / sum(own.predictions),
+        divergence=math.fsum(own.divergence) / sum(own.predictions),
         low=low,
         high=high,
-        average=_kept(average[0]) if average else None,
-        accuracy=grades,
-        whole=sum(not d for d in found.differing) / inputs,
+        measured=question.measured,
+        unended=question.unended,
+        accuracy=merged.accuracy,
+        expert_accuracy=question.right,
+        **{name: _rival(merged, other) for name, other in rivals.items()},
     )
 
 
-def _kept(found: AnswerComparison) -> float:
-    """Share of predictions that are the expert's."""
-    return 1 - sum(found.differing) / sum(found.predictions)
+def _rival(merged: Compared, other: Compared) -> RivalAnswers:
+    """Another merge, on the same inputs."""
+    pairs = list(zip(merged.kept, other.kept, strict=True))
+    return RivalAnswers(sum(other.kept), pairs.count((True, False)), pairs.count((False, True)), other.accuracy)
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
@@ -439,7 +397,8 @@ def measure_agreement(
             asking.ask(label, asking.loader.load(location), sources[label])
         except StatisticsError as error:
             raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
-    (rows,) = asking.rows([place], recipe, place.parent, {})
+    compared = asking.compare(place, "the merge", asking.questions)
+    (rows,) = asking.rows([(recipe, compared)], asking.rivals(recipe, place.parent, {}))
     return rows
 
 

@@ -1,4 +1,8 @@
-"""Merge by a few inputs of each expert: statistics are measured on them, answers compared on those held back."""
+"""Merge by a few inputs of each expert: each input judges a merge that has not seen it, then all make the merge.
+
+The inputs are dealt into folds. Statistics are measured by fold and added up, so that each expert runs once over its
+inputs; for each fold there is a merge by the others. Where a merge is dear, every fourth input is held back in place.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import disk_errors
+from actmat.diagnostics.answers import FEW, GUESSES, verdict
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
 from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import locate_in, require_model
@@ -22,21 +27,24 @@ from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.data import SELF
+from actmat.extras.collect.files import merge_statistics
 from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
-from actmat.extras.tune.kept import FEWEST, Asking, DataRows, InputSettings, read_sources
+from actmat.extras.tune.kept import FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
+from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
+from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
 from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.report.manifest import write_manifest
 from actmat.run import MergeReport, run_recipes
 from actmat.run.automatic import AUTO
-from actmat.run.locate import Located, locate_inputs
+from actmat.run.locate import Held, Located, locate_inputs
 from actmat.settings import RunSettings
 
 
@@ -50,13 +58,10 @@ def merge_with_inputs(
 ) -> list[MergeReport]:
     """Merge recipes by inputs of their experts, and compare the answers of each merge with the experts'.
 
-    Of `data`, every fourth input of an expert is held back for the comparison, where there are at least `FEWEST`; the
-    others are measured, if a method uses statistics. `auto` takes `regmean` then.
-
     Args:
-        recipes: of one run, see `run_recipes`.
+        recipes: of one run, see `run_recipes`; `auto` takes `regmean`.
         data: expert -> inputs of its task: a data set, one text, a list, or `SELF`; or `SELF` for all.
-        check: expert -> inputs that are only compared on, in place of those held back.
+        check: expert -> inputs that are only compared on, in place of the others.
         settings: of the models.
         run: of the merges.
         progress: receives callbacks.
@@ -70,34 +75,128 @@ def merge_with_inputs(
     outs = [str(r.out) for r in recipes]
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
-    with locate_inputs(recipes[0], run.held) as given:
-        adapters = settings.as_adapter and given.only_adapters and given.have_factors
-        kinds = kinds_of(recipes, given) if data else frozenset()
-        both = ((data, True), (check, False))
-        given_data, checked = (
-            read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both
-        )
-    folder = Path(f"{outs[0]}.statistics")
+    sources = read_inputs(recipes, data, check, settings, run.held)
+    adapters, folder = sources.as_adapter, Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
-    measuring = InputMeasuring(asking, kinds, folder)
+    measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
     removed = not (settings.keep_statistics or folder.exists())
     try:
-        given_data, checked = (asking.with_written(recipes[0], sources) for sources in (given_data, checked))
-        experts = [measuring.expert(e, given_data.get(e.label), checked.get(e.label)) for e in recipes[0].experts]
+        data, checked = (asking.with_written(recipes[0], rows) for rows in (sources.data, sources.check))
+        for expert in recipes[0].experts:
+            measuring.add(expert, data.get(expert.label), checked.get(expert.label))
         notes = tuple(dict.fromkeys(asking.notes))
-        if kinds and removed:
+        if sources.kinds and removed:
             notes += (
                 "statistics of these inputs are removed after the merge; --set keep_statistics=true keeps them, to "
                 "merge again from the recipe",
             )
-        fewest = min(measuring.measured, default=0)
-        ready = [_ready(r, experts, notes, as_adapter=adapters, fewest=fewest) for r in recipes]
+        judged = _judge(recipes, measuring, run, as_adapter=adapters)
+        plain = _ready(recipes[0], {}, (), as_adapter=adapters, fewest=0, mute=())
+        measuring.work.mkdir(parents=True, exist_ok=True)
+        rivals = asking.rivals(plain, measuring.work, run.held)
+        chosen = [choose(r, seen, rivals) for r, seen in zip(recipes, judged, strict=True)]
+        ready = measuring.ready([r for r, _ in chosen], notes, as_adapter=adapters)
         reports = run_recipes(ready, run, MergingProgress(progress, "merging"), draw=write_html)
-        rows = asking.rows([r.out for r in reports], ready[0], Path(outs[0]).parent, run.held)
+        merges = [
+            (r.plan.recipe, {**seen, **asking.compare(r.out, str(r.out), asking.questions)})
+            for r, (_, seen) in zip(reports, chosen, strict=True)
+        ]
+        rows = asking.rows(merges, rivals)
         return [_finished(r, own, removed=removed) for r, own in zip(reports, rows, strict=True)]
     finally:
-        if removed:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder if removed else measuring.work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of statistics that are kept
+            folder.rmdir()
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeSources:
+    """Inputs of a merge, and decisions that depend on them.
+
+    Args:
+        data, check: by expert.
+        kinds: of statistics that the merges use.
+        specs: tensors of the base.
+        folds: see `count_folds`.
+        as_adapter: the merges are adapters.
+    """
+
+    data: Mapping[str, DataRows]
+    check: Mapping[str, DataRows]
+    kinds: frozenset[str]
+    specs: Mapping[str, TensorSpec]
+    folds: int
+    as_adapter: bool
+
+
+def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings, held: Held) -> MergeSources:
+    """Read the inputs; raises the errors of `read_sources`."""
+    with locate_inputs(recipes[0], held) as given, contextlib.ExitStack() as stack:
+        kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
+        rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
+        specs = _specs_under(given, stack)
+        as_adapter = settings.as_adapter and given.only_adapters and given.have_factors
+        folds = count_folds(rows, specs, as_adapter=as_adapter) if kinds else 1
+        return MergeSources(rows, checked, kinds, specs, folds, as_adapter)
+
+
+def _judge(
+    recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSettings, *, as_adapter: bool
+) -> list[dict[str, Compared]]:
+    """Comparison of each recipe with the experts whose inputs are dealt: each fold on a merge by the others."""
+    asking = measuring.asking
+    judged = [dict.fromkeys(asking.dealt, Compared()) for _ in recipes]
+    quick = dataclasses.replace(run, durable=False, overwrite=True, diagnose=False, sha256=False)
+    for fold in range(measuring.folds if asking.dealt else 0):
+        made = [r.model_copy(update={"out": str(measuring.work / f"merge-{n}")}) for n, r in enumerate(recipes)]
+        ready = measuring.ready(made, (), as_adapter=as_adapter, without=fold)
+        name = f"merging, {fold + 1} of {measuring.folds} to compare"
+        for n, report in enumerate(run_recipes(ready, quick, MergingProgress(asking.progress, name))):
+            compared = asking.compare(report.out, f"merge {fold + 1}", asking.dealt, fold)
+            judged[n] = {label: judged[n][label] + compared[label] for label in asking.dealt}
+            shutil.rmtree(report.out, ignore_errors=True)
+    return judged
+
+
+def choose(
+    recipe: Recipe, judged: dict[str, Compared], rivals: Mapping[str, RivalMerge]
+) -> tuple[Recipe, dict[str, Compared]]:
+    """The recipe of `auto` by inputs, or without where that keeps more answers of the folds; and its comparison."""
+    if recipe.method != AUTO or not judged or "without" not in rivals:
+        return recipe, judged
+    (method, options, space), without = rivals["without"]
+    by_inputs, others = (sum(sum(c[label].kept) for label in judged) for c in (judged, without))
+    count = sum(len(compared.kept) for compared in judged.values())
+    said = f"auto: of {count} answers, a merge by inputs keeps {by_inputs}, {method} without inputs {others}"
+    fields: dict[str, Any] = {"notes": (*recipe.notes, said)}
+    if others <= by_inputs:
+        return recipe.model_copy(update=fields), judged
+    return recipe.model_copy(update=fields | {"method": method, "options": options, "space": space}), without
+
+
+def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *, as_adapter: bool) -> int:
+    """Folds of a merge by inputs; 1 where the merges, or the sums of a fold, would be large.
+
+    Args:
+        specs: of the base.
+        as_adapter: merges are adapters.
+    """
+    if max(gram_bytes(specs), 0 if as_adapter else _model_bytes(specs, "float32")) > SMALL_BYTES:
+        return 1
+    return 4 if min((len(rows.rows) for rows in data.values()), default=0) >= FEW else 2
+
+
+def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, TensorSpec]:
+    """Tensors of the base, which may be that of the adapters, or of the first expert."""
+    base = given.base
+    if base is None:
+        place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
+        base = locate_in(stack, place or given.recipe.experts[0].path)
+    return require_model(base).specs
+
+
+def _model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
+    return sum(s.numel * torch_dtype(dtype).itemsize for s in specs.values() if s.is_floating)
 
 
 def merge_by_arguments(
@@ -149,29 +248,24 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
     Raises:
         RecipeError, StatisticsError: inputs or data that cannot be used.
     """
-    with locate_inputs(recipe) as given, contextlib.ExitStack() as stack:
-        kinds = kinds_of([recipe], given) if data else frozenset()
-        both = ((data, True), (check, False))
-        measured, checked = (read_sources(recipe, d, settings, given.config, measured=m) if d else {} for d, m in both)
-        base = given.base
-        if base is None:
-            place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
-            base = locate_in(stack, place or recipe.experts[0].path)
-        specs = require_model(base).specs
-        method = "regmean" if recipe.method == AUTO and kinds else recipe.method
-        lines = [f"{method}, with inputs of {len({**measured, **checked})} experts"]
-        for label in recipe.labels:
-            rows, own = measured.get(label), checked.get(label)
-            held = 0 if rows is None or own or len(rows.rows) < FEWEST else len(rows.part(held=True).rows)
-            few = len(rows.rows) - held if rows and kinds else 0
-            asked = len(own.rows) if own else held or (len(rows.rows) if rows else 0)
-            lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}")
+    sources = read_inputs([recipe], data, check, settings, {})
+    checked, kinds, specs = sources.check, sources.kinds, sources.specs
+    method = "regmean" if recipe.method == AUTO and kinds else recipe.method
+    lines = [f"{method}, with inputs of {len({**sources.data, **checked})} experts"]
+    for label in recipe.labels:
+        rows = sources.data.get(label)
+        dealt = deal(rows, sources.folds, checks=label in checked) if rows and kinds else []
+        few = sum(n is not None for n in dealt)
+        asked = len(checked[label].rows) if label in checked else dealt.count(None) or (len(rows.rows) if rows else 0)
+        lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}")
+    if sources.folds > 1:
+        lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
     if "gram" in kinds:
-        size, matrices = gram_bytes(specs), sum(len(s.shape) == 2 for s in specs.values())
-        lines.append(f"  inputs of {matrices} matrices: at most {format_size(size)} on the disk per expert,")
+        size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
+        lines.append(f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,")
         lines.append("  removed after the merge")
-    model = sum(s.numel * torch_dtype(settings.model_dtype).itemsize for s in specs.values() if s.is_floating)
-    return [*lines, f"  memory: one model of {format_size(model)} at a time; nothing was run"]
+    model = format_size(_model_bytes(specs, settings.model_dtype))
+    return [*lines, f"  memory: one model of {model} at a time; nothing was run"]
 
 
 def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
@@ -185,17 +279,36 @@ def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
     return frozenset(found)
 
 
+def deal(data: DataRows, folds: int, *, checks: bool = False) -> list[int | None]:
+    """The fold of each input that is measured; None for inputs that are held back.
+
+    Args:
+        folds: 1 holds every fourth back, if there are enough.
+        checks: answers are compared on other inputs.
+    """
+    holds = folds == 1 and not checks and len(data.rows) >= FEWEST
+    return [None if holds and n % FEWEST == FEWEST - 1 else n % folds for n in range(len(data.rows))]
+
+
 def _ready(
-    recipe: Recipe, experts: Sequence[ExpertRef], notes: tuple[str, ...], *, as_adapter: bool, fewest: int
+    recipe: Recipe,
+    statistics: Mapping[str, str],
+    notes: tuple[str, ...],
+    *,
+    as_adapter: bool,
+    fewest: int,
+    mute: tuple[str, ...],
 ) -> Recipe:
     """The recipe with statistics and notes; adapters become an adapter, also if the base that they run on is given.
 
     Args:
+        statistics: by expert.
         fewest: inputs of an expert that were measured; 0: none.
+        mute: codes of checks.
     """
-    given = {e.label: e.statistics for e in experts}
-    own = [{**e.model_dump(), "statistics": given[e.label]} for e in recipe.experts]
+    own = [{**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts]
     fields: dict[str, Any] = {"experts": tuple(map(ExpertRef.model_validate, own)), "notes": (*recipe.notes, *notes)}
+    fields["mute"] = tuple(dict.fromkeys((*recipe.mute, *mute)))
     if recipe.method == AUTO and fewest:
         fields |= {"method": "regmean", "options": prior_of(fewest)}
         how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
@@ -213,47 +326,83 @@ class InputMeasuring:
         asking: loads and asks them.
         kinds: of statistics.
         folder: for statistics.
+        folds: of the inputs.
     """
 
-    def __init__(self, asking: Asking, kinds: frozenset[str], folder: Path) -> None:
-        self._asking, self._kinds, self._folder = asking, kinds, folder
+    def __init__(self, asking: Asking, kinds: frozenset[str], folder: Path, folds: int) -> None:
+        self.asking, self.folds, self.work = asking, folds, folder / ".folds"
+        self._kinds, self._folder = kinds, folder
         self._binding: Binding | None = None
-        self.measured: list[int] = []
+        self._measured: dict[str, dict[int, int]] = {}  # expert -> fold -> inputs
 
-    def expert(self, expert: ExpertRef, data: DataRows | None, check: DataRows | None) -> ExpertRef:
-        """The expert with statistics on its data; its answers are kept."""
-        source = check or data
-        if source is None:
-            return expert
-        asking, label = self._asking, expert.label
+    def add(self, expert: ExpertRef, data: DataRows | None, check: DataRows | None) -> None:
+        """Measure an expert by fold, and keep its answers."""
+        if (source := check or data) is None:
+            return
+        asking, label = self.asking, expert.label
         asking.progress.doing(f"loading {label}")
-        loaded, statistics = asking.loader.load(expert.path), expert.statistics
-        holds = data is not None and check is None and len(data.rows) >= FEWEST
-        measures, few = bool(self._kinds and data is not None and not statistics), 0
-        if measures and data is not None:
-            given = data.part(held=False) if holds else data
-            statistics, few = str(self._folder / label), len(given.rows)
-            self._collect(loaded, label, given, Path(statistics))
-            self.measured.append(few)
-        asked = source.part(held=True) if holds else source
-        what = "of --check" if check is not None else "held back" if holds else "the same" if measures else "given"
+        loaded = asking.loader.load(expert.path)
+        folds: list[int | None] = []
+        if self._kinds and data is not None and not expert.statistics:
+            folds = deal(data, self.folds, checks=check is not None)
+            self._measure(loaded, label, data, folds)
+        known = [n for n in folds if n is not None]
+        what, dealt = "of --check" if check is not None else "given", check is None and len(set(known)) > 1
+        if dealt:
+            what = f"each by a merge without it, of {self.folds}"
+        elif None in folds:
+            source = dataclasses.replace(source, rows=[r for r, n in zip(source.rows, folds, strict=True) if n is None])
+            what = "held back"
+        elif folds and check is None:
+            what = "the same"
         kind = "prompt" if source.options.rows else "inputs"
-        asking.notes.append(f"{kind} of '{label}': {few} measured; answers compared on {len(asked.rows)} ({what})")
+        asking.notes.append(
+            f"{kind} of '{label}': {len(known)} measured; answers compared on {len(source.rows)} ({what})"
+        )
         try:
-            asking.ask(label, loaded, asked, measured=measures and not holds and check is None)
+            asking.ask(label, loaded, source, folds=known if dealt else (), measured=what == "the same")
         except StatisticsError as error:
             if check is not None:
                 raise
             asking.notes.append(f"answers of '{label}' are not compared: {error.problems[0]}")
-        return ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics})
+
+    def ready(
+        self, recipes: Sequence[Recipe], notes: tuple[str, ...], *, as_adapter: bool, without: int | None = None
+    ) -> list[Recipe]:
+        """The recipes with statistics of all inputs that were measured, or of those `without` a fold."""
+        chosen = {k: [n for n in counts if n != without] or list(counts) for k, counts in self._measured.items()}
+        used = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
+        statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if used else {}
+        fewest = min((sum(self._measured[k][n] for n in folds) for k, folds in chosen.items()), default=0)
+        mute = GUESSES if self.asking.dealt or self.asking.questions else ()
+        return [_ready(r, statistics, notes, as_adapter=as_adapter, fewest=fewest, mute=mute) for r in recipes]
+
+    def _sum(self, label: str, folds: Sequence[int], without: int | None) -> Path:
+        """Statistics of some folds."""
+        parts = [self.work / f"{label}.{n}" for n in folds]
+        out = self._folder / label if without is None else self.work / f"{label}-others"
+        if len(parts) > 1:
+            merge_statistics(parts, out, overwrite=True, repeated=True)
+        elif without is None:
+            parts[0].replace(out)
+        return out if without is None or len(parts) > 1 else parts[0]
+
+    def _measure(self, loaded: Loaded, label: str, data: DataRows, folds: Sequence[int | None]) -> None:
+        """Statistics on the inputs of each fold."""
+        self._measured[label] = {}
+        for fold in sorted({n for n in folds if n is not None}):
+            rows = [row for row, n in zip(data.rows, folds, strict=True) if n == fold]
+            part = dataclasses.replace(data, rows=rows)
+            self._collect(loaded, label, part, self.work / f"{label}.{fold}")
+            self._measured[label][fold] = len(rows)
 
     def _collect(self, loaded: Loaded, label: str, data: DataRows, out: Path) -> None:
         """Statistics on inputs, of an encoder-decoder model with its own answers; a switched base is compared once."""
-        batches = self._asking.batches(loaded, data)
+        batches = self.asking.batches(loaded, data)
         if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
-            new_tokens = self._asking.settings.new_tokens
+            new_tokens = self.asking.settings.new_tokens
             batches = [completed(loaded, b.arguments, new_tokens) for b in batches]
-        progress = self._asking.progress
+        progress = self.asking.progress
         progress.doing(f"measuring {label}", len(data.rows))
         settings = Settings(
             gram="gram" in self._kinds,
@@ -273,13 +422,24 @@ class InputMeasuring:
 
 
 def _finished(report: MergeReport, rows: tuple[AgreementRow, ...], *, removed: bool) -> MergeReport:
-    """The report with answers, also in `report.json` and its page; the manifest marks removed statistics."""
+    """The report with answers, also in `report.json` and its page; the manifest marks removed statistics.
+
+    The verdict on the answers is in the manifest, and begins the model card.
+    """
     folder, manifest = Path(report.out), dict(report.manifest)
     diagnosis = None if report.diagnosis is None else dataclasses.replace(report.diagnosis, agreement=rows or None)
+    card = folder / "README.md"
     with disk_errors(folder):
         if diagnosis is not None:
             write_diagnosis(diagnosis, folder)
             write_html(diagnosis, folder / "report.html")
+        if line := verdict(rows):
+            text = card.read_text(encoding="utf-8").replace(f"\n\n**{markdown(manifest.get('verdict', ''))}**", "", 1)
+            head, title, rest = text.partition("\n# ")
+            name, _, rest = rest.partition("\n")
+            text = f"{head}{title}{name}\n\n**{markdown(line)}**\n{rest}"
+            card.write_text(text, encoding="utf-8", newline="\n")
+            manifest["verdict"] = line
         manifest["statistics"] = [{**row, "removed": removed} for row in manifest.get("statistics", ())]
         write_manifest(folder, manifest)
     return dataclasses.replace(report, answers=rows, diagnosis=diagnosis)

@@ -21,7 +21,6 @@ from actmat_experiments.harness.cache import file_digest, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, mean_share
 from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.merging import merging_code
-from actmat_experiments.harness.origin import current_origin
 from actmat_experiments.harness.progress import Stage
 from actmat_experiments.harness.results import ScaleKind, Score, append_scores, read_scores
 from actmat_experiments.harness.training import Schedule, Training, train_by
@@ -137,11 +136,11 @@ class WordedLlm(Experiment):
             if score.model == self.model and all(score.detail.get(name) == value for name, value in same.items())
         }
         about = {**same, "base": file_digest(self.base.path.glob("*.safetensors")), "split": "test"}
+        about["versions"] = library_versions(*_VERSIONS)
         live = Live(self.read(self.base.path), self.device)
 
         def add(method: str, counts: Mapping[str, Counts], facts: Mapping[str, Any]) -> None:
-            run = {"run": current_origin(self.device), "versions": library_versions(*_VERSIONS)}
-            append_scores(path, self.lines(method, "default", counts, {**about, **run, **facts}))
+            append_scores(path, self.lines(method, "default", counts, {**about, **facts}))
 
         with self.watch.stage(f"merges: {self.model}, seed {self.seed}", total=len(rows)) as stage:
             if "experts" not in done:

@@ -37,7 +37,8 @@ class QwenSettings:
     """Settings of the suite, for `--set name=value`.
 
     Args:
-        base: folder of the base, a checkpoint or its only GGUF file; default: the original on the hub.
+        base: folder of the base, a checkpoint or its only GGUF file; default: the original on the hub. Its name is the
+            model's in the scores.
         train, test: largest number of examples per task.
         prompts: of each task, in each wording, for merges by prompts.
         steps, batch_size: of every expert, and examples of each step.
@@ -89,7 +90,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     location = settings.base or ORIGINAL
     base = make_base(Cache(request.cache), location)
     decided = {name: value for name, value in asdict(settings).items() if name not in ("base", "losses")}
-    name = ORIGINAL.rpartition("/")[2] + " from GGUF" * bool(_quantized(Path(location)))
+    name = Path(location).name + " from GGUF" * bool(_quantized(Path(location)))
     for seed in request.seeds:
         for loss in settings.losses:
             yield WordedLlm(

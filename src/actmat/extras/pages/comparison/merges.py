@@ -312,7 +312,7 @@ def compare(
         settings=tuple(_setting_differences(*manifests, experts)),
         tensors=tuple(tensors),
         diagnosed=(report_one is not None, report_two is not None),
-        answers=_by_expert(experts, *({r.expert: 1 - r.disagreement for r in d.agreement or ()} for d in both or ())),
+        answers=_by_expert(experts, *({r.expert: r.kept / r.inputs for r in d.agreement or ()} for d in both or ())),
         residuals=_by_expert(experts, *({e.name: e.residual for e in d.experts} for d in both or ())),
         checks=_check_differences(*both) if both else (),
         notes=tuple(notes),

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from actmat.diagnostics.answers import kept_words, verdict
 from actmat.diagnostics.model import Diagnosis, ExpertRow, Matrix, MatrixRow
 from actmat.extras.pages.html import charts, scales
 from actmat.extras.pages.html.environment import render, write_document
@@ -35,6 +36,8 @@ def render_html(diagnosis: Diagnosis) -> str:
         others=[c for c in diagnosis.checks if c.verdict != "found"],
         off=next((c for c in found if c.code in SIZE_CODES), None),
         measure=measure_answers(diagnosis),
+        verdict=verdict(diagnosis.agreement or ()),
+        kept=kept_words,
         experts=[_expert(diagnosis, t, e) for t, e in enumerate(diagnosis.experts)],
         overlap=overlap(diagnosis) if diagnosis.measures and len(diagnosis.experts) > 1 else [],
         layers=residuals(diagnosis) if diagnosis.measures else None,
