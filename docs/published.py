@@ -49,8 +49,6 @@ SHORT_TEXT = ("ExpertRef", "PostRef", "Vocabulary", "TokenRow")
 """Models that a recipe may give as a text."""
 SHORT_LIST = {"Recipe": ("keep", "mute", "post"), "Rule": ("match",), "ExpertRef": ("stacks",)}
 """Model -> lists that a recipe may give as their only member."""
-NUMBER_TEXT = {"type": "string", "pattern": r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"}
-"""`1e-6`, which YAML 1.1 reads as a text."""
 GRADIENT = {"type": "object", "required": ["gradient"], "properties": {"gradient": {"type": "array", "minItems": 1}}}
 
 Schema = dict[str, Any]
@@ -84,7 +82,7 @@ def _as_written(schema: Schema) -> Schema:
             entry["anyOf"] = [*entry.pop("oneOf"), *entry.pop("anyOf", [])]
             entry.pop("discriminator", None)
         if {"type": "array", "items": {"$ref": "#/$defs/Entry"}} in entry.get("anyOf", ()):
-            entry["anyOf"] += [NUMBER_TEXT, GRADIENT]
+            entry["anyOf"].append(GRADIENT)
     recipe = fields["Recipe"]["properties"]
     recipe["output"]["anyOf"].append({"type": "string"})
     for name in SHORT_TEXT:

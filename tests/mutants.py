@@ -26,6 +26,8 @@ LORA, SCORE = "src/actmat/experts/lora/config.py", "src/actmat/extras/tune/evalu
 EVIDENCE, CHOSEN = (f"evidence/tests/benchmarks/test_{n}.py" for n in ("evidence", "choice"))
 FILTERS, REGMEAN = "tests/linalg/interference/test_filters.py", "tests/methods/test_regmean.py"
 
+LOOK, AUTO, AUTOMATIC = "src/actmat/run/adapters.py", "src/actmat/run/automatic.py", "tests/e2e/test_automatic.py"
+
 Mutant = tuple[str, str, str, str, str]
 """Name; file; text in it; what stands in its place; tests that must fail (a module of `src`: its examples)."""
 MUTANTS: tuple[Mutant, ...] = (
@@ -34,15 +36,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ("interval: width", INTERVALS, "t.ppf(0.975", "t.ppf(0.95", EVIDENCE),
     ("interval: freedom", INTERVALS, "total**2 / spread", "total / spread", EVIDENCE),
     ("choice: limit", CHOICE, "TOLERATED = -1.0", "TOLERATED = -100.0", CHOSEN),
-    ("choice: complete", CHOICE, "plain = set.intersection(*rows)", "plain = set.union(*rows)", CHOSEN),
-    ("choice: held out", CHOICE, "if used := [s for s in own if s.base != without]", "if used := own", CHOSEN),
     (
-        "choice: held border",
+        "choice: complete",
         CHOICE,
-        "        used = [s for s in own if s.base != without]",
-        "        used = own",
+        "set.intersection(set(CANDIDATES), *rows)",
+        "set.union(*rows) & set(CANDIDATES)",
         CHOSEN,
     ),
+    ("choice: held out", CHOICE, "for s in every if s.base != without and _bel", "for s in every if _bel", CHOSEN),
+    ("choice: base", CHOICE, "own[seed] - max(average, base)", "own[seed] - average", CHOSEN),
+    ("choice: held border", CHOICE, "is not None and s.base != without]", "is not None]", CHOSEN),
     ("choice: level", CHOICE, "LEVEL = 0.5", "LEVEL = 50.0", CHOSEN),
     ("cut-off: default", RULE, "width * FLOAT32_EPS if", "FLOAT32_EPS if", FILTERS),
     ("cut-off: rounding", RULE, "return max(wanted, min(", "return max(wanted, 0 * min(", FILTERS),
@@ -73,6 +76,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ("cost: spectrum", "src/actmat/linalg/operations.py", '"eigh", 9 *', '"eigh", 4 *', "tests/plan/test_flops.py"),
     ("cost: rate", COST, "NOMINAL_BYTES = 5e10, 5e8", "NOMINAL_BYTES = 5e10, 5e9", COST),
     ("cost: items", COST, "SOURCE_BYTES = 6_000, 1_000", "SOURCE_BYTES = 60, 10", "tests/plan/test_memory_numbers.py"),
+    ("size: mean", LOOK, "(mean(sizes) if", "(median(sizes) if", AUTOMATIC),
+    ("overlap: pairs", LOOK, "in pairwise(cores) for", "in list(pairwise(cores))[:1] for", AUTOMATIC),
+    ("start: no base", AUTO, 'return "other" if start else "unknown"', 'return "unknown"', AUTOMATIC),
     ("score: divergence", SCORE, "(expert.log_p_PK - log_q_PK)", "(log_q_PK - expert.log_p_PK)", SCORE),
 )
 

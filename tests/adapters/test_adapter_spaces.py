@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
 from tests.adapters.test_adapter_options import from_full_models
 from tests.adapters.test_adapter_to_adapter import GPT2, deltas_of, merge
@@ -101,6 +102,9 @@ def test_files_and_tensors_give_the_same(space: Any, groups: Path, tmp_path: Pat
     assert row["space"] == space
     assert row["stats"]["isotropic_rank"] > 0
     assert row["rank"] == (4 if space == "core" else 2)
+    values = torch.linalg.svdvals(found)
+    assert float((values[: row["rank"]] - values[0]).norm()) <= F64_ORACLE * float(values[0]), "all alike, by the step"
+    assert float(values[row["rank"]]) <= F64_ORACLE * float(values[0])
     if space == "core":
         assert row["stats"]["core"] == "4x4"
 

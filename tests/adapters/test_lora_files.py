@@ -44,6 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in (("unet", tiny_unet()), ("text", tiny_text())):
         (folder / name).mkdir()
         save_file(weights_of(model), folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text(f'{{"architectures": ["{type(model).__name__}"]}}')
     for seed in (1, 2):
         unet, text = (random_factors(m, n, seed, alpha=1.0) for m, n in ((tiny_unet(), UNET), (tiny_text(), TEXT)))
         save_kohya(folder / f"kohya{seed}.safetensors", unet, text)
@@ -76,6 +77,23 @@ def test_the_other_component_is_left_out_and_named(place: Path, tmp_path: Path) 
     expected = added(weights_of(tiny_text()), random_factors(tiny_text(), TEXT, 1, alpha=1.0))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, **EXACT)
+
+
+def test_no_component_is_left_out_of_a_file_without_a_config_unless_it_is_said(place: Path, tmp_path: Path) -> None:
+    base = place / "unet" / "model.safetensors"
+    with pytest.raises(
+        MergeError, match=r"2 of its modules have no tensor .*--drop 'lora_te_text_model_.*\*'"
+    ) as error:
+        actmat.plan(base, [place / "kohya1.safetensors"])
+    flag = str(error.value).rpartition("--drop '")[2].partition("'")[0]
+    found = merged(place, tmp_path / "out", "kohya1.safetensors", base=base.relative_to(place).as_posix(), drop=(flag,))
+    expected = added(weights_of(tiny_unet()), random_factors(tiny_unet(), UNET, 1, alpha=1.0))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, **EXACT)
+    with pytest.raises(MergeError, match=r"'unknown\.\*' matches no tensor of the adapters, such as 'lora_"):
+        actmat.plan(base, [place / "kohya1.safetensors"], drop=("unknown.*",))
+    with pytest.raises(MergeError, match=r"expert 'kohya1\.safetensors' changes nothing"):
+        actmat.plan(base, [place / "kohya1.safetensors"], drop=(flag,), keep=("*",))
 
 
 @pytest.mark.parametrize("with_metadata", [False, True])

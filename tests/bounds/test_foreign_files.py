@@ -224,7 +224,7 @@ def test_a_stale_unfinished_report_is_replaced_not_written_through(tmp_path: Pat
 
     (tmp_path / "target").write_text("mine")
     (tmp_path / ".x.json.part").symlink_to(tmp_path / "target")
-    write_whole(tmp_path / "x.json", b"new")
+    write_whole(tmp_path / "x.json", [b"new"])
     assert (tmp_path / "target").read_text() == "mine"
     assert (tmp_path / "x.json").read_bytes() == b"new"
 

@@ -322,7 +322,7 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
     state = ACTMAT.stages.prepare(deltas, **options)
     merged = ACTMAT.stages.finish(state, **options)
     kept, rule = (int(merged.stats["rank"]), state.items[0]) if reused else (None, None)
-    peak = peak_bytes(lambda: measure_dense(deltas, merged.value, generator=torch.Generator(), kept=kept, rule=rule))
+    peak = peak_bytes(lambda: measure_dense(deltas, merged.value, generator=torch.Generator(), rank=kept, rule=rule))
     spec = TensorSpec("w", shape, "float32", "")
     sources = (DeltaSource("w", "stored", "float32", 4 * merged.value.numel()),) * experts
     target = Target(spec, TensorLayout(Role.LINEAR, ""), sources=sources)

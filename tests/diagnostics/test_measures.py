@@ -106,7 +106,7 @@ def test_dense_measures_are_the_naive_ones(shape: tuple[int, int], decay: float)
     expected = naive(deltas, merged, kept)
     alone = {k: v for k, v in expected.items() if k != "energy_kept"}
     assert not differing(measure_dense(deltas, merged), alone, PRINTED)
-    assert not differing(measure_dense(deltas, merged, kept=kept, rule=state.items[0]), expected, PRINTED)
+    assert not differing(measure_dense(deltas, merged, rank=kept, rule=state.items[0]), expected, PRINTED)
 
 
 @pytest.mark.parametrize("solver", ["eigh", "dual", "stacked"])
@@ -114,7 +114,7 @@ def test_energy_in_the_kept_space_in_every_form(solver: str) -> None:
     deltas = [spectral(8, 40, 1.0, 0), 0.05 * spectral(8, 40, 1.0, 1)]
     merged, state, kept = merged_by_actmat(deltas, solver=solver, rtol=1e-2)
     assert 0 < kept < 16
-    found = measure_dense(deltas, merged, kept=kept, rule=state.items[0])
+    found = measure_dense(deltas, merged, rank=kept, rule=state.items[0])
     assert found["energy_kept"] == pytest.approx(naive(deltas, merged, kept)["energy_kept"], abs=PRINTED)
     assert found["energy_kept"][1] < 0.9, "the small expert loses some"
 
@@ -126,7 +126,7 @@ def test_factored_measures_are_the_dense_ones(shape: tuple[int, int]) -> None:
     kept = int(merged.stats["rank"])
     expected = naive([d.dense() for d in deltas], merged.value.dense(), kept)
     for value in (merged.value, merged.value.dense()):
-        assert not differing(measure_lowrank(deltas, value, kept=kept), expected, PRINTED)
+        assert not differing(measure_lowrank(deltas, value, rank=kept), expected, PRINTED)
 
 
 def test_float32_measures_to_float32() -> None:

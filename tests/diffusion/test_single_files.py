@@ -14,6 +14,7 @@ from tests.helpers.tinymodels import specs_of
 
 import actmat
 from actmat.errors import CheckpointError
+from actmat.extras.diffusion.architectures import ARCHITECTURES, unet_paths
 from actmat.layout.components import single_file_of
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import Role
@@ -104,3 +105,35 @@ def test_flux_packs_its_projections_in_one_matrix() -> None:
     assert layout.role is Role.FUSED_LINEAR
     blocks = [(b.name, b.stop - b.start) for b in layout.blocks]
     assert blocks == [("q", width), ("k", width), ("v", width), ("mlp", inner)]
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("Stable Diffusion 1", 4), ("Stable Diffusion XL", 3)])
+def test_the_original_names_of_a_unet_are_those_that_diffusers_reads(kind: str, blocks: int) -> None:
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
+    names = [n for a in ARCHITECTURES if a.name == kind for n in a.originals if not n.startswith("label_emb")]
+    ends = ("weight", "bias")
+    stored = {f"model.diffusion_model.{n}.{end}": torch.tensor(k) for k, n in enumerate(names) for end in ends}
+    levels = ["x"] * blocks
+    config = {"layers_per_block": 2, "down_block_types": levels, "up_block_types": levels}
+    converted = convert_ldm_unet_checkpoint(stored, config)
+    read = {n.removesuffix(".weight"): names[int(t)] for n, t in converted.items() if n.endswith(".weight")}
+    assert read == {unet_paths()[n]: n for n in names}
+
+
+def test_text_encoders_of_open_clip_get_the_rows_that_transformers_has_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer, own = "conditioner.embedders.1.model.transformer.resblocks.0.", "lora_te2_text_model_encoder_layers_0_"
+    base = {f"{layer}attn.in_proj_weight": torch.randn(24, 8), f"{layer}mlp.c_fc.weight": torch.randn(12, 8)}
+    save_file(base, tmp_path / "base.safetensors")
+    rows = {"self_attn_q_proj": (0, 8), "self_attn_v_proj": (16, 8), "mlp_fc1": (0, 12)}
+    factors = {m: (torch.randn(n, 2), torch.randn(2, 8)) for m, (_, n) in rows.items()}
+    sides = {"up": 0, "down": 1}
+    stored = {f"{own}{m}.lora_{s}.weight": pair[k] for m, pair in factors.items() for s, k in sides.items()}
+    save_file(stored | {f"{own}{m}.alpha": torch.tensor(4.0) for m in rows}, tmp_path / "lora.safetensors")
+    report = actmat.merge(tmp_path / "base.safetensors", [tmp_path / "lora.safetensors"], out=tmp_path / "o", **QUICK)
+    for module, (start, count) in rows.items():
+        target = next(t for n, t in base.items() if ("mlp" in n) == ("mlp" in module))
+        target[start : start + count] += 2 * factors[module][0] @ factors[module][1]
+    for name, tensor in load_file(Path(report.out) / "model.safetensors").items():
+        torch.testing.assert_close(tensor, base[name], rtol=1e-5, atol=1e-5)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from docs.published import SURFACE, WRITTEN, published, surface
 from jsonschema import Draft202012Validator
 from tests.helpers.docs_fixture import write_models
@@ -18,6 +17,7 @@ import actmat
 from actmat.errors import CheckpointError, RecipeError
 from actmat.planning import MergePlan
 from actmat.recipe import make_recipe
+from actmat.recipe.text import parse_yaml
 from actmat.report.manifest import read_manifest
 
 SHORT_FORMS = """
@@ -113,7 +113,7 @@ def test_a_plan_follows_the_schema(merges: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_form_of_a_recipe_follows_the_schema() -> None:
-    data = yaml.safe_load(SHORT_FORMS)
+    data = parse_yaml(SHORT_FORMS)[1]
     recipe = make_recipe(data)
     assert recipe.experts[1].weight == 0.1
     assert invalid("recipe", data) == []

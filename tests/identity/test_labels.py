@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.adapters import save_adapter
 from tests.helpers.merging import actmat
 
 from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.source import LocalSource
-from actmat.identity.inputs import chat_template, label_names
+from actmat.identity.inputs import label_names
+from actmat.identity.templates import chat_template
 from actmat.run.output import most_frequent_template
 
 ORDERED, TURNED = ["neg", "neu", "pos"], ["pos", "neu", "neg"]
@@ -125,7 +127,7 @@ def test_chat_templates_that_differ_are_a_note(
     for i, (name, template) in enumerate({"base": base, "one": one}.items()):
         classifier(tmp_path / name, None, i, template)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", "--out", f"{tmp_path}/out"]
-    found = actmat([*run, *flags])
+    found = actmat([*run, *(flags or ["--set", "files_from=base"])])
     text = " ".join(found.out.split())
     assert found.code == 0, found
     assert words in text
@@ -159,7 +161,8 @@ def test_chat_templates_that_differ_are_a_note(
         ("modules.json", [{"path": "", "type": "a.Transformer"}], [{"path": "", "type": "b.c.Transformer"}], [], ""),
         ("modules.json", [{"path": ""}], [{"path": ""}, {"path": "1_Normalize", "type": "models.Normalize"}], [],
          "modules.json differs in its modules ('one'): that of the base is written"),
-        ("1_Pooling/config.json", {"pooling_mode": "mean"}, {"pooling_mode_cls_token": False}, [], ""),
+        ("1_Pooling/config.json", {"pooling_mode": "mean"}, {"pooling_mode_cls_token": False}, [],
+         "1_Pooling/config.json differs in pooling_mode ('one')"),
         ("generation_config.json", None, {"eos_token_id": 7}, [], "is only in expert 'one': none is written. Another"),
         ("processor_config.json", None, {}, [], "processor_config.json is only in expert 'one': none is written"),
         ("preprocessor_config.json", {}, None, [], "is not in 'one': that of the base is written"),
@@ -177,11 +180,62 @@ def test_settings_beside_the_weights_that_differ_are_a_note(
             path.write_text(json.dumps(settings))
         if "/" in file:
             (tmp_path / name / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
-    found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", *flags])
+    run = ["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear"]
+    found = actmat([*run, *(flags or ["--set", "files_from=base"])])
     text = " ".join(found.out.split())
     assert found.code == 0, found
     assert words in text
     assert (f"note: {file}" in text) == bool(words)
+
+
+FILES: dict[str, Any] = {
+    "tokenizer_config.json": {"eos_token": {"content": "w2"}, "padding_side": "left", "added_tokens_decoder": {}},
+    "generation_config.json": {"eos_token_id": [2, 7]},
+    "chat_template.jinja": "<turn>",
+    "additional_chat_templates/tool.jinja": "<call>",
+    "preprocessor_config.json": {"image_mean": [0.48]},
+    "config_sentence_transformers.json": {"prompts": {"query": "q: "}},
+    "own_settings.json": {"threshold": 2},
+}
+"""A file of every kind, as experts have it; the base has another, or none."""
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("base", [None, "text"])
+@pytest.mark.parametrize("second", ["equal", "other", "none"])
+def test_settings_follow_the_rule_of_weights(tmp_path: Path, name: str, base: str | None, second: str) -> None:
+    text = json.dumps(FILES[name]) if isinstance(FILES[name], dict) else FILES[name]
+    other = text.replace("w2", "w9").replace("2", "3").replace(">", "/>").replace("q: ", "p: ").replace("0.4", "0.1")
+    texts = {"base": base and other.replace("3", "4").replace("/", "+").replace("p", "r").replace("0.1", "0.9"),
+             "one": text, "two": {"equal": text, "other": other, "none": None}[second]}  # fmt: skip
+    for i, (label, content) in enumerate(texts.items()):
+        path = classifier(tmp_path / label, None, i) / name
+        path.parent.mkdir(exist_ok=True)
+        if content is not None:
+            path.write_text(content)
+    run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
+    found = actmat([*run, "--out", f"{tmp_path}/out"])
+    said, path = " ".join(found.out.split()), tmp_path / "out" / name
+    assert found.code == 0, found
+    assert (path.read_text() if path.exists() else None) == (text if second == "equal" else texts["base"])
+    assert ("the experts agree, and theirs are written" in said) == (second == "equal")
+    assert ("that of the base is written" in said or "none is written" in said) == (second != "equal")
+
+
+def test_adapters_keep_the_tokenizer_on_which_they_agree(tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "two", "other")):
+        save_adapter(tmp_path / name, "llama", seed, r=2, target_modules=["q_proj"])
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"w{seed // 2}"}))
+        (tmp_path / name / "chat_template.jinja").write_text("<turn>")
+    both = {"tokenizer_config.json", "chat_template.jinja"}
+    for experts, names in ((("one", "two"), both), (("one", "other"), set())):
+        argv = [word for name in experts for word in ("-e", str(tmp_path / name))]
+        found = actmat(["merge", *argv, "-m", "average", "--out", f"{tmp_path}/out-{experts[1]}"])
+        assert found.code == 0, found
+        written = {p.name for p in (tmp_path / f"out-{experts[1]}").iterdir()}
+        assert written & both == names
+        words = "the experts agree, and theirs" if names else "tokenizer_config.json is not alike in expert 'one'"
+        assert words in " ".join(found.out.split())
 
 
 def test_a_chat_template_is_found_in_each_file(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.extras.research.joint import joint_basis
 from actmat.linalg.caps import cap_delta, cap_lowrank
-from actmat.linalg.lowrank import LowRank, frobenius_norm, inner_products, padded, truncate, weighted_sum
+from actmat.linalg.lowrank import (
+    LowRank,
+    frobenius_norm,
+    inner_products,
+    padded,
+    truncate,
+    truncate_dense,
+    weighted_sum,
+)
 
 # Truncation in factored form is the best approximation of its rank; norms and sums need no dense matrix.
 
@@ -42,6 +50,29 @@ def test_enough_rank_is_exact_and_balanced() -> None:
     assert relative_error(reduced.value.dense(), delta.dense()) <= 1e-13
     assert (reduced.error, reduced.value.rank) == (0, 6)
     assert float(reduced.value.b_OR.norm()) == pytest.approx(float(reduced.value.a_RI.norm()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(280, 400), (400, 280), (2, 260, 300)])
+def test_a_dense_matrix_is_truncated_nearly_as_by_its_svd(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(shape, generator=rng, dtype=torch.float64)
+    delta = (factors(*shape, rank=6).dense() + 0.1 * noise).to(dtype)
+    smallest = float(torch.linalg.svdvals(delta.double())[..., 8:].norm())
+    reduced = truncate_dense(delta, 8)
+    assert reduced.value.rank == 8
+    assert reduced.norm == pytest.approx(float(delta.double().norm()))
+    assert reduced.error == pytest.approx(float((delta.double() - reduced.value.dense()).norm()), rel=1e-5)
+    assert smallest * (1 - 1e-6) <= reduced.error <= 1.01 * smallest
+    assert float(reduced.value.b_OR.norm()) == pytest.approx(float(reduced.value.a_RI.norm()))
+
+
+@pytest.mark.parametrize("shape", [(280, 400), (12, 20)])
+def test_a_dense_matrix_of_the_rank_is_kept(shape: tuple[int, ...]) -> None:
+    delta = factors(*shape, rank=3).dense()
+    reduced = truncate_dense(delta, 5)
+    assert relative_error(reduced.value.dense(), delta) <= 1e-13
+    assert truncate_dense(torch.zeros(shape), 5).value.dense().any().logical_not()
 
 
 @pytest.mark.parametrize("shape", [(9, 14), (3, 8, 6)])

@@ -118,6 +118,6 @@ def test_the_room_is_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
         for part in products.parts(list(rows_TS)):
             products.of(part)
             products._of_rows(part)
-        assert sum(made) <= 4 * module.products_workspace(size, 3)
+        assert sum(made) <= 4 * (module.inner_workspace(size, 3) - size)
         assert sum(made) >= 8 * min(size, module.ROW)
         monkeypatch.undo()

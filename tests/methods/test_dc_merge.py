@@ -7,18 +7,18 @@ import torch
 from tests.helpers.spectra import orthonormal, random_deltas, with_spectrum
 from tests.tolerances import relative_error
 
-from actmat.methods.dc_merge import merge, smoothed
+from actmat.methods.dc_merge import merge, smooth
 
 
 def test_smoothing_keeps_the_sum_and_the_rank():
     s = torch.tensor([12.0, 3.0, 1.0, 0.0], dtype=torch.float64)
-    assert torch.equal(smoothed(s, "none", 5.0), s)
+    assert torch.equal(smooth(s, "none", 5.0), s)
     for smoothing, rho, top in (("mean", 5.0, 1.0), ("linear", 5.0, 5.0), ("linear", 99.0, 12.0)):
-        out = smoothed(s, smoothing, rho)
+        out = smooth(s, smoothing, rho)
         assert float(out.sum()) == pytest.approx(16.0)
         assert float(out[0] / out[2]) == pytest.approx(top)
         assert float(out[3]) == 0
-    assert not smoothed(torch.zeros(3), "linear", 5.0).any()
+    assert not smooth(torch.zeros(3), "linear", 5.0).any()
 
 
 def test_experts_apart_are_summed_where_all_entries_are_kept():

@@ -145,8 +145,8 @@ def test_zero_deltas_may_have_another_rank() -> None:
     ties = get_method("ties")
     options = ties.resolve_options({"density": 0.4})
     for merge in (merge_in_core, merge_in_factors):
-        without = merge(ties, pairs, {"weights": None}, options).value.dense()
-        found = merge(ties, [*pairs, zero], {"weights": None}, options).value.dense()
+        without = merge(ties, pairs, {"weights": None, **options}).value.dense()
+        found = merge(ties, [*pairs, zero], {"weights": None, **options}).value.dense()
         assert distance(found, without) <= F64_ORACLE
 
 
@@ -154,8 +154,8 @@ def test_records_tell_the_core_and_both_sides() -> None:
     pairs = [LowRank(b, a) for b, a in adapters(ranks=(2, 2))]
     ties = get_method("ties")
     options = ties.resolve_options({"density": 0.4})
-    assert merge_in_core(ties, pairs, {}, options).stats["core"] == "4x4"
-    assert {"b_kept_fraction", "a_kept_fraction"} <= merge_in_factors(ties, pairs, {}, options).stats.keys()
+    assert merge_in_core(ties, pairs, options).stats["core"] == "4x4"
+    assert {"b_kept_fraction", "a_kept_fraction"} <= merge_in_factors(ties, pairs, options).stats.keys()
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_della(elect: bool, rescale: str, dtype: torch.dtype, bound: float) -> N
     deltas, weights = [d.to(dtype) for d in random_deltas(3, 12, 9, seed=2)], [0.5, 1.0, 2.0]
     density, epsilon, parts = 0.5, 0.15, []
     masks = masks_of(DELLA, deltas, density=density, epsilon=epsilon, sign_election=False)
+    assert all(0.3 < float(kept.double().mean()) < 0.7 for kept in masks), "a half is dropped, as the density says"
     for delta, kept in zip(deltas, masks, strict=True):
         part = torch.zeros(delta.shape, dtype=torch.float64)
         for r, row in enumerate(delta.double().tolist()):

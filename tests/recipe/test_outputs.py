@@ -32,7 +32,7 @@ def flagged(fields: dict[str, Any]) -> Recipe:
         (BASE, ModelOutput()),
         (BARE, None),
         (BASE | {"to": "model", "config_from": "code"}, ModelOutput(config_from="code")),
-        (BASE | {"vocabulary": "union", "files_from": "base"}, ModelOutput(vocabulary=Vocabulary())),
+        (BASE | {"vocabulary": "union", "files_from": "base"}, ModelOutput(vocabulary=Vocabulary(), files_from="base")),
         (BARE | {"files_from": "code"}, ModelOutput(files_from="code")),
         (BARE | {"rank": 8}, AdapterOutput(rank=8)),
         (BARE | {"to": "kohya", "ranks": "pattern"}, AdapterOutput(layout="kohya", ranks="pattern")),
@@ -71,9 +71,9 @@ def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: AnyOutput
         (BASE | {"vocabulary": {"sorce": "base"}}, ("no field 'sorce'", "'source'")),
         (
             BASE | {"vocabulary": {"pad_to_multiple_of": 16385}},
-            ("expected at most 16384", "found 16385", "128 devices"),
+            ("vocabulary.pad_to_multiple_of", "less than or equal to 16384", "found '16385'"),
         ),
-        (BASE | {"vocabulary": {"pad_to_multiple_of": 10**30}}, ("expected at most 16384",)),
+        (BASE | {"vocabulary": {"pad_to_multiple_of": 10**30}}, ("less than or equal to 16384",)),
     ],
 )
 def test_what_means_nothing_cannot_be_built(fields: dict[str, Any], words: tuple[str, ...]) -> None:

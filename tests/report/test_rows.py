@@ -67,11 +67,11 @@ def test_contents_of_inputs_whose_names_have_another_order() -> None:
     in_experts = [{n: n for n in names}, {n: f"model.{n}" for n in names}, {"a": "z", "b": "y"}]
     plan = plan_of(names, in_experts)
     records = {n: record(n, 3) for n in names}
-    found = model_contents(plan, records)
-    assert found.output == hash_names((n, f"out-{n}") for n in names)
-    assert found.base == hash_names((n, f"base-{n}") for n in names)
+    of_output, of_base, of_experts = model_contents(plan, records)
+    assert of_output == hash_names((n, f"out-{n}") for n in names)
+    assert of_base == hash_names((n, f"base-{n}") for n in names)
     for t, expert in enumerate(in_experts):
-        assert found.experts[t] == hash_names((stored, f"{t}-{n}") for n, stored in expert.items())
+        assert of_experts[t] == hash_names((stored, f"{t}-{n}") for n, stored in expert.items())
 
 
 def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:

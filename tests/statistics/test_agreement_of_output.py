@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.helpers.family import TEXTS, data_flags
 from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -209,4 +209,11 @@ def test_rules_that_need_statistics_are_diagnosed_with_them(place: Path, tmp_pat
     done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json", "--full"])
     assert done.code == 0, done.err
     assert {t["method"] for t in json.loads(done.out)["tensors"]} == {"regmean", "average"}
-    assert all(math.isfinite(m["merged_norm"]) and m["merged_norm"] > 0 for m in json.loads(done.out)["measures"])
+    merged = ["merge", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--out", str(tmp_path / "out")]
+    assert run(merged).code == 0
+    before, after = (load_file(p / "model.safetensors") for p in (place / "base", tmp_path / "out"))
+    measures = json.loads(done.out)["measures"]
+    assert measures
+    for row in measures:
+        norm = float((after[row["name"]].double() - before[row["name"]].double()).norm())
+        assert row["merged_norm"] == pytest.approx(norm, rel=1e-3), "of the merge by these statistics"

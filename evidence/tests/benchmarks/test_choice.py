@@ -190,6 +190,15 @@ def test_what_a_base_lacks_decides_nothing(folder: Path) -> None:
     assert by_base(held_out(folder, folder))["MiniLM-L6"].missing == ["cart"]
 
 
+def test_a_method_below_the_base_is_not_safe(tmp_path: Path) -> None:
+    """`tsv` gains more, and nowhere less than the average, but is two points below one of the bases."""
+    rows = {"base": (60, 20), "experts": (90, 90), "average": (40, 40), "tsv": (58, 80), "cart": (60, 50)}
+    for suite, index in (("text-minilm", 0), ("vision-vits14", 1)):
+        lines = [Score(suite, "full", m, "default", t, 0, n[index], 100) for m, n in rows.items() for t in "ab"]
+        append_scores(tmp_path / f"{suite}.jsonl", lines)
+    assert chosen(expert_sets(tmp_path, tmp_path), ["average", "cart", "tsv"]) == "cart"
+
+
 def test_the_split_by_starts_is_fitted_without_the_base_too() -> None:
     assert cuts_of(expert_sets()).apart
     assert not cuts_of(expert_sets(), without="ViT-S/14").apart, "only images lose from one A"

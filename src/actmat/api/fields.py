@@ -57,13 +57,14 @@ class SearchedFields(AverageFields, total=False):
     rules: Sequence[Fields]
     roles: Sequence[Fields]
     keep: str | Sequence[str]
+    drop: str | Sequence[str]
     post: str | Fields | Sequence[str | Fields]
     postprocess: Fields
     seed: int
     output: str | Fields | None
     to: Literal["model", "adapter", "extracted", "peft", "kohya", "diffusers", "comfy"]
     vocabulary: str | Fields | None
-    files_from: str
+    files_from: str | None
     config_from: str | None
     chat_template: str | None
     rank: int | None

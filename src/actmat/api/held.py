@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -84,14 +85,18 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _adapter(place: str, model: Any, name: str) -> Adapter:
-    """An adapter of a model, as `save_pretrained` would write it."""
+    """An adapter of a model, as `save_pretrained` would write it, with the scales at which its layers run."""
     from actmat.extras.models.loading import quiet_peft
 
     with quiet_peft() as peft:
         tensors = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         fields = {**model.peft_config[name].to_dict(), "peft_version": peft.__version__}
     parsed, problems = parse_adapter_config(json.loads(json.dumps(fields, default=list)))
-    return Adapter(canonical(hold_model(tensors, location=place)), parsed, problems)
+    adapter = Adapter(canonical(hold_model(tensors, location=place)), parsed, problems)
+    layers = ((n, getattr(layer, "scaling", None)) for n, layer in model.named_modules())
+    live = {n.removeprefix("base_model.model."): s[name] for n, s in layers if isinstance(s, dict) and name in s}
+    modules = {n: replace(m, scaling=float(live.get(n, m.scaling))) for n, m in adapter.modules.items()}
+    return Adapter(adapter.model, parsed, problems, replace(adapter.listing, modules=modules))
 
 
 def merge_adapters(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.resolve import open_model as open_model
 from actmat.recipe import Recipe
-from actmat.recipe.load import parse_file
+from actmat.recipe.load import make_local_recipe, parse_file
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -30,10 +29,10 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         RecipeError: the file is unreadable or not a recipe; lists all mergekit fields without a counterpart.
     """
-    parsed = parse_file(path)
-    if not parsed.data.keys() <= Recipe.model_fields.keys():  # a configuration of another tool, or a mistake
+    folder, fields, where = parse_file(path)
+    if not fields.keys() <= Recipe.model_fields.keys():  # a configuration of another tool, or a mistake
         from actmat.extras.mergekit import convert, is_mergekit
 
-        if is_mergekit(parsed.data):
-            parsed = replace(parsed, data=convert(parsed.data, parsed.where), where={})
-    return parsed.recipe(overrides)
+        if is_mergekit(fields):
+            fields, where = convert(fields, where), {}
+    return make_local_recipe(fields, folder, dict(overrides or {}), where)

@@ -22,6 +22,8 @@ from actmat.errors import CheckpointError, Note
 
 LARGEST = 200_000_000
 """Bytes of the largest side file; the largest tokenizers take 50 MB."""
+LARGEST_UNKNOWN = 10_000_000
+"""The same of a file whose kind is not known, which may hold the weights in the form of another program."""
 DEEPEST = 4
 """Folders below the top one that are searched."""
 MOST_IN_FOLDER = 500
@@ -33,6 +35,14 @@ _SUFFIXES = """
 """
 WEIGHT_SUFFIXES = tuple(_SUFFIXES.split())
 """Endings of files with weights in any format, of pickles and archives: none is a small text that a loader reads."""
+
+_TEXTS = """
+.json .jsonl .txt .text .md .rst .html .jinja .jinja2 .py .pyi .ipynb .sh .yaml .yml .toml .cfg .ini .xml .csv .tsv .gin
+.model .vocab .vocabulary .bpe .codes .spm .tiktoken .trie .dic .dict .map .license .template .prompt .lock
+.gz .bib .cff
+"""
+KNOWN_SUFFIXES = tuple(_TEXTS.split())
+"""Endings of texts and of tokenizers; files without an ending, such as LICENSE, are texts too."""
 
 OWN = frozenset({"README.md", "actmat_manifest.json", "report.json", "report.html"})
 """Top-level files that the output writes itself."""
@@ -80,6 +90,16 @@ def is_weights(name: str) -> bool:
     (True, True, False)
     """
     return name.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX)) or (".index." in name and name.endswith(".json"))
+
+
+def is_unknown(path: str) -> bool:
+    """True for a file of which its name does not tell what it is: a setting, or the weights in some other form.
+
+    >>> is_unknown("LICENSE"), is_unknown("vocab.bpe"), is_unknown("rust_model.ot")
+    (False, False, True)
+    """
+    suffix = PurePosixPath(path).suffix.lower()
+    return bool(suffix) and not suffix.endswith(KNOWN_SUFFIXES) and not is_weights(path) and not suffix[1:].isdecimal()
 
 
 def is_of_architecture(name: str, whole: Collection[str] = ()) -> bool:
@@ -177,6 +197,8 @@ def _why_not_file(path: str, size: int) -> Note | None:
     kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
     if kind in _MEDIA or name.endswith(".pdf"):
         return Note("note", "media", "an image, audio or video file")
+    if size > LARGEST_UNKNOWN and is_unknown(name):
+        return Note("note", "unknown", f"{size} bytes of unknown kind, maybe the weights in another form")
     if size > LARGEST:
         return Note("note", "large", f"{size} bytes, more than the {LARGEST} of a side file")
     return None

@@ -233,23 +233,23 @@ def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, 
 
 def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
     """Summary of a statistics file, without a row per tensor."""
-    from actmat.statistics.header import amount, contents, is_of_images, patches
+    from actmat.statistics.header import count_patches, describe_amount, describe_contents, is_of_images
 
     sources = [d.source for d in header.data]
     model = header.model.location
     images = is_of_images(header)
-    rows = {"tokens": None if images else header.tokens, "patches": patches(header) if images else None}
-    counts = {"amount": amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
-    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": contents(header)}
+    rows = {"tokens": None if images else header.tokens, "patches": count_patches(header) if images else None}
+    counts = {"amount": describe_amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
+    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": describe_contents(header)}
 
 
 def _print(out: Path, header: StatisticsHeader, *, every: bool = False) -> None:
-    from actmat.statistics.header import amount, contents
+    from actmat.statistics.header import describe_amount, describe_contents
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
     console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
-    console.print(f"  {amount(header)} of {escape(', '.join(d.source for d in header.data))}")
-    console.print("  " + "; ".join(contents(header)))
+    console.print(f"  {describe_amount(header)} of {escape(', '.join(d.source for d in header.data))}")
+    console.print("  " + "; ".join(describe_contents(header)))
     groups: dict[str, list[str]] = {}
     for name, why in header.absent.items():
         groups.setdefault(why, []).append(name)

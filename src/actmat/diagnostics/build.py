@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.diagnostics.checks import Facts, run_checks
+from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import (
     Diagnosis,
@@ -49,6 +50,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         twins=_twins(plan, records) if plan.base is not None else (),
         by_inputs=plan.by_inputs,
+        identity=dict(identity_findings(plan, records)),
     )
     recipe = plan.recipe
     mute = {*recipe.mute, *(["AM201"] if recipe.measured_from else [])}  # an expert stands in for the base
@@ -79,14 +81,14 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
 def _experts(plan: MergePlan, measures: Sequence[MatrixRow]) -> tuple[ExpertRow, ...]:
     """Norms and residuals of each expert, over all matrices that were measured."""
     rows, everyone = [], math.fsum(n * n for m in measures for n in m.norms)
-    for t, (given, summary) in enumerate(zip(plan.recipe.experts, plan.experts, strict=True)):
+    for t, (ref, summary) in enumerate(zip(plan.recipe.experts, plan.experts, strict=True)):
         energy = math.fsum(m.norms[t] ** 2 for m in measures)
         missed = math.fsum((m.residual[t] * m.norms[t]) ** 2 for m in measures)
         row = ExpertRow(
-            name=given.label,
-            location=given.path,
+            name=ref.label,
+            location=ref.path,
             kind=summary.kind,
-            weight=given.weight if isinstance(given.weight, float) else None,
+            weight=ref.weight if isinstance(ref.weight, float) else None,
             residual=tidy(math.sqrt(missed / energy)) if energy else 0.0,
             energy_share=tidy(energy / everyone) if everyone else 0.0,
         )

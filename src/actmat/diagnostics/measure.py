@@ -6,14 +6,14 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of one factor p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.diagnostics.rows import PROBES, RowFactors, RowMeasures, measure_rows, normalized, random_signs
+from actmat.diagnostics.rows import PROBES, measure_rows, normalized, random_signs
 from actmat.linalg.inner import frobenius_norm64, inner_products
 from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.lapack import eigh
@@ -29,14 +29,14 @@ def measure_dense(
     *,
     scale: float = 1.0,
     generator: torch.Generator | None = None,
-    kept: int | None = None,
+    rank: int | None = None,
     rule: Reduced | None = None,
 ) -> Numbers:
     """Measure dense deltas `O I` and the merged delta `D* = scale * merged`.
 
     Args:
         generator: of the probes; None: exact, at any cost.
-        kept: number of leading directions of its own `S` that a method with a cut-off used.
+        rank: number of leading directions of its own `S` that a method with a cut-off used.
         rule: the problem that a method of the interference family solved.
 
     >>> d = torch.eye(2)
@@ -47,20 +47,17 @@ def measure_dense(
     height, width = merged_OI.shape
     probed = generator is not None and height > PROBES
     if generator is not None and probed:
-        signs_MO = random_signs(height, PROBES, merged_OI, generator)
+        signs_MO = random_signs(height, merged_OI, generator)
         factors = [signs_MO @ d for d in deltas]
         merged_rows = (signs_MO @ merged_OI) * scale
     else:
         factors, merged_rows = list(deltas), merged_OI * scale
-    found = measure_rows(RowFactors(factors, lambda t, f: (merged_rows - factors[t]) @ f.mT, probed, width, height))
+    rows = measure_rows(factors, lambda t, f: (merged_rows - factors[t]) @ f.mT, (height, width), probed=probed)
     # a delta or its transpose, whichever can be read without a copy
     inner_TT = inner_products([d.mT if not d.is_contiguous() and d.mT.is_contiguous() else d for d in deltas])
-    energy = None if kept is None or rule is None else [_energy(f, rule, kept) for f in factors]
-    return {
-        **_numbers(found, inner_TT, width, energy),
-        "merged_norm": tidy(frobenius_norm64(merged_OI) * abs(scale)),
-        "probes": PROBES if probed else None,
-    }
+    energy = None if rank is None or rule is None else [_energy(f, rule, rank) for f in factors]
+    size = frobenius_norm64(merged_OI) * abs(scale)
+    return _numbers(rows, inner_TT, width, energy, size) | {"probes": PROBES if probed else None}
 
 
 def measure_lowrank(
@@ -68,7 +65,7 @@ def measure_lowrank(
     merged: LowRank | Tensor,
     *,
     scale: float = 1.0,
-    kept: int | None = None,
+    rank: int | None = None,
 ) -> Numbers:
     """Measure factored deltas `D_t = b_t a_t`, exactly, in float64, as `measure_dense` does.
 
@@ -76,7 +73,7 @@ def measure_lowrank(
     `F_t = r_t a_t` has `F_t^T F_t = D_t^T D_t`, and everything follows from `F F^T` of all experts, `N N`.
 
     Args:
-        kept: as of `measure_dense`, where the method's `S` is the plain sum of `D_t^T D_t`.
+        rank: as of `measure_dense`, where the method's `S` is the plain sum of `D_t^T D_t`.
 
     >>> d = LowRank(torch.tensor([[3.0], [4.0]]), torch.tensor([[1.0, 0.0]]))
     >>> numbers = measure_lowrank([d], d, scale=0.5)
@@ -90,45 +87,44 @@ def measure_lowrank(
     columns_NN = b_ON.mT @ b_ON
     products_NN = columns_NN * (a_NI @ a_NI.mT)
     ends = accumulate(d.rank for d in exact)
-    own = [slice(end - d.rank, end) for d, end in zip(exact, ends, strict=True)]
-    inner_TT = torch.stack([torch.stack([products_NN[s, t].sum() for t in own]) for s in own])
-    factors = [_root(columns_NN[t, t]) @ d.a_RI for t, d in zip(own, exact, strict=True)]
+    spans = [slice(end - d.rank, end) for d, end in zip(exact, ends, strict=True)]
+    inner_TT = torch.stack([torch.stack([products_NN[s, t].sum() for t in spans]) for s in spans])
+    factors = [_root(columns_NN[t, t]) @ d.a_RI for t, d in zip(spans, exact, strict=True)]
 
     def apart(t: int, f_RI: Tensor) -> Tensor:
         image = whole @ f_RI.mT if isinstance(whole, Tensor) else whole.b_OR @ (whole.a_RI @ f_RI.mT)
         return image * scale - exact[t].b_OR @ (exact[t].a_RI @ f_RI.mT)
 
-    found = measure_rows(RowFactors(factors, apart, probed=False, width=width, height=height))
+    rows = measure_rows(factors, apart, (height, width), probed=False)
     energy = None
-    if kept is not None:
+    if rank is not None:
         f_NI = torch.cat(factors)
         values_N, vectors_NN, _ = eigh(f_NI @ f_NI.mT)
         values_N = values_N.clamp_min(0)
         # the part of expert t in direction i of S is l_i |u_i restricted to t|^2
-        leading = slice(max(values_N.numel() - kept, 0), None)
+        leading = slice(max(values_N.numel() - rank, 0), None)
         part = vectors_NN[:, leading].square() * values_N[leading]
-        energy = [_share(float(part[at].sum()), float(inner_TT[t, t])) for t, at in enumerate(own)]
+        energy = [_share(float(part[span].sum()), float(inner_TT[t, t])) for t, span in enumerate(spans)]
     norm = frobenius_norm64(whole) if isinstance(whole, Tensor) else frobenius_norm(whole)
-    return {
-        **_numbers(found, inner_TT, width, energy),
-        "merged_norm": tidy(norm * abs(scale)),
-        "probes": None,
-    }
+    return _numbers(rows, inner_TT, width, energy, norm * abs(scale))
 
 
-def _numbers(rows: RowMeasures, inner_TT: Tensor, width: int, energy: Sequence[float] | None) -> Numbers:
+def _numbers(
+    rows: Mapping[str, Tensor], inner_TT: Tensor, width: int, energy: Sequence[float] | None, merged_norm: float
+) -> Numbers:
     total = math.sqrt(max(float(inner_TT.sum()), 0.0))
     return {
         "norms": vector(inner_TT.diagonal().clamp_min(0).sqrt()),
-        "effective_rank": vector(rows.effective_rank_T),
-        "numerical_rank": tuple(rows.numerical_rank_T.tolist()),
+        "effective_rank": vector(rows["effective_rank"]),
+        "numerical_rank": tuple(rows["numerical_rank"].tolist()),
         "energy_kept": None if energy is None else tuple(tidy(e) for e in energy),
         "cosine": matrix(normalized(inner_TT).clamp(-1, 1)),
-        "subspace_overlap": matrix(rows.overlap_TT),
-        "chance_overlap": tidy(_chance(rows.effective_rank_T, width)),
-        "residual": vector(rows.residual_T),
+        "subspace_overlap": matrix(rows["subspace_overlap"]),
+        "chance_overlap": tidy(_chance(rows["effective_rank"], width)),
+        "residual": vector(rows["residual"]),
         "mean_norm": tidy(total / len(inner_TT)),
         "sum_norm": tidy(total),
+        "merged_norm": tidy(merged_norm),
     }
 
 

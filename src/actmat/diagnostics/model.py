@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
 from actmat.foreign import html_table, terminal
+from actmat.system import replace_file
 
 FORMAT: Literal[1] = 1
 """Version of the layout."""
@@ -241,10 +242,10 @@ class Diagnosis(_Strict):
     format: Literal[1] = FORMAT
 
     def __repr__(self) -> str:
-        found = ", ".join(c.code for c in self.issues) or "no issues"
+        issues = ", ".join(c.code for c in self.issues) or "no issues"
         where = f" {self.out}" if self.out else ""
         what = f"{self.method} over {len(self.experts)} experts; {len(self.measures)} matrices"
-        return terminal(f"<Diagnosis{where}: {what}; {found}>")
+        return terminal(f"<Diagnosis{where}: {what}; {issues}>")
 
     def _repr_html_(self) -> str:
         rows = [(c.code, c.severity, c.message) for c in self.checks if c.verdict == "found"]
@@ -272,13 +273,13 @@ class Diagnosis(_Strict):
         """
         try:
             text = data if isinstance(data, str | bytes) else json.dumps(data)
-            found = _report_type().validate_json(text)
+            diagnosis: Diagnosis = _reader(Diagnosis).validate_json(text)
         except ValidationError as error:
             problems = [f"{where}: {'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
         else:
-            problems = [f"{where}: {p}" for p in _wrong_lengths(found)]
+            problems = [f"{where}: {p}" for p in _wrong_lengths(diagnosis)]
             if not problems:
-                return found
+                return diagnosis
         raise CheckpointError(
             f"{where} is not a report of layout {FORMAT}: it was changed, cut off, or written by another version. Fix: "
             "make it again with actmat diagnose.",
@@ -306,18 +307,13 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
 
 def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ...]:
     """Measures from the records of a run, which may come from a journal."""
-    return _measures_type().validate_json(json.dumps(rows))
+    return tuple(_reader(tuple[MatrixRow, ...]).validate_json(json.dumps(rows)))
 
 
 @functools.cache
-def _report_type() -> TypeAdapter[Diagnosis]:
-    """Validator of reports; building one takes 20 ms, more than most reports take to be read."""
-    return TypeAdapter(Diagnosis)
-
-
-@functools.cache
-def _measures_type() -> TypeAdapter[tuple[MatrixRow, ...]]:
-    return TypeAdapter(tuple[MatrixRow, ...])
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    """Validator; building that of reports takes 20 ms, more than most reports take to be read."""
+    return TypeAdapter(kind)
 
 
 def read_diagnosis(path: str | Path) -> Diagnosis:
@@ -331,9 +327,9 @@ def read_diagnosis(path: str | Path) -> Diagnosis:
         text = read_bytes(file)
     except CheckpointError as error:
         cause = error.__cause__
-        found = cause.strerror if isinstance(cause, OSError) else error.problems[0].removeprefix(f"{file}: ")
+        reason = cause.strerror if isinstance(cause, OSError) else error.problems[0].removeprefix(f"{file}: ")
         raise CheckpointError(
-            f"{file} cannot be read ({found}). A report is written by actmat merge --diagnose, or by "
+            f"{file} cannot be read ({reason}). A report is written by actmat merge --diagnose, or by "
             "actmat diagnose --out."
         ) from None
     check_values(text, str(file), values=MAX_WRITTEN_VALUES)
@@ -347,17 +343,17 @@ def write_diagnosis(diagnosis: Diagnosis, path: str | Path) -> Path:
         OSError: writing failed.
     """
     text = json.dumps(diagnosis.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return write_whole(_report_file(path), f"{text}\n".encode())
+    return write_whole(_report_file(path), [f"{text}\n".encode()])
 
 
-def write_whole(file: Path, data: bytes) -> Path:
+def write_whole(file: Path, pieces: Iterable[bytes]) -> Path:
     """Write a file, and its folder if need be; readers see the old file or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
     unfinished.unlink(missing_ok=True)  # whatever an earlier run left: a link would be written through
     with unfinished.open("xb") as out:
-        out.write(data)
-    unfinished.replace(file)
+        out.writelines(pieces)
+    replace_file(unfinished, file)
     return file
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.layer_names import split_layer
-from actmat.diagnostics.checks import check_codes
 from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank, tidy
 from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
@@ -28,7 +27,6 @@ from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning.model import Item
 from actmat.planning.regions import Region, cut, matrix_label
-from actmat.recipe import Recipe
 
 WORKSPACE_ROWS = 512
 """Rows for which `Observers.memory` makes room on top of the matrices: probes, panels, chunks."""
@@ -60,11 +58,6 @@ class Observers:
         return itemsize * (entries + whole)
 
 
-def check_mutes(recipes: Iterable[Recipe]) -> None:
-    """Refuse muted codes that no check has, with a RecipeError that lists all."""
-    check_codes(tuple(dict.fromkeys(code for r in recipes for code in r.mute)))
-
-
 class ItemObserver:
     """Implements `engine.observer.Observer`."""
 
@@ -73,8 +66,8 @@ class ItemObserver:
         self.name, self.call = item.name, item.call
         self.role = item.module.kind if item.is_module else str(item.layout.role)
         # the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate
-        own = get_method(item.call.method).sums_own_grams(item.call.options)
-        self.plain = own and all(w == 1.0 for w in item.call.weights or ())
+        sums_grams = get_method(item.call.method).sums_own_grams(item.call.options)
+        self.plain = sums_grams and all(w == 1.0 for w in item.call.weights or ())
         self._item, self._seed = item, seed
         whole = not item.is_module and item.layout.role.is_matrix
         self._regions = cut(item.shape, item.layout, "matrix") if whole else []
@@ -109,10 +102,10 @@ class ItemObserver:
             out["merged_norm"] = tidy(math.sqrt(self._merged_square) * abs(self.call.scale))
         return out
 
-    def _kept(self, stats: Mapping[str, Any], label: str) -> int | None:
+    def _rank_used(self, stats: Mapping[str, Any], label: str) -> int | None:
         """Number of directions that a method with a cut-off used in one matrix."""
-        found = stats.get("parts", {}).get(label, {}) if label else stats
-        return int(found["rank"]) if {"cutoff", "rank"} <= found.keys() else None
+        part = stats.get("parts", {}).get(label, {}) if label else stats
+        return int(part["rank"]) if {"cutoff", "rank"} <= part.keys() else None
 
     def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
@@ -132,7 +125,7 @@ class ItemObserver:
                 [_member(d, index) for d in merged.factors[0]],
                 _member(value, index),
                 scale=self.call.scale,
-                kept=self._kept(merged.stats, label) if self.plain and not stacked else None,
+                rank=self._rank_used(merged.stats, label) if self.plain and not stacked else None,
             )
             self._add(mine if stacked else label, value.shape[-2:], True, numbers)
 
@@ -175,7 +168,7 @@ class ItemObserver:
                 merged_OI,
                 scale=self.call.scale,
                 generator=generator_for(self._seed, self.name, f"probes {label}"),
-                kept=self._kept(seen.stats, label) if rule is not None else None,
+                rank=self._rank_used(seen.stats, label) if rule is not None else None,
                 rule=rule,
             )
             beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
@@ -187,8 +180,8 @@ class ItemObserver:
         base = region.layout.to_matrices(seen.stored.view(region.shape))
         for k, deltas in enumerate(factors):
             label = matrix_label(region, k)
-            kept = self._kept(seen.stats, label) if self.plain else None
-            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, kept=kept)
+            rank = self._rank_used(seen.stats, label) if self.plain else None
+            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, rank=rank)
             beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
             self._add(label, merged[k].shape, True, numbers | beside)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,52 +33,31 @@ PROBES = 128
 """`m`: random combinations of output rows. Matrices with no more rows than this are taken as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowFactors:
-    """Factors `F_t` with `F_t^T F_t = K_t`, exactly or on average over the probes.
-
-    Args:
-        factors: `F_t`, `R I`.
-        apart: `(t, f_RI) -> (D* - D_t) f^T`, in any orthonormal basis of the outputs; when probed, `Omega^T` of it.
-        probed: rows are random combinations.
-        width: in_features `I` of the layer.
-        height: out_features `O` of the layer.
-    """
-
-    factors: Sequence[Tensor]
-    apart: Callable[[int, Tensor], Tensor]
-    probed: bool
-    width: int
-    height: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowMeasures:
-    """Per expert: effective and numerical rank, `rho_t`; per pair: the overlap. float64, on the CPU."""
-
-    effective_rank_T: Tensor
-    numerical_rank_T: Tensor
-    residual_T: Tensor
-    overlap_TT: Tensor
-
-
-def random_signs(rows: int, count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+def random_signs(rows: int, like: Tensor, generator: torch.Generator) -> Tensor:
     """An `m x O` matrix of independent random signs, drawn on the CPU."""
-    signs = torch.randint(0, 2, (count, rows), generator=generator, dtype=torch.int8)
+    signs = torch.randint(0, 2, (PROBES, rows), generator=generator, dtype=torch.int8)
     return (2 * signs - 1).to(like)
 
 
-def measure_rows(rows: RowFactors) -> RowMeasures:
-    """All row measures. A zero delta has rank 0, no overlap and no residual.
+def measure_rows(
+    factors: Sequence[Tensor], apart: Callable[[int, Tensor], Tensor], shape: Sequence[int], *, probed: bool
+) -> dict[str, Tensor]:
+    """Fields of a `MatrixRow` on row spaces; float64, on the CPU. A zero delta has rank 0, no overlap and no residual.
+
+    Args:
+        factors: `F_t`, `R I`, with `F_t^T F_t = K_t`, exactly or on average over the probes.
+        apart: `(t, f_RI) -> (D* - D_t) f^T`, in any orthonormal basis of the outputs; when probed, `Omega^T` of it.
+        shape: `O I` of the layer.
+        probed: rows of the factors are random combinations.
 
     >>> f = torch.eye(2)
-    >>> found = measure_rows(RowFactors([f], lambda t, unit_RI: -f @ unit_RI.mT, probed=False, width=2, height=2))
-    >>> round(found.effective_rank_T.item(), 6), round(found.residual_T.item(), 6)
+    >>> measures = measure_rows([f], lambda t, unit_RI: -f @ unit_RI.mT, (2, 2), probed=False)
+    >>> round(measures["effective_rank"].item(), 6), round(measures["residual"].item(), 6)
     (2.0, 1.0)
     """
-    count = len(rows.factors)
-    sizes = [float(torch.linalg.vector_norm(f, dtype=torch.float64)) for f in rows.factors]
-    unit = [f / size if size else f for f, size in zip(rows.factors, sizes, strict=True)]
+    count = len(factors)
+    sizes = [float(torch.linalg.vector_norm(f, dtype=torch.float64)) for f in factors]
+    unit = [f / size if size else f for f, size in zip(factors, sizes, strict=True)]
     square = torch.zeros(count, count, dtype=torch.float64)
     effective = torch.zeros(count, dtype=torch.float64)
     residual = torch.zeros(count, dtype=torch.float64)
@@ -88,16 +66,16 @@ def measure_rows(rows: RowFactors) -> RowMeasures:
         if not sizes[t]:
             continue
         for s in range(t):
-            square[s, t] = square[t, s] = _squares(unit[s] @ unit[t].mT, rows.probed)
+            square[s, t] = square[t, s] = _squares(unit[s] @ unit[t].mT, probed)
         gram_RR = unit[t].double() @ unit[t].double().mT
-        square[t, t] = own = _squares(gram_RR, rows.probed)
-        numerical[t] = _numerical_rank(unit[t], gram_RR, rows.width)
-        if not own:  # probes of one row, or a delta whose probes vanish: nothing to divide by
+        square[t, t] = energy = _squares(gram_RR, probed)
+        numerical[t] = _numerical_rank(unit[t], gram_RR, shape[1])
+        if not energy:  # probes of one row, or a delta whose probes vanish: nothing to divide by
             continue
-        effective[t] = min(max(_squared_trace(gram_RR, rows.probed) / own, 1.0), min(rows.height, rows.width))
-        apart = rows.apart(t, unit[t]) / sizes[t]
-        residual[t] = math.sqrt(_squares(apart, rows.probed) / own)
-    return RowMeasures(effective, numerical, residual, normalized(square).clamp(0, 1))
+        effective[t] = min(max(_squared_trace(gram_RR, probed) / energy, 1.0), *shape)
+        residual[t] = math.sqrt(_squares(apart(t, unit[t]) / sizes[t], probed) / energy)
+    ranks = {"effective_rank": effective, "numerical_rank": numerical}
+    return {**ranks, "residual": residual, "subspace_overlap": normalized(square).clamp(0, 1)}
 
 
 def normalized(products_TT: Tensor) -> Tensor:

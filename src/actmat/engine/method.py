@@ -29,7 +29,7 @@ from actmat.errors import NumericalError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.inner import is_finite
-from actmat.linalg.lowrank import LowRank
+from actmat.linalg.lowrank import LowRank, with_identity
 from actmat.methods import Merged, MergeMethod
 from actmat.methods.facets import Stages
 from actmat.methods.post import apply_steps, apply_steps_lowrank
@@ -85,7 +85,7 @@ def _merge_factors(task: Task, deltas: RegionDeltas, region: Region, k: int, fac
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = _needs_of(task, deltas, region, k, label)
     if call.space != "full":
-        merged = MERGE_IN[call.space](method, factors, needs, call.options, call.steps)
+        merged = MERGE_IN[call.space](method, factors, {**needs, **call.options}, call.steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, factors, label)
     assert method.lowrank is not None, "the plan chose the factored form"
@@ -94,17 +94,25 @@ def _merge_factors(task: Task, deltas: RegionDeltas, region: Region, k: int, fac
     return finish_factors(task, merged.value, factors, label)
 
 
-def _merge_module(task: Task, deltas: RegionDeltas) -> LowRank:
-    """Merged delta of a module, after steps and caps, of which an observer is given every block."""
+def _merge_module(task: Task, deltas: RegionDeltas) -> LowRank | Tensor:
+    """Merged delta of a module, after steps and caps, of which an observer is given every block.
+
+    Dense if the method took dense deltas and nothing follows: what is written is truncated from it.
+    """
     region, by_matrix = deltas.region, task.item.is_factored or task.method.acts_on == "matrix"
+    is_last = not task.call.steps and task.caps.norm_cap is None and task.observer is None
     whole = None if by_matrix else _merge_stored(task, deltas)
+    if is_last and whole is not None:
+        return whole
+    if is_last and not (task.item.is_factored or task.item.module.blocks or task.method.is_random):
+        return _merge_dense(task, deltas, region, 0, deltas.whole_factors)
     values = []
     for k, factors in enumerate(deltas.factors):
         label = matrix_label(region, k)
         if whole is None:
             value = _merge_block(task, deltas, region, k, factors)
         else:
-            value = finish_factors(task, _as_factors(region.layout.to_matrices(whole)[k]), factors, label)
+            value = finish_factors(task, with_identity(region.layout.to_matrices(whole)[k]), factors, label)
         if task.observer is not None:
             shape = tuple(value.shape)
             block = Region(0, math.prod(shape), shape, TensorLayout(Role.LINEAR, ""), label)
@@ -123,11 +131,17 @@ def _merge_block(task: Task, deltas: RegionDeltas, region: Region, k: int, facto
         return stacked(values)
     if task.item.is_factored:
         return _merge_factors(task, deltas, region, k, factors)
+    merged = _merge_dense(task, deltas, region, k, factors)
+    return finish_factors(task, with_identity(merged), factors, matrix_label(region, k))
+
+
+def _merge_dense(task: Task, deltas: RegionDeltas, region: Region, k: int, factors: Sequence[LowRank]) -> Tensor:
+    """Merged delta of one block by a matrix method that takes dense deltas."""
     label = matrix_label(region, k)
     dense = [d.dense().to(task.compute_dtype) for d in factors]
     merged = task.method.merge(dense, **_needs_of(task, deltas, region, k, label), **task.call.options)
     task.note(label, merged.stats)
-    return finish_factors(task, _as_factors(merged.value), factors, label)
+    return merged.value
 
 
 def _merge_stored(task: Task, deltas: RegionDeltas) -> Tensor:
@@ -326,14 +340,6 @@ def _packed(item: Item, regions: Sequence[LowRank]) -> LowRank:
     layout = TensorLayout(Role.FUSED_LINEAR, "", blocks=item.module.blocks)
     shape = (*item.shape[:-1], total)
     return LowRank(layout.from_matrices(wide, shape), torch.cat([p.a_RI for p in regions], dim=-2))
-
-
-def _as_factors(delta_OI: Tensor) -> LowRank:
-    """The delta times an identity, float64."""
-    delta_OI = delta_OI.to(torch.float64)
-    rows, columns = delta_OI.shape[-2:]
-    identity = torch.eye(min(rows, columns), dtype=delta_OI.dtype).expand(*delta_OI.shape[:-2], -1, -1)
-    return LowRank(delta_OI, identity) if columns <= rows else LowRank(identity, delta_OI)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
 from actmat.linalg.inner import is_finite
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.lowrank import LowRank, Truncated, inner_products, padded, truncate
+from actmat.linalg.lowrank import LowRank, Truncated, inner_products, padded, truncate, truncate_dense
 from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Item, ModuleForm
 from actmat.planning.regions import CHUNK, Region
@@ -195,13 +195,17 @@ class Factors(Sink):
         self, region: Region, base: BaseEntries | None, value: Tensor | LowRank | None, deltas: RegionDeltas | None
     ) -> None:
         """See `Sink`; a module is one region."""
-        assert isinstance(value, LowRank), "a module is merged by its factors"
+        assert value is not None, "a module is never copied"
         assert deltas is not None, "a module is never copied"
-        scaled, rank = LowRank(value.b_OR * self.scale, value.a_RI), self.item.write.rank
+        self._experts, rank = deltas.whole_factors, self.item.write.rank
+        if isinstance(value, Tensor):
+            scaled_OI = value if self.scale == 1 else value.to(torch.float64) * self.scale
+            self._truncated = truncate_dense(scaled_OI, rank)
+            return
+        scaled = LowRank(value.b_OR * self.scale, value.a_RI)
         call, acts_on = self.task.call, self.task.method.acts_on
         is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.steps
         self._truncated = padded(scaled, rank) if is_sum and scaled.rank <= rank else truncate(scaled, rank)
-        self._experts = deltas.whole_factors
 
     def finish(self) -> Written:
         """See `Sink`."""

@@ -152,6 +152,11 @@ def _remote_file(names: Sequence[str], named: str | None) -> str | None:
     return files[0] if len(files) == 1 and "lora" in files[0].lower() else None
 
 
+def without(located: OpenInput, drop: Sequence[str]) -> OpenInput:
+    """An input without the tensors of adapters that the recipe leaves out; a full model as it is."""
+    return located.without(drop) if isinstance(located, Adapter) and drop else located
+
+
 def stored_of(located: OpenInput) -> Model:
     """The tensors of an input by their stored names."""
     return located.model if isinstance(located, Adapter) else located
@@ -266,7 +271,7 @@ def open_handle(handle: DeltasHandle) -> Deltas:
     """
     if isinstance(handle, TensorsHandle):
         return StoredDeltas(Model(open_tensors_handle(handle)))
-    located = locate(handle.location, handle.stacks)
+    located = without(locate(handle.location, handle.stacks), handle.drop)
     if handle.base is None:
         expert = fit_expert(located, None)
         return _as_it_was(expert if handle.layout is None else in_layout(expert, handle.layout), handle)

@@ -6,15 +6,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, may_be_weights
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, may_be_weights
 from actmat.checkpoints.side_files import SideFiles, is_weights
 from actmat.errors import first_names
 
-_PART = re.compile(
-    r"(?!(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/"
-    r"|checkpoint|global_step).*(\.safetensors|\.bin|\.pth?|/)"
+_WHOLE = re.compile(
+    r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/|checkpoint"
+    r"|global_step|.*\.(gguf|llamafile)$"
 )
-"""Files and folders of weights, but for those that hold the whole model again, or an earlier state of it."""
+"""Beginnings of files and folders that hold the whole model again, or an earlier state of it."""
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -24,7 +24,7 @@ def file_warnings(base: SideFiles, experts: Mapping[str, SideFiles]) -> list[str
     found = []
     for label, files in experts.items():
         left = [p for p, why in files.left_out.items() if why.code == "weights" and p not in base.left_out]
-        if others := [p for p in left if may_be_weights(p) and _PART.fullmatch(p)]:
+        if others := [p for p in left if (may_be_weights(p) or p in ADAPTER_WEIGHTS) and not _WHOLE.match(p)]:
             found.append(
                 f"expert '{label}' has weights beside its model that are not merged: {first_names(others)}. If it "
                 "needs them, merge them by themselves, and put the result into the output"

@@ -58,11 +58,13 @@ class InputAgreement:
         problems: differences that must be decided.
         notes: differences that are not.
         configs: path in the output -> config to be written there in place of the base's.
+        files: path in the output -> label of the expert whose file is written there, see `files.FileAgreement`.
     """
 
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def agree(
     if take in configs:
         written = _patched(written, _pairs(take, written, configs[take]), differences)
     elif take not in (None, "base"):
-        problems.append(f"config_from names '{take}', an adapter or a file without a config.json")
+        problems.append(f"config_from names '{take}', which has no config.json")
     return InputAgreement(tuple(problems), tuple(notes), {} if written == base else _by_path(base, written))
 
 

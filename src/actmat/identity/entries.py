@@ -121,13 +121,3 @@ def same(a: Any, b: Any) -> bool:
         ours, theirs = ({str(k): v for k, v in x.items()} for x in (a, b))
         return ours.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in ours.items())
     return bool(a == b) or any({str(a), str(b)} <= names for names in _SYNONYMS)
-
-
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Keys with other values, of those that both hold, but for names of classes and versions.
-
-    >>> differing({"a": 1, "b": 2, "_x": 3}, {"a": 1.0, "b": 3, "_x": 4, "c": 5})
-    ['b']
-    """
-    both = (k for k in ours if k in theirs and not re.search(r"^_|_(class|type|version)$", k))
-    return [k for k in both if not same(ours[k], theirs[k])]

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
-from actmat.checkpoints.model import Model, ModelFolder
-from actmat.checkpoints.side_files import MODULES
+from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.configs import FIX, InputAgreement, agree, words_of
-from actmat.identity.entries import differing
-from actmat.identity.tokens import MOST_ROWS, TokenInput, TokenReader, compare_tokens, tokenizer_file
-from actmat.identity.usable import PROCESSORS
+from actmat.identity.files import FileAgreement, InputFiles, agree_files
+from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
 from actmat.layout.ties import is_output_head, is_token_table
-
-TEMPLATE = "chat_template.jinja"
-ONE_FILE = (*PROCESSORS, "generation_config.json")
-"""Files of settings that tell by their absence, too."""
-SETTINGS = (
-    *(*ONE_FILE, "tokenizer_config.json", "tokenizer.json"),
-    *("sentence_bert_config.json", "config_sentence_transformers.json"),
-)
-"""Files by which models are called, in the folder of a tokenizer."""
-POOLING = "1_Pooling/config.json"
-"""File of the module by which a sentence-transformers model makes an embedding; written as the base's."""
-ReadJson = Callable[[Path], Mapping[str, Any]]
 
 
 def compare_inputs(
@@ -43,7 +27,7 @@ def compare_inputs(
     kept: Collection[str],
     *,
     config_from: str | None = None,
-    files_from: str = "base",
+    files_from: str | None = None,
     has_vocabulary: bool = False,
     is_model: bool = True,
 ) -> InputAgreement:
@@ -54,26 +38,29 @@ def compare_inputs(
         experts: with their labels.
         kept: tensors that are copied from the base.
         config_from: whose entries of the config are written where they differ: 'base' or a label; None: not said.
-        files_from: whose tokenizer is written.
+        files_from: whose tokenizer is written; None: the experts' where they agree, else the base's.
         has_vocabulary: rows of token tables are taken by token.
         is_model: a model is written; an adapter has no config and no chat template, so that differences are notes.
     """
     written = base.folder.written.get("config.json", base.config)
-    configs = [(label, expert.config) for label, expert in experts]
+    configs = [(label, config_of(expert)) for label, expert in experts]
     found = _with_labels(agree(written, configs, config_from), base, written, configs, config_from, kept)
     reader = TokenReader()
     every: list[tuple[str, Model | Deltas]] = [("base", base), *experts]
-    problems, notes = ([], []) if has_vocabulary else _tokens(every, files_from, kept, reader)
+    agreed = FileAgreement()
+    if is_model and base.folder.files:
+        agreed = agree_files(_files_by_label(every, reader), files_from, config_from or "base", is_new=has_vocabulary)
+    problems, notes = ([], []) if has_vocabulary else _tokens(every, files_from or "base", kept, reader)
+    if TOKENIZER in agreed.taken and not problems:
+        notes = _tokens(every, agreed.taken[TOKENIZER], kept, reader)[1]
     if not is_model:
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes))
-    files = {label: of_one for label, one in every if (of_one := files_of(one)) is not None}
     full = [(n, e) for n, e in experts if not e.needs_base and e.model.folder.files and base.folder.files]
     if bare := [f"'{label}'" for label, one in full if (one.config is None) != (base.config is None)]:
         which = "the base" if base.config is None else first_of(bare)
         notes.append(f"no config.json of {which} is there to be compared. Fix: give the folder of the model")
-    notes += _template_note(files, files_from, reader.config)
-    notes += _setting_notes(files, files_from, config_from or "base", reader)
-    return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs)
+    notes += agreed.notes
+    return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs, agreed.taken)
 
 
 def _with_labels(
@@ -156,15 +143,47 @@ def _tokens(
     return problems, [*told, *notes]
 
 
-def compare_adapters(labels: Sequence[str], experts: Sequence[Deltas]) -> tuple[list[str], list[str]]:
-    """Problems and notes on token tables that adapters change in rows of different tokens, without their base."""
+def config_of(expert: Deltas) -> Mapping[str, Any] | None:
+    """Config of a full model, or of the model that an adapter was trained on, where its folder has it."""
+    if not expert.needs_base:
+        return expert.config
+    with contextlib.suppress(CheckpointError, OSError, ValueError):
+        files = files_of(expert)
+        config = read_object(files.fetch(CONFIG)) if files is not None and CONFIG in files.names else {}
+        return config if config.get("model_type") else None
+    return None
+
+
+def _files_by_label(every: Sequence[tuple[str, Model | Deltas]], reader: TokenReader) -> dict[str, InputFiles]:
+    sources = {label: (files_of(one), _folder(one)) for label, one in every}
+    return {n: InputFiles(s, folder.side_files(), reader) for n, (s, folder) in sources.items() if s is not None}
+
+
+def compare_adapters(labels: Sequence[str], experts: Sequence[Deltas]) -> InputAgreement:
+    """Compare adapters without their base: tables in rows of different tokens, and the files beside them."""
     reader, notes, inputs = TokenReader(), list[str](), list[TokenInput]()
     for label, one in zip(labels, experts, strict=True):
         names = () if one.adapter is None else (*one.adapter.extras, *(f"{m}.weight" for m in one.adapter.modules))
         if any(is_token_table(n) or is_output_head(n) for n in names):
             inputs += _token_input(label, one, True, reader, notes)
     problems, told = compare_tokens(inputs, "", MOST_ROWS)
-    return [f"{p}; with --base and --to model" for p in problems], [*told, *notes]
+    agreed = agree_files(_files_by_label(list(zip(labels, experts, strict=True)), reader), None, "base")
+    problems = [f"{p}; with --base and --to model" for p in problems]
+    return InputAgreement(tuple(problems), (*told, *notes, *agreed.notes), files=agreed.taken)
+
+
+def compare_parts(first: Model, last: Model) -> list[str]:
+    """Warnings on a stack, whose token table and files are those of its first part, and whose head is the last's."""
+    reader, notes = TokenReader(), list[str]()
+    parts: list[tuple[str, Model | Deltas]] = [("base", first), (last.location, last)]
+    tokens = [i for label, part in parts for i in _token_input(label, part, True, reader, notes)]
+    words = f"table and files are those of the first part, and the output head is that of the last, '{last.location}'"
+    if compare_tokens(tokens, "base", MOST_ROWS)[0]:
+        notes.append(f"{words}, which has other tokens in its rows: stack models of one vocabulary")
+    labels = [names for _, part in parts if (names := label_names(part.config))]
+    if len(set(labels)) > 1:
+        notes.append(f"{words}, whose rows have other labels: {first_of(labels[1])}")
+    return [*notes, *agree_files(_files_by_label(parts, reader), "base", "base").notes]
 
 
 def _token_input(
@@ -197,59 +216,4 @@ def files_of(one: Model | Deltas) -> Source | None:
         folder = files.whole()
         if files.named is None or files.named.endswith(INDEX_SUFFIX) or ADAPTER_CONFIG in folder.names:
             return folder
-    return None
-
-
-def _template_note(files: Mapping[str, Source], taken: str, read: ReadJson) -> Iterator[str]:
-    """Note on chat templates that differ; `taken`: whose tokenizer files are written."""
-    found = {label: chat_template(of_one, read) for label, of_one in files.items()}
-    templates = {label: text for label, text in found.items() if text is not None}
-    other = [f"'{label}'" for label, text in templates.items() if text != templates.get(taken)]
-    if other:
-        owner = words_of(taken)
-        whose = f"that of {owner} is written" if taken in templates else f"{owner} has none, and none is written"
-        yield f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"
-
-
-def _setting_notes(files: Mapping[str, Source], taken: str, coded: str, reader: TokenReader) -> Iterator[str]:
-    """Notes on files of settings, and of code (`coded`: whose is written), that differ from those that are written."""
-    code = {n for of_one in files.values() for n in of_one.names if n.endswith(".py")}
-    for name in (*SETTINGS, MODULES, POOLING, *sorted(code)):
-        found: dict[str, Mapping[str, Any]] = {}
-        for label, of_one in files.items():
-            with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
-                if (MODULES if name == POOLING else name) in of_one.names:
-                    found[label] = reader.content(of_one, name)
-        of_base = name in (MODULES, POOLING, *code)
-        owner, fix = (coded if name in code else "base" if of_base else taken), ". Another one: --set files_from=NAME"
-        lacking = [f"'{n}'" for n, f in files.items() if n not in {*found, owner} and ADAPTER_CONFIG not in f.names]
-        if name in ONE_FILE and owner not in found and found:
-            yield f"{name} is only in {first_of([words_of(n) for n in found])}: none is written{fix}"
-        elif name in ONE_FILE and found and lacking:
-            yield f"{name} is not in {first_of(lacking)}: that of {words_of(owner)} is written"
-        own = found.pop(owner, {})
-        if other := {k: label for label, content in found.items() for k in differing(own, content)}:
-            shown = [f"{k} ('{label}')" for k, label in other.items()]
-            yield f"{name} differs in {first_of(shown)}: that of {words_of(owner)} is written{'' if of_base else fix}"
-
-
-def chat_template(files: Source | None, read: ReadJson = read_object, name: str | None = None) -> str | None:
-    """Chat template of a tokenizer, from any of the files that transformers reads; of several, all, or that of a name.
-
-    Args:
-        files: of the tokenizer.
-        read: reads a JSON file.
-        name: of one template.
-    """
-    names = () if files is None else files.names
-    with contextlib.suppress(OSError, CheckpointError):
-        if files is not None and TEMPLATE in names:
-            return files.fetch(TEMPLATE).read_text(encoding="utf-8", errors="replace").strip()
-        for file in ("chat_template.json", "tokenizer_config.json"):
-            if files is None or file not in names or not (found := read(files.fetch(file)).get("chat_template")):
-                continue
-            if name is not None and isinstance(found, list):
-                of_name = (t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == name)
-                found = next(of_name, None)
-            return (found if isinstance(found, str) else json.dumps(found)).strip() if found else None
     return None

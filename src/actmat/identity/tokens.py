@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.bounds import parse_json, parse_object, read_bytes, read_object
+from actmat.bounds import parse_object, read_bytes, read_object
 from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.sentencepiece import pieces
-from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 from actmat.identity.configs import words_of
@@ -95,18 +94,6 @@ class TokenReader:
         self._found: dict[Path, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
-
-    def content(self, files: Source, name: str) -> Mapping[str, Any]:
-        """Entries of a file of settings or of code that count: of a tokenizer's, the rules and the switches."""
-        if name == TOKENIZER:
-            return self.found(files, name)[1]
-        path = files.fetch(name)
-        if name == MODULES:
-            listed = parse_json(read_bytes(path))
-            return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in listed if isinstance(m, Mapping)]}
-        if name.endswith(".py"):
-            return {"its code": hash_file(path)}
-        return {k: v for k, v in self.config(path).items() if name != CONFIG or isinstance(v, bool)}
 
     def found(self, files: Source, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
         """Token -> row, from the tokenizer among files, empty without one that is read; and how it splits a text.

@@ -74,8 +74,8 @@ def single_file_of(names: Iterable[str]) -> SingleFile | None:
 
 def component_configs(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Name of each component of a pipeline -> its config; None for the config of one model."""
-    found = (config or {}).get(COMPONENTS)
-    return found if isinstance(found, Mapping) and "_class_name" in (config or {}) else None
+    configs = (config or {}).get(COMPONENTS)
+    return configs if isinstance(configs, Mapping) and "_class_name" in (config or {}) else None
 
 
 def parts_of(names: Iterable[str], config: Mapping[str, Any] | None) -> dict[str, str]:

@@ -40,7 +40,7 @@ MULTIMODAL = (
 transformers."""
 
 
-def begun_otherwise(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+def replace_beginning(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """The name with another beginning: that of the first pair of an old and a new one that fits."""
     return next((new + name[len(old) :] for old, new in pairs if name.startswith(old)), name)
 
@@ -98,21 +98,21 @@ def find_on_disk(
     optional = list(optional)
     names = [*(n for group in groups for n in group), *optional]
     why = ""
-    found = {n: _whole(base.specs[n]) for n in names if n in base.specs}
+    located = {n: _whole(base.specs[n]) for n in names if n in base.specs}
 
     def complete() -> bool:
-        return all(any(n in found for n in group) for group in groups)
+        return all(any(n in located for n in group) for group in groups)
 
     several: list[str] = []
     if not complete():
-        by_prefix, several = _by_prefix(base.specs, [n for n in names if n not in found], fits, part)
-        found = by_prefix | found
-    if not complete() or any(n not in found for n in optional):  # a head may have another name on disk
+        by_prefix, several = _by_prefix(base.specs, [n for n in names if n not in located], fits, part)
+        located = by_prefix | located
+    if not complete() or any(n not in located for n in optional):  # a head may have another name on disk
         converted, why = _converted(base, packed=True)
-        found = {n: converted[n] for n in names if n in converted} | found
+        located = {n: converted[n] for n in names if n in converted} | located
     if several and not complete():
         raise _ambiguous(base, names, several)
-    return found, why
+    return located, why
 
 
 def find_by_name(base: Model, names: Sequence[str], part: str = "") -> dict[str, TensorOnDisk]:
@@ -121,10 +121,10 @@ def find_by_name(base: Model, names: Sequence[str], part: str = "") -> dict[str,
     Raises:
         CheckpointError: several parts of the base complete the names.
     """
-    found, several = _by_prefix(base.specs, list(names), part=part, tried=64)
+    located, several = _by_prefix(base.specs, list(names), part=part, tried=64)
     if several:
         raise _ambiguous(base, names, several)
-    return found | {n: _whole(base.specs[n]) for n in names if n in base.specs}
+    return located | {n: _whole(base.specs[n]) for n in names if n in base.specs}
 
 
 def _ambiguous(base: Model, names: Sequence[str], several: Sequence[str]) -> CheckpointError:
@@ -167,34 +167,34 @@ def _by_prefix(
     renamings: list[Sequence[tuple[str, str]]] = []
     renamings += [[pair] for prefix in sorted(added | taken) for pair in (("", prefix), (prefix, ""))]
     renamings += [pairs for known in MULTIMODAL for pairs in (known, [(new, old) for old, new in known])]
-    found: dict[tuple[tuple[str, str], ...], str] = {}
+    renamed_by: dict[tuple[tuple[str, str], ...], str] = {}
     for pairs in renamings:
-        renamed = ((n, begun_otherwise(n, pairs)) for n in names)
-        found.setdefault(tuple((n, r) for n, r in renamed if r in specs), "".join(pairs[0]))
-    scores = {f: _score(specs, f, fits) for f in found if f}
+        renamed = ((n, replace_beginning(n, pairs)) for n in names)
+        renamed_by.setdefault(tuple((n, r) for n, r in renamed if r in specs), "".join(pairs[0]))
+    scores = {f: _score(specs, f, fits) for f in renamed_by if f}
     most = max(scores.values(), default=(0, 0))
-    best = {f: found[f] for f, score in scores.items() if score == most}
+    best = {f: renamed_by[f] for f, score in scores.items() if score == most}
     if len(best) > 1 and most[0] > 0:
         several = list(best.values())
-        chosen = part_called(part, several)
+        chosen = choose_part(part, several)
         if chosen is None:
             return {}, several
         best = {f: prefix for f, prefix in best.items() if prefix == chosen}
     return {n: _whole(specs[r]) for n, r in next(iter(best), ())}, []
 
 
-def _score(specs: Mapping[str, TensorSpec], found: Sequence[tuple[str, str]], fits: Fits | None) -> tuple[int, int]:
+def _score(specs: Mapping[str, TensorSpec], renamed: Sequence[tuple[str, str]], fits: Fits | None) -> tuple[int, int]:
     """Number of tensors that fit, and of those that do not, negative."""
-    fitting = len(found) if fits is None else sum(fits(n, specs[r]) for n, r in found)
-    return fitting, fitting - len(found)
+    fitting = len(renamed) if fits is None else sum(fits(n, specs[r]) for n, r in renamed)
+    return fitting, fitting - len(renamed)
 
 
-def part_called(part: str, prefixes: Sequence[str]) -> str | None:
+def choose_part(part: str, prefixes: Sequence[str]) -> str | None:
     """The one of several prefixes that is of a part of a model, by the name of its class or component; else None.
 
-    >>> part_called("CLIPVisionModel", ["text_model.", "vision_model."])
+    >>> choose_part("CLIPVisionModel", ["text_model.", "vision_model."])
     'vision_model.'
-    >>> part_called("CLIPModel", ["text_model.", "vision_model."])
+    >>> choose_part("CLIPModel", ["text_model.", "vision_model."])
     """
     exact = [p for p in prefixes if p.rstrip(".") == part]
     words = {p: {w for w in re.split(r"[._]", p) if len(w) > 2} for p in prefixes}
@@ -267,8 +267,8 @@ def names_on_disk(
             out[renamed] = _stacked(
                 base.specs, [(n, p) for n, p in members if p is not None], converter.source_patterns
             )
-        elif packed and (found := _packed(base.specs, renamed, members, converter, state)):
-            out |= found
+        elif packed and (rows := _packed(base.specs, renamed, members, converter, state)):
+            out |= rows
         elif not why:
             why = f"transformers rearranges {renamed} beyond stacking; such tensors are not mapped"
     return out, why

@@ -89,10 +89,10 @@ def _by_heads(make: Callable[[Attention], Packing | str]) -> Scheme:
     return scheme
 
 
-def _alternating(one: str, two: str, words: str) -> Scheme:
+def _alternating(first: str, second: str, words: str) -> Scheme:
     """A scheme of two maps whose rows alternate."""
     words = f"{words} (alternating rows)"
-    return lambda rows, config: Packing(((one, 1), (two, 1)), groups=max(rows // 2, 1), unit=1, words=words)
+    return lambda rows, config: Packing(((first, 1), (second, 1)), groups=max(rows // 2, 1), unit=1, words=words)
 
 
 @_by_heads
@@ -129,10 +129,12 @@ def _falcon(rows: int, config: Config) -> Packing | str:
 
 
 def _linear_attention(rows: int, config: Config, with_z: bool = False) -> Packing | str:
-    sizes = _linear_attention_sizes(config)
-    if isinstance(sizes, str):
-        return sizes
-    heads, key, value = sizes
+    """Rows of the key heads, with the key and value rows that belong to each of them."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    heads, value_heads, key, value_dim = (first_int(config, f"linear_{name}") for name in names)
+    if heads is None or value_heads is None or key is None or value_dim is None:
+        return "the config does not tell the heads of the linear attention"
+    value = value_heads // heads * value_dim
     if not with_z:
         return Packing((("q", heads * key), ("k", heads * key), ("v", heads * value)), unit=1, words="q, k, v")
     parts = (("q", key), ("k", key), ("v", value), ("z", value))
@@ -159,15 +161,6 @@ def _hyper_connection(rows: int, config: Config) -> Packing | str:
         return "the config does not tell the number of residual streams"
     parts = (("pre", streams), ("post", streams), ("mix", streams * streams))
     return Packing(parts, unit=1, words=f"pre, post, mix of a hyper-connection of {streams} streams")
-
-
-def _linear_attention_sizes(config: Config) -> tuple[int, int, int] | str:
-    """Key heads, and the key and value rows that belong to each of them."""
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    key_heads, value_heads, key_dim, value_dim = (first_int(config, f"linear_{name}") for name in names)
-    if key_heads is None or value_heads is None or key_dim is None or value_dim is None:
-        return "the config does not tell the heads of the linear attention"
-    return key_heads, key_dim, value_heads // key_heads * value_dim
 
 
 def _mamba_parameters(rows: int, config: Config) -> Packing | str:

@@ -100,10 +100,10 @@ class RegexSet:
         Raises:
             MatchError: the set takes too much memory on this text.
         """
-        found = self._set.Match(text.encode("utf-8", "replace")) or []
-        if 0 not in found:  # RE2 says that it ran out of memory as if nothing matched
+        indices = self._set.Match(text.encode("utf-8", "replace")) or []
+        if 0 not in indices:  # RE2 says that it ran out of memory as if nothing matched
             raise MatchError("together they take too much memory")
-        return min((i - 1 for i in found if i), default=None)
+        return min((i - 1 for i in indices if i), default=None)
 
 
 @lru_cache(maxsize=4096)
@@ -120,8 +120,8 @@ def _compile(pattern: str, dot_all: bool) -> Any:
     except UnicodeEncodeError:
         raise MatchError("it is not Unicode: it holds half of a surrogate pair") from None
     except re2.error as error:
-        (found,) = error.args
-        text = found.decode("utf-8", "replace") if isinstance(found, bytes) else str(found)
+        (message,) = error.args
+        text = message.decode("utf-8", "replace") if isinstance(message, bytes) else str(message)
         hint = next((f" ({hint})" for words, hint in _REASONS if words in text), "")
         raise MatchError(text[:200] + hint) from None
 
@@ -181,7 +181,7 @@ def _character_set(body: str) -> str:
     return f"[{'^' if negated else ''}{members}]"
 
 
-def _unbalanced(text: str, found: str, missing: str) -> RecipeError:
+def _unbalanced(text: str, brace: str, missing: str) -> RecipeError:
     return RecipeError(
-        f"Name pattern {text!r} has a {found!r} without its {missing!r}; write '\\{found}' for the character itself."
+        f"Name pattern {text!r} has a {brace!r} without its {missing!r}; write '\\{brace}' for the character itself."
     )

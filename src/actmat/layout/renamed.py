@@ -13,10 +13,10 @@ LEGACY = (
 """Old and new text in names, as in the table `legacy` of transformers' `conversion_mapping`."""
 
 
-def in_new_form(names: Iterable[str]) -> dict[str, str]:
+def rename_legacy(names: Iterable[str]) -> dict[str, str]:
     """Name in the new form -> name; a checkpoint that has both forms of a name keeps each.
 
-    >>> in_new_form(["bert.embeddings.LayerNorm.gamma", "a.weight"])
+    >>> rename_legacy(["bert.embeddings.LayerNorm.gamma", "a.weight"])
     {'bert.embeddings.LayerNorm.weight': 'bert.embeddings.LayerNorm.gamma', 'a.weight': 'a.weight'}
     """
     stored = dict.fromkeys(names)

@@ -37,11 +37,11 @@ def resolve_layout(
         RecipeError: an override matches nothing or does not fit a tensor; all such problems at once.
     """
     components = component_configs(config)
-    found = [_recognized(specs, config)] if components is None else list(_of_components(specs, components))
-    layouts = {name: layout for one in found for name, layout in one.tensors.items()}
+    maps = [_recognized(specs, config)] if components is None else list(_of_components(specs, components))
+    layouts = {name: layout for part in maps for name, layout in part.tensors.items()}
     ordered = {name: layouts[name] for name in specs}
     _apply_overrides(ordered, specs, overrides)
-    return LayoutMap(ordered, {a: c for one in found for a, c in one.ties.items()}, _family(config))
+    return LayoutMap(ordered, {a: c for part in maps for a, c in part.ties.items()}, _family(config))
 
 
 def _of_components(specs: Mapping[str, TensorSpec], components: Mapping[str, Mapping[str, Any]]) -> Iterator[LayoutMap]:
@@ -49,11 +49,11 @@ def _of_components(specs: Mapping[str, TensorSpec], components: Mapping[str, Map
     for part, config in components.items():
         prefix = f"{part}."
         inside = {n.removeprefix(prefix): s for n, s in specs.items() if n.startswith(prefix)}
-        own = {n: replace(s, name=n) for n, s in inside.items()}
-        found = _recognized(own, config)
+        local = {n: replace(s, name=n) for n, s in inside.items()}
+        layouts = _recognized(local, config)
         yield LayoutMap(
-            {prefix + n: layout for n, layout in found.tensors.items()},
-            {prefix + a: prefix + c for a, c in found.ties.items()},
+            {prefix + n: layout for n, layout in layouts.tensors.items()},
+            {prefix + a: prefix + c for a, c in layouts.ties.items()},
         )
 
 
@@ -210,7 +210,7 @@ def _blocks_misfit(blocks: Sequence[Block], rows: int) -> str | None:
         if block.stop > per_group:
             return f"block {block.name!r} ({block.start}:{block.stop}) reaches beyond the {where}"
         if block.start != end:
-            found = f"block {block.name!r} starts at {block.start} where {end} is expected"
-            return f"{found}: the blocks must cover the {where} exactly once"
+            gap = f"block {block.name!r} starts at {block.start} where {end} is expected"
+            return f"{gap}: the blocks must cover the {where} exactly once"
         end = block.stop
     return None if end == per_group else f"blocks end at {end}, but must cover the {where}"

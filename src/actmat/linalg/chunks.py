@@ -8,7 +8,7 @@ Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,16 +26,11 @@ SHORT_CHUNK = 1 << 14
 
 
 @runtime_checkable
-class AllocatesResult(Protocol):
-    """Deltas that provide the memory for the merged delta."""
+class Streamed(Protocol):
+    """Deltas that are read chunk by chunk, as often as a method needs; every walk reads and subtracts again."""
 
     def result(self) -> Tensor:
-        """An uninitialized, contiguous tensor of the shape of a delta; called once."""
-
-
-@runtime_checkable
-class Streamed(AllocatesResult, Protocol):
-    """Deltas that are read chunk by chunk, as often as a method needs; every walk reads and subtracts again."""
+        """Memory for the merged delta: uninitialized, contiguous, of the shape of a delta; called once."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +67,7 @@ class Prepended(Sequence[Tensor]):
         raise TypeError("streamed deltas have no items; use walk()")
 
     def result(self) -> Tensor:
-        """See `AllocatesResult`."""
+        """See `Streamed`."""
         return empty_result(self._deltas)
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
@@ -116,6 +111,6 @@ def prepend(first: Tensor, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def empty_result(deltas: Sequence[Tensor]) -> Tensor:
     """An uninitialized contiguous tensor of the shape, dtype and device of a delta, sharing no memory with one."""
-    if isinstance(deltas, AllocatesResult):
-        return cast("AllocatesResult", deltas).result()
+    if isinstance(deltas, Streamed):
+        return deltas.result()
     return torch.empty_like(deltas[0], memory_format=torch.contiguous_format)

@@ -34,11 +34,11 @@ def add_gram(out_II: Tensor, a_RI: Tensor, alpha: float = 1.0) -> None:
     >>> out.tolist()
     [[1.0, 2.0], [2.0, 4.0]]
     """
-    for own in gram_panels(out_II.shape[-1]):
-        out_II[own, own.start :].addmm_(a_RI[:, own].mT, a_RI[:, own.start :], alpha=alpha)
+    for panel in gram_panels(out_II.shape[-1]):
+        out_II[panel, panel.start :].addmm_(a_RI[:, panel].mT, a_RI[:, panel.start :], alpha=alpha)
 
 
 def mirror(gram_II: Tensor) -> None:
     """Copy the blocks above the diagonal to below it."""
-    for own in gram_panels(gram_II.shape[-1]):
-        gram_II[own.stop :, own] = gram_II[own, own.stop :].mT
+    for panel in gram_panels(gram_II.shape[-1]):
+        gram_II[panel.stop :, panel] = gram_II[panel, panel.stop :].mT

@@ -114,12 +114,6 @@ def _cuts(chunks_TP: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:
     yield from zip(*(torch.split(chunk_P, size) for chunk_P in chunks_TP), strict=True)
 
 
-def products_workspace(entries: int, n_tensors: int) -> int:
-    """Elements of float32 that `Products` of tensors with this many entries hold."""
-    rows = 2 * min(2 * ROW, max(1, entries))  # in float64; the last, shorter rows are new ones
-    return n_tensors * (rows + (PRODUCT if entries >= MANY else 0))
-
-
 def inner_products(tensors: Sequence[Tensor]) -> Tensor:
     """`G[s, t] = <X_s, X_t>` over all entries (`T x T`, float64, on the CPU); one walk.
 
@@ -196,4 +190,5 @@ def one_pass_sum(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
 
 def inner_workspace(entries: int, n_tensors: int) -> int:
     """Elements of float32 that `inner_products` and one `weighted_sum` hold at their peak, the sum included."""
-    return entries + products_workspace(entries, n_tensors)
+    rows = 2 * min(2 * ROW, max(1, entries))  # in float64; the last, shorter rows are new ones
+    return entries + n_tensors * (rows + (PRODUCT if entries >= MANY else 0))

@@ -169,12 +169,6 @@ class Largest:
         return max(self.floor, self.share * float(values_J[0]))
 
 
-def planned_basis(size: int, wanted: int) -> int:
-    """Size of the basis that the `wanted` largest of a falling spectrum usually take; 0 if all are decomposed."""
-    expected = _expected(wanted)
-    return math.ceil(expected) if size >= SMALLEST and expected <= WORTH * size else 0
-
-
 class _Basis:
     """The Krylov basis, and `T`, the matrix in it (lower triangle)."""
 
@@ -199,22 +193,22 @@ class _Basis:
 
     def _extend(self) -> None:
         """One more block: `S` times the last, orthogonal to all before it."""
-        own, near = slice(self.size, self.size + BLOCK), slice(max(0, self.size - BLOCK), self.size + BLOCK)
-        self.size = own.stop
-        new_BN = self.rows_JN[own] @ self.sym_NN.mT
+        last, near = slice(self.size, self.size + BLOCK), slice(max(0, self.size - BLOCK), self.size + BLOCK)
+        self.size = last.stop
+        new_BN = self.rows_JN[last] @ self.sym_NN.mT
         largest = float(new_BN.abs().max())
-        diagonal_BB = self._without(new_BN, near)[:, -BLOCK:] + self._without(new_BN, slice(0, own.stop))[:, -BLOCK:]
-        self.t_JJ[own, own] = (diagonal_BB + diagonal_BB.mT) / 2
+        diagonal_BB = self._without(new_BN, near)[:, -BLOCK:] + self._without(new_BN, slice(0, last.stop))[:, -BLOCK:]
+        self.t_JJ[last, last] = (diagonal_BB + diagonal_BB.mT) / 2
         q_NB, r_BB = torch.linalg.qr(new_BN.mT)
         next_BN = q_NB.mT.contiguous()
         if float(r_BB.diagonal().abs().min()) <= INDEPENDENT * largest:
             # some of the new vectors are rounding: made orthogonal again, they start the search in new directions
             for _ in range(2):
-                self._without(next_BN, slice(0, own.stop))
+                self._without(next_BN, slice(0, last.stop))
                 next_BN = torch.linalg.qr(next_BN.mT).Q.mT.contiguous()
-        following = slice(own.stop, own.stop + BLOCK)
+        following = slice(last.stop, last.stop + BLOCK)
         self.rows_JN[following] = next_BN
-        self.t_JJ[following, own] = next_BN @ new_BN.mT
+        self.t_JJ[following, last] = next_BN @ new_BN.mT
 
     def _without(self, new_BN: Tensor, span: slice) -> Tensor:
         """Remove the components in these rows of the basis, in place; returns them, `B J`."""
@@ -302,8 +296,8 @@ def _refused(ritz: _Ritz, wanted: tuple[int, float], tolerance: float, expected:
     if expected > largest:
         return f"would need a basis of more than {largest:.0f} vectors"
     exact = ritz.residuals_J[:count] <= tolerance
-    found, of = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
-    if of > COPIES * found + BLOCK:
+    pairs, estimate = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
+    if estimate > COPIES * pairs + BLOCK:
         return "a multiple eigenvalue has more directions than a block"
     return ""
 

@@ -26,14 +26,6 @@ Attempt = Callable[[Tensor], Tensor | Sequence[Tensor]]
 """A decomposition: matrix -> its factor or factors. Raises LinAlgError if it does not converge."""
 
 
-class Eigen(NamedTuple):
-    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix."""
-
-    values_N: Tensor
-    vectors_NN: Tensor
-    retries: Retries
-
-
 class EconomySVD(NamedTuple):
     """`u_MR diag(s_R) vh_RN`, singular values descending; null directions are LAPACK's completion."""
 
@@ -43,8 +35,8 @@ class EconomySVD(NamedTuple):
     retries: Retries
 
 
-def eigh(sym_NN: Tensor) -> Eigen:
-    """`sym = V diag(l) V^T`, `l` ascending, in the dtype of the input.
+def eigh(sym_NN: Tensor) -> tuple[Tensor, Tensor, Retries]:
+    """`l`, `V` and retries of `sym = V diag(l) V^T`, `l` ascending, in the dtype of the input.
 
     Only the lower triangle is read. The jitter of the last attempt moves each eigenvalue by less than
     `8 eps(float64) max|sym|`, which is below the rounding of the product that made the matrix.
@@ -53,7 +45,7 @@ def eigh(sym_NN: Tensor) -> Eigen:
         NumericalError: an entry is not finite, or no attempt converged.
     """
     (values, vectors), retries = _with_retries(sym_NN, torch.linalg.eigh, "symmetric eigendecomposition")
-    return Eigen(values, vectors, retries)
+    return values, vectors, retries
 
 
 def economy_svd(a_MN: Tensor) -> EconomySVD:
@@ -93,10 +85,10 @@ def _with_retries(matrix: Tensor, attempt: Attempt, what: str) -> tuple[Sequence
             matrix = matrix.double() if retry == "float64" else _jittered(matrix)
             retries.append(retry)
         try:
-            found = attempt(matrix)
+            result = attempt(matrix)
         except LinAlgError:
             continue
-        factors = [found] if isinstance(found, Tensor) else found
+        factors = [result] if isinstance(result, Tensor) else result
         if all(bool(torch.isfinite(factor).all()) for factor in factors):
             return [factor.to(dtype) for factor in factors], tuple(retries)
     raise NumericalError(

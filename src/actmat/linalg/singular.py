@@ -22,10 +22,10 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries
 from actmat.linalg.svd import (
+    COLUMNS,
     RANK_RTOL,
     ThinSVD,
     accuracy_of,
-    column_slices,
     gram_is_enough,
     gram_spectrum,
     numerical_range,
@@ -86,12 +86,10 @@ def _gram_polar(matrix_MN: Tensor, s_S: Tensor, vectors_SS: Tensor, retries: Ret
     inverse_S = torch.where(s_S > 0, s_S, torch.inf).reciprocal()
     root_SS = (vectors_SS * inverse_S.unsqueeze(-2)) @ vectors_SS.mT
     factor_MN = torch.empty_like(matrix_MN, dtype=torch.float64)
-    if matrix_MN.shape[-2] <= matrix_MN.shape[-1]:
-        for columns in column_slices(matrix_MN.shape[-1]):
-            factor_MN[..., columns] = root_SS @ matrix_MN[..., columns].to(torch.float64)
-    else:
-        for rows in column_slices(matrix_MN.shape[-2]):
-            factor_MN[..., rows, :] = matrix_MN[..., rows, :].to(torch.float64) @ root_SS
+    is_wide = matrix_MN.shape[-2] <= matrix_MN.shape[-1]
+    panels = (torch.split(x, COLUMNS, dim=-1 if is_wide else -2) for x in (factor_MN, matrix_MN))
+    for out, part in zip(*panels, strict=True):
+        out.copy_(root_SS @ part.to(torch.float64) if is_wide else part.to(torch.float64) @ root_SS)
     return Polar(factor_MN, s_S, rank, retries)
 
 
@@ -100,13 +98,13 @@ def slots_per_expert(shape: Sequence[int], n_experts: int) -> int:
     return min(shape[-2:]) // n_experts
 
 
-def trimmed(parts: Sequence[ThinSVD]) -> list[ThinSVD]:
+def trim_parts(parts: Sequence[ThinSVD]) -> list[ThinSVD]:
     """The parts without the columns that are zero in all of them, beyond the largest rank; at least one column."""
     size = max(1, *(int((p.s_K > 0).sum(-1).max()) for p in parts))
     return [replace(p, u_OK=p.u_OK[..., :size], s_K=p.s_K[..., :size], v_IK=p.v_IK[..., :size]) for p in parts]
 
 
-def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
+def join_parts(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors, singular values and right vectors of all parts side by side: `O x J`, `J`, `I x J`."""
     u_OJ, s_J, v_IJ = (torch.cat(side, dim=-1) for side in zip(*((p.u_OK, p.s_K, p.v_IK) for p in parts), strict=True))
     return u_OJ, s_J, v_IJ

@@ -30,7 +30,7 @@ Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,8 +116,8 @@ def thin_svd(
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
-    found = None if k is None else _of_few_directions(matrix_OI, k)
-    u_OS, s_S, v_IS, retries = found or orthogonal_svd(matrix_OI)
+    few = None if k is None else _of_few_directions(matrix_OI, k)
+    u_OS, s_S, v_IS, retries = few or orthogonal_svd(matrix_OI)
     s_S, rank = numerical_range(s_S, rtol, floor)
     s_K = s_S[..., :k]
     on_1K = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
@@ -188,11 +188,6 @@ def _of_few_directions(matrix_OI: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     return q_OS @ u_SS, s_S, v_IS, retries
 
 
-def column_slices(length: int) -> Iterator[slice]:
-    """Consecutive slices of at most `COLUMNS` that cover `range(length)`."""
-    return (slice(start, min(start + COLUMNS, length)) for start in range(0, length, COLUMNS))
-
-
 def short_gram(matrix_OI: Tensor) -> Tensor:
     """`A A^T` when `O <= I`, else `A^T A`: the Gram matrix of the short side, in float64."""
     return row_gram(_short_by_long(matrix_OI))
@@ -202,8 +197,8 @@ def row_gram(matrix_OI: Tensor) -> Tensor:
     """`A A^T` (`O x O`) in float64; a narrower dtype is widened some columns at a time."""
     batched = matrix_OI.dim() > 2
     gram_OO = matrix_OI.new_zeros((*matrix_OI.shape[:-1], matrix_OI.shape[-2]), dtype=torch.float64)
-    for columns in column_slices(matrix_OI.shape[-1]):
-        wide_OC = matrix_OI[..., columns].to(torch.float64)
+    for part_OC in torch.split(matrix_OI, COLUMNS, dim=-1):
+        wide_OC = part_OC.to(torch.float64)
         if batched:
             gram_OO += wide_OC @ wide_OC.mT
         else:
@@ -225,14 +220,14 @@ def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | flo
     is_large = matrix_OI.dim() == 2 and len(gram_SS) >= SMALLEST
     is_sound = is_large and bool(gram_SS.diagonal().isfinite().all())  # else the whole decomposition says what is wrong
     if k is not None and is_sound:
-        found = leading(gram_SS, Largest(k, rtol**2, float(floor) ** 2), torch.float32)
-        if not isinstance(found, str):
+        pairs = leading(gram_SS, Largest(k, rtol**2, float(floor) ** 2), torch.float32)
+        if not isinstance(pairs, str):
             # zeros beyond the numerical rank, as everywhere
-            missing = min(k, len(gram_SS)) - found.values_K.numel()
-            s_K = torch.nn.functional.pad(found.values_K.flip(0).sqrt(), (0, missing))
-            vectors_SK = torch.nn.functional.pad(found.vectors_NK.flip(-1), (0, missing))
-            return replace(_from_short(matrix_OI, s_K, vectors_SK, rtol, floor), way=(found.basis, ""))
-        refused = found
+            missing = min(k, len(gram_SS)) - pairs.values_K.numel()
+            s_K = torch.nn.functional.pad(pairs.values_K.flip(0).sqrt(), (0, missing))
+            vectors_SK = torch.nn.functional.pad(pairs.vectors_NK.flip(-1), (0, missing))
+            return replace(_from_short(matrix_OI, s_K, vectors_SK, rtol, floor), way=(pairs.basis, ""))
+        refused = pairs
     s_S, vectors_SS, retries = gram_spectrum(gram_SS)
     whole = _from_short(matrix_OI, s_S, vectors_SS, rtol, floor, k)
     return replace(whole, retries=retries, way=(0, refused))
@@ -249,7 +244,7 @@ def _from_short(
     inverse_K = torch.where(on_K, s_K, 1.0).reciprocal()
     a_SL = _short_by_long(matrix_OI)
     basis_SK = short_SK * inverse_K.unsqueeze(-2)
-    long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in column_slices(a_SL.shape[-1])], dim=-2)
+    long_LK = torch.cat([a_SC.mT.to(torch.float64) @ basis_SK for a_SC in torch.split(a_SL, COLUMNS, dim=-1)], dim=-2)
     if a_SL is matrix_OI:
         return ThinSVD(short_SK, s_K, long_LK, rank)
     return ThinSVD(long_LK, s_K, short_SK, rank)

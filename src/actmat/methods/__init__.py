@@ -75,8 +75,8 @@ def get_method(name: AnyMethod) -> MergeMethod:
     for method in METHODS:
         if method.name == name:
             return method
-    if (found := load_installed_method(name)) is not None:
-        return found
+    if (method_elsewhere := load_installed_method(name)) is not None:
+        return method_elsewhere
     if "@" in name:
         raise RecipeError(f"'{name}' was a function of another Python process. Fix: put it into a file, PATH.py:NAME")
     known = [*(m.name for m in METHODS), *entries(GROUP)]
@@ -90,14 +90,14 @@ def get_method(name: AnyMethod) -> MergeMethod:
 
 def name_of_method(method: AnyMethod) -> str:
     """The name by which recipes refer to a method; for a function, one that holds in this process."""
-    found = get_method(method)
+    declared = get_method(method)
     with contextlib.suppress(RecipeError):
-        if get_method(found.name) is found:
-            return found.name
-    return hold_method(found)
+        if get_method(declared.name) is declared:
+            return declared.name
+    return hold_method(declared)
 
 
 def all_methods() -> list[MergeMethod]:
     """`METHODS`, then those of extras and other distributions by name; MergeError for a broken one."""
-    own = {m.name: m for m in METHODS}
-    return [*own.values(), *(get_method(name) for name in entries(GROUP) if name not in own)]
+    core = {m.name: m for m in METHODS}
+    return [*core.values(), *(get_method(name) for name in entries(GROUP) if name not in core)]

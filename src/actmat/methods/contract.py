@@ -136,7 +136,7 @@ class Description:
     source: str = ""
 
 
-def described(doc: str) -> Description:
+def parse_description(doc: str) -> Description:
     """The parts of a method's docstring; its sections other than `Source:` and its examples are left out."""
     summary, *blocks = inspect.cleandoc(doc).split("\n\n")
     equation = source = ""
@@ -199,8 +199,8 @@ class MergeMethod:
 
     def __post_init__(self) -> None:
         for name, kind in _FACETS.items():
-            if not isinstance(found := getattr(self, name), kind):
-                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {_type_name(kind)}, got {found!r}")
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {_type_name(kind)}, got {value!r}")
         for name, values, kind in (("acts_on", [self.acts_on], ActsOn), ("laws", self.laws, Law)):
             if wrong := [v for v in values if v not in typing.get_args(kind)]:
                 known = ", ".join(map(repr, typing.get_args(kind)))
@@ -222,12 +222,12 @@ class MergeMethod:
     @cached_property
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
-        return declared_options(self.name, self.declared_by or self.merge)
+        return read_options(self.name, self.declared_by or self.merge)
 
     @cached_property
     def text(self) -> Description:
         """Description of the method, from its docstring."""
-        return described((self.declared_by or self.merge).__doc__ or "")
+        return parse_description((self.declared_by or self.merge).__doc__ or "")
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -292,13 +292,13 @@ class MergeMethod:
             return f"{self.name} {kind}"
         return None if self.lowrank.why_not is None else self.lowrank.why_not(options, n_experts, weights)
 
-    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with `given`.
 
         Raises:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
-        return resolved_options(f"method '{self.name}'", self.options, given)
+        return overlay_options(f"method '{self.name}'", self.options, chosen)
 
 
 _FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost, "laws": frozenset} | {
@@ -310,7 +310,7 @@ _FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost,
 }
 
 
-def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
+def read_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
     """Options of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
     docs = _argument_docs(function.__doc__ or "")
     out: dict[str, Option] = {}
@@ -327,14 +327,14 @@ def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Optio
     return out
 
 
-def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+def overlay_options(what: str, options: Mapping[str, Option], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of `options` overlaid with `given`; `what` has them, such as "method 'ties'".
 
     Raises:
         RecipeError: unknown options or values that do not fit; carries all problems.
     """
     problems = []
-    for name, value in given.items():
+    for name, value in chosen.items():
         option = options.get(name)
         if option is None:
             known = ", ".join(options) or "none"
@@ -344,7 +344,7 @@ def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[st
             problems.append(f"{what}: {problem}")
     if problems:
         raise RecipeError("The options do not fit the method.", problems)
-    return {name: given.get(name, o.default) for name, o in options.items()}
+    return {name: chosen.get(name, o.default) for name, o in options.items()}
 
 
 _NORMALIZE = (

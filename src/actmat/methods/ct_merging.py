@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.linalg.singular import join, orthogonalized_sum
+from actmat.linalg.singular import join_parts, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
@@ -58,7 +58,7 @@ def merge(
 def _merge(deltas: Sequence[Tensor], *, k: int, common: int, rtol: float) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
     accuracy, parts = accuracy_of(deltas[0]), [thin_svd(delta, k=min(k, *delta.shape), rtol=rtol) for delta in deltas]
-    u_OJ, s_J, v_IJ = join(parts)
+    u_OJ, s_J, v_IJ = join_parts(parts)
     joint = thin_svd(u_OJ, rtol=rtol, accuracy=accuracy)
     n_common = _untied(joint.s_K, min(common, int(joint.rank)))
     common_OC = joint.u_OK[:, :n_common]

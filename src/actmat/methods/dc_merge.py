@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.singular import join, slots_per_expert, trimmed
+from actmat.linalg.singular import join_parts, slots_per_expert, trim_parts
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
@@ -59,16 +59,16 @@ def merge(
     Source:
         "DC-Merge", CVPR 2026 (public code: Tobeginwith/DC-Merge).
     """
-    slots, kept = _sizes(shape or deltas[0].shape, len(deltas), k, density)
-    rule = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
+    slots, entries = _sizes(shape or deltas[0].shape, len(deltas), k, density)
+    rule = partial(_merge, slots=slots, entries=entries, smoothing=smoothing, rho=rho, rtol=rtol)
     value, stats = each_matrix(rule, deltas)
     return Merged(value.to(deltas[0].dtype), stats | {"k": slots})
 
 
-def smoothed(s_K: Tensor, smoothing: Smoothing, rho: float) -> Tensor:
+def smooth(s_K: Tensor, smoothing: Smoothing, rho: float) -> Tensor:
     """Singular values of the same sum, flatter; zeros at the end stay zero.
 
-    >>> smoothed(torch.tensor([8.0, 1.0, 0.0]), "linear", 5.0).tolist()
+    >>> smooth(torch.tensor([8.0, 1.0, 0.0]), "linear", 5.0).tolist()
     [7.5, 1.5, 0.0]
     """
     rank = int((s_K > 0).sum())
@@ -90,21 +90,21 @@ def _sizes(shape: Sequence[int], n_experts: int, k: int | None, density: float) 
 
 
 def _merge(
-    deltas: Sequence[Tensor], *, slots: int, kept: int, smoothing: Smoothing, rho: float, rtol: float
+    deltas: Sequence[Tensor], *, slots: int, entries: int, smoothing: Smoothing, rho: float, rtol: float
 ) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
     accuracy = accuracy_of(deltas[0])
     if slots == 0:
         return OneMatrix(torch.zeros_like(deltas[0], dtype=torch.float64), {"entries_kept": 0})
     count = len(deltas)
-    parts = trimmed([thin_svd(delta, k=slots, rtol=rtol) for delta in deltas])
-    u_OJ, _, v_IJ = join(parts)
+    parts = trim_parts([thin_svd(delta, k=slots, rtol=rtol) for delta in deltas])
+    u_OJ, _, v_IJ = join_parts(parts)
     left, right = polar(u_OJ, accuracy=accuracy), polar(v_IJ, accuracy=accuracy)
     size = parts[0].s_K.shape[-1]  # fewer than the slots where no expert has so many directions
     blocks, entries_kept = [], 0
     for part in parts:
-        rows_JK = (left.factor_MN.mT @ part.u_OK) * smoothed(part.s_K, smoothing, rho)
-        core_JJ = _top(rows_JK @ (right.factor_MN.mT @ part.v_IK).mT, kept, rtol)
+        rows_JK = (left.factor_MN.mT @ part.u_OK) * smooth(part.s_K, smoothing, rho)
+        core_JJ = _top(rows_JK @ (right.factor_MN.mT @ part.v_IK).mT, entries, rtol)
         entries_kept += int(core_JJ.count_nonzero())
         blocks.append(core_JJ.view(count, size, count, size).diagonal(dim1=0, dim2=2).clone())
     merged_KKT = _agreeing_mean(torch.stack(blocks))
@@ -114,13 +114,13 @@ def _merge(
     return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries, [p.way for p in parts])
 
 
-def _top(core_JJ: Tensor, kept: int, rtol: float) -> Tensor:
-    """The entries whose magnitude reaches that of the `kept`-th, except those within rounding error of the largest.
+def _top(core_JJ: Tensor, entries: int, rtol: float) -> Tensor:
+    """The entries whose magnitude reaches that of the `entries`-th, except those within rounding error of the largest.
 
     Rounding errors have a sign and would count as votes: disjoint experts would halve one another.
     """
     size_JJ = core_JJ.abs()
-    top = size_JJ.flatten().topk(min(kept, size_JJ.numel())).values
+    top = size_JJ.flatten().topk(min(entries, size_JJ.numel())).values
     return core_JJ * ((size_JJ >= top[-1]) & (size_JJ > rtol * top[0]))
 
 

@@ -52,9 +52,9 @@ When = bool | Callable[..., bool]
 """A property of a method: always, never, or a function of the arguments named in its documentation."""
 
 
-def holds(when: When, *given: Any) -> bool:
+def holds(when: When, *arguments: Any) -> bool:
     """True if the property holds for these arguments."""
-    return when if isinstance(when, bool) else when(*given)
+    return when if isinstance(when, bool) else when(*arguments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +21,15 @@ from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.singular import Polar, SpectrumMean, isotropic
 from actmat.linalg.svd import ThinSVD, thin_svd
-from actmat.methods.contract import Bounds, Description, Fraction, Option, declared_options, described, resolved_options
+from actmat.methods.contract import (
+    Bounds,
+    Description,
+    Fraction,
+    Option,
+    overlay_options,
+    parse_description,
+    read_options,
+)
 from actmat.methods.facets import Merged, MergedLowRank
 
 StepStats = dict[str, float | int | str]
@@ -43,16 +51,16 @@ class PostStep:
     @cached_property
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
-        return declared_options(self.name, self.apply)
+        return read_options(self.name, self.apply)
 
     @cached_property
     def text(self) -> Description:
         """Description of the step, from its docstring."""
-        return described(self.apply.__doc__ or "")
+        return parse_description(self.apply.__doc__ or "")
 
-    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with `given`; RecipeError with all problems."""
-        return resolved_options(f"post-processing '{self.name}'", self.options, given)
+        return overlay_options(f"post-processing '{self.name}'", self.options, chosen)
 
 
 Step = tuple[PostStep, Mapping[str, Any]]
@@ -204,28 +212,23 @@ def at_kappa(merged: Tensor, deltas: Sequence[Tensor], *, kappa: Annotated[float
     return _at_mean(merged, deltas, kappa, power=2)
 
 
-def at_kappa_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, kappa: float = 1.15) -> MergedLowRank:
-    """The same on factors, whose `b` takes the gain. Exact, in float64."""
-    return _at_mean_lowrank(merged, deltas, kappa, power=2)
-
-
-def _at_mean(merged: Tensor, deltas: Sequence[Tensor], factor: float = 1.0, power: int = 1) -> Merged:
-    """Give every merged matrix `factor` times the power mean of the norms of the deltas."""
-    gain = factor * _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)], power)
+def _at_mean(merged: Tensor, deltas: Sequence[Tensor], kappa: float = 1.0, power: int = 1) -> Merged:
+    """Give every merged matrix `kappa` times the power mean of the norms of the deltas."""
+    gain = kappa * _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)], power)
     return Merged(merged * gain[..., None, None].to(merged.dtype), _gain_stats(gain))
 
 
-def _at_mean_lowrank(merged: LowRank, deltas: Sequence[LowRank], factor: float = 1.0, power: int = 1) -> MergedLowRank:
+def _at_mean_lowrank(merged: LowRank, deltas: Sequence[LowRank], kappa: float = 1.0, power: int = 1) -> MergedLowRank:
     """The same on factors, whose `b` takes the gain. Exact, in float64."""
-    gain = factor * _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)], power)
+    gain = kappa * _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)], power)
     b_OR = merged.b_OR * gain[..., None, None].to(merged.b_OR.dtype)
     return MergedLowRank(LowRank(b_OR, merged.a_RI), _gain_stats(gain))
 
 
 def _to_mean(norms: Sequence[Tensor], power: int) -> Tensor:
     """Power mean of the nonzero norms except the first, divided by the first; 1 if the first is zero."""
-    norm, own = norms[0], torch.stack(list(norms[1:]))
-    mean = ((own**power).sum(0) / (own > 0).sum(0).clamp(min=1)) ** (1 / power)
+    norm, of_deltas = norms[0], torch.stack(list(norms[1:]))
+    mean = ((of_deltas**power).sum(0) / (of_deltas > 0).sum(0).clamp(min=1)) ** (1 / power)
     return torch.where(norm > 0, mean / norm.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
 
 
@@ -237,7 +240,7 @@ STEPS: Mapping[str, PostStep] = {
     step.name: step
     for step in (
         PostStep("isotropize", isotropize, isotropize_lowrank),
-        PostStep("kappa", at_kappa, at_kappa_lowrank),
+        PostStep("kappa", at_kappa, partial(_at_mean_lowrank, power=2)),
         PostStep("mean_norm", at_mean_norm, _at_mean_lowrank),
         PostStep("subspace_boosting", boost, boost_lowrank),
     )

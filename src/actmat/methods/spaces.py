@@ -28,6 +28,7 @@ from actmat.methods.facets import MergedLowRank
 from actmat.methods.post import Step, apply_steps, apply_steps_lowrank
 
 Space = Literal["full", "core", "factors", "pico"]
+Arguments = Mapping[str, Any]
 
 KEEP_ROWS: frozenset[Space] = frozenset({"full", "pico"})
 """Spaces in which a method sees every delta with its own row space."""
@@ -37,17 +38,13 @@ ROTATIONS = frozenset({"left_orthogonal", "right_orthogonal"})
 
 
 def merge_in_core(
-    method: MergeMethod,
-    deltas: Sequence[LowRank],
-    needs: Mapping[str, Any],
-    options: Mapping[str, Any],
-    steps: Sequence[Step] = (),
+    method: MergeMethod, deltas: Sequence[LowRank], arguments: Arguments, steps: Sequence[Step] = ()
 ) -> MergedLowRank:
     """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which preserves every delta exactly.
 
     Args:
         deltas: one per expert, in two dimensions, float64.
-        needs, options: keyword arguments of the method.
+        arguments: of the method, needs and options.
         steps: matrix steps of post-processing, which act in the space.
 
     The inputs do not determine the singular vectors of a repeated singular value, nor the result of an elementwise
@@ -55,7 +52,7 @@ def merge_in_core(
     """
     bases, retries = core_bases(deltas)
     cores = list(bases.cores_PQ)
-    merged = method.merge(cores, **needs, **options)
+    merged = method.merge(cores, **arguments)
     changed = apply_steps(merged.value, cores, steps)
     size = "x".join(map(str, cores[0].shape[-2:]))
     stats = {**merged.stats, **changed.stats, "core": size, **retry_stats(retries)}
@@ -63,35 +60,27 @@ def merge_in_core(
 
 
 def merge_in_factors(
-    method: MergeMethod,
-    deltas: Sequence[LowRank],
-    needs: Mapping[str, Any],
-    options: Mapping[str, Any],
-    steps: Sequence[Step] = (),
+    method: MergeMethod, deltas: Sequence[LowRank], arguments: Arguments, steps: Sequence[Step] = ()
 ) -> MergedLowRank:
     """`D* = method(b_1 .. b_T) method(a_1 .. a_T)`: of the experts' rank, and with products `b_s a_t` of two experts.
 
     Each side gets the square root of an expert's weight, `a` its sign too. A random method draws for all `b_t` first,
     then for all `a_t`. Zero deltas may have a lower rank than the others.
     """
-    on_b, on_a = dict(needs), dict(needs)
-    if needs.get("weights") is not None:
-        on_b["weights"] = [math.sqrt(abs(w)) for w in needs["weights"]]
-        on_a["weights"] = [math.copysign(root, w) for root, w in zip(on_b["weights"], needs["weights"], strict=True)]
+    on_b, on_a, weights = dict(arguments), dict(arguments), arguments.get("weights")
+    if weights is not None:
+        on_b["weights"] = [math.sqrt(abs(w)) for w in weights]
+        on_a["weights"] = [math.copysign(math.sqrt(abs(w)), w) for w in weights]
     rank, pad = max(d.rank for d in deltas), torch.nn.functional.pad
-    b = method.merge([pad(d.b_OR, (0, rank - d.rank)) for d in deltas], **on_b, **options)
-    a = method.merge([pad(d.a_RI, (0, 0, 0, rank - d.rank)) for d in deltas], **on_a, **options)
+    b = method.merge([pad(d.b_OR, (0, rank - d.rank)) for d in deltas], **on_b)
+    a = method.merge([pad(d.a_RI, (0, 0, 0, rank - d.rank)) for d in deltas], **on_a)
     changed = apply_steps_lowrank(LowRank(b.value, a.value), deltas, steps)
     sides = {f"{side}_{name}": value for side, part in (("b", b), ("a", a)) for name, value in part.stats.items()}
     return MergedLowRank(changed.value, {**sides, **changed.stats})
 
 
 def merge_calibrated(
-    method: MergeMethod,
-    deltas: Sequence[LowRank],
-    needs: Mapping[str, Any],
-    options: Mapping[str, Any],
-    steps: Sequence[Step] = (),
+    method: MergeMethod, deltas: Sequence[LowRank], arguments: Arguments, steps: Sequence[Step] = ()
 ) -> MergedLowRank:
     """`D* = g method(S b_1 a_1, .., S b_T a_T)`, with less of the output directions that many experts share.
 
@@ -111,7 +100,7 @@ def merge_calibrated(
     calibrated = [LowRank(d.b_OR + svd.u_MR @ ((damping_R - 1)[:, None] * (svd.u_MR.mT @ d.b_OR)), d.a_RI)
                   for d in deltas]  # fmt: skip
     assert method.lowrank is not None, "methods without a form on factors are refused"
-    merged = method.lowrank.merge(calibrated, **needs, **options)
+    merged = method.lowrank.merge(calibrated, **arguments)
     changed = apply_steps_lowrank(merged.value, calibrated, steps)
     stats = {**merged.stats, **changed.stats, "least_damping": float(damping_R.min()), **retry_stats(svd.retries)}
     norm = frobenius_norm(changed.value)

@@ -13,7 +13,7 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import ZeroSign, elect, sign_balance
-from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
+from actmat.linalg.masks.mask import Trim, l1_factors, top_trims
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
@@ -87,16 +87,16 @@ def merge(
                 "no survey of the model. Merge checkpoints, or use trim='tensor' for single tensors."
             )
         masks = [Trim.at(cut, shape_and_dtype(deltas)[1]) for cut in survey.cuts]
-        kept, majority = sum(survey.kept) / len(deltas), survey.majority
+        fraction, majority = sum(survey.kept) / len(deltas), survey.majority
     else:
-        (masks, kept), majority = _trims_of_tensor(deltas, densities, variant), None
+        (masks, fraction), majority = _trims_of_tensor(deltas, densities, variant), None
     share = scales = [1.0] * len(deltas) if weights is None else list(weights)
     if rescale == "l1":
         factors = l1_factors([delta.reshape(-1) for delta in deltas], masks)
         scales = [w * f for w, f in zip(share, factors, strict=True)]
     zero_sign = ZERO_SIGN[variant]
     value = elect(deltas, masks, scales=scales, counts=share, reduce=reduce, zero_sign=zero_sign, majority=majority)
-    return Merged(value, {"kept_fraction": kept})
+    return Merged(value, {"kept_fraction": fraction})
 
 
 def _trims_of_tensor(
@@ -105,9 +105,9 @@ def _trims_of_tensor(
     """The entries of one tensor that each expert keeps, and their mean fraction."""
     total, exact = math.prod(shape_and_dtype(deltas)[0]), variant != "original"
     ranks = [[kept_entries(d, total, variant=variant)] for d in densities]
-    trims = [trim for (trim,) in top_trims_each(deltas, ranks, exact=exact)]
-    kept = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
-    return [mask for mask, _ in trims], kept
+    trims = [trim for (trim,) in top_trims(deltas, ranks, exact=exact)]
+    fraction = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
+    return [mask for mask, _ in trims], fraction
 
 
 def kept_entries(density: float, total: int, *, variant: Variant) -> int:

@@ -48,10 +48,10 @@ def method_of(function: Callable[..., Any], name: str = "") -> MergeMethod:
     name = name or getattr(function, "__name__", type(function).__name__)
 
     @functools.wraps(function)
-    def merge(deltas: Sequence[Tensor], **given: Any) -> Merged:
+    def merge(deltas: Sequence[Tensor], **options: Any) -> Merged:
         listed = list(deltas)
         try:
-            found = function(listed, **given)
+            result = function(listed, **options)
         except (MergeError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a user's function may raise anything
@@ -61,10 +61,10 @@ def method_of(function: Callable[..., Any], name: str = "") -> MergeMethod:
             raise RecipeError(
                 f"method '{name}' raised {type(error).__name__}{line}, given {len(listed)} deltas of {shape}: {error}"
             ) from error
-        value = found.value if isinstance(found, Merged) else torch.as_tensor(found).to(listed[0])
+        value = result.value if isinstance(result, Merged) else torch.as_tensor(result).to(listed[0])
         if value.shape != listed[0].shape:
             raise RecipeError(f"method '{name}': expected shape {[*listed[0].shape]}, found {[*value.shape]}")
-        return found if isinstance(found, Merged) else Merged(value)
+        return result if isinstance(result, Merged) else Merged(value)
 
     return MergeMethod(name, merge, "matrix")
 
@@ -101,11 +101,11 @@ def load_installed_method(name: str) -> MergeMethod | None:
     """
     if name in IN_MEMORY:
         return IN_MEMORY[name]
-    found = load(GROUP, name, object)
-    if found is not None and (not isinstance(found, MergeMethod) or found.name != name):
+    method = load(GROUP, name, object)
+    if method is not None and (not isinstance(method, MergeMethod) or method.name != name):
         origin = f"method '{name}' of {_distribution(entries(GROUP)[name])}"
-        raise RecipeError(f"{origin}: expected a MergeMethod called '{name}', got {found!r}")
-    return found
+        raise RecipeError(f"{origin}: expected a MergeMethod called '{name}', got {method!r}")
+    return method
 
 
 def method_version(name: str) -> str | None:
@@ -140,18 +140,18 @@ def _load(name: str, digest: str) -> MergeMethod:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except Exception as error:  # a user's file may raise anything; the message names the file
         raise RecipeError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if isinstance(found, types.FunctionType):
-        return method_of(found, name)
-    if not isinstance(found, MergeMethod):
-        own = {MergeMethod.__module__, module.__name__}
+    method = getattr(module, attribute, None)
+    if isinstance(method, types.FunctionType):
+        return method_of(method, name)
+    if not isinstance(method, MergeMethod):
+        modules = {MergeMethod.__module__, module.__name__}
         kinds = MergeMethod | types.FunctionType
-        rules = [n for n, v in vars(module).items() if isinstance(v, kinds) and v.__module__ in own]
+        rules = [n for n, v in vars(module).items() if isinstance(v, kinds) and v.__module__ in modules]
         raise RecipeError(
             f"{path} has no function or MergeMethod called '{attribute}'.{did_you_mean(attribute, rules)} "
             f"It holds: {', '.join(rules) or 'none'}"
         )
-    return dataclasses.replace(found, name=name)
+    return dataclasses.replace(method, name=name)
 
 
 def _file(name: str) -> Path:

@@ -154,7 +154,9 @@ def estimate_flops(item: Item) -> int:
         total = _core_flops(item, sum(ranks))
     else:
         total = sum(_flops_of(method, shape, len(item.sources), call) for shape in shapes)
-    if (item.is_module and not item.is_factored) or item.write.kind == "svd":  # decomposed again
+    if item.is_module and not item.is_factored:  # truncated: seven products with three blocks, and their bases
+        total += 20.0 * item.numel * min(item.write.rank, *item.shape[-2:])
+    elif item.write.kind == "svd":
         total += 12.0 * item.numel * min(item.shape[-2:])
     if call.post:
         total += 14.0 * len(call.post) * item.numel * min(item.shape[-2:] if len(item.shape) > 1 else (1,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
@@ -272,6 +273,8 @@ def output_layout(recipe: Recipe, adapters: Sequence[Adapter]) -> AdapterLayout:
 
 
 def needs_one_spelling(adapters: Sequence[Adapter]) -> bool:
-    """True if files of kohya's layout share no module: they may spell the same modules in two ways."""
-    spelled = [a.modules.keys() for a in adapters if a.layout == "kohya"]
-    return len(spelled) > 1 and any(not (first & second) for first in spelled for second in spelled)
+    """True if files of kohya's layout share no module of a part: they may spell the same modules in two ways."""
+    spelled = [a.modules.items() for a in adapters if a.layout == "kohya"]
+    parts = {m.part for modules in spelled for _, m in modules}
+    names = [[{n for n, m in modules if m.part == part} for modules in spelled] for part in parts]
+    return any(a and b and a.isdisjoint(b) for of_part in names for a, b in combinations(of_part, 2))

@@ -84,6 +84,7 @@ class MergePlan(Plain):
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
         notes: warnings, then decisions.
         configs: path in the output -> config that is written there in place of the base's.
+        files: path in the output -> label of the expert whose file is there, in place of the base's.
         left_out: files of the inputs' folders that are not copied to the output, and why.
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
@@ -106,6 +107,7 @@ class MergePlan(Plain):
     kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     device_memory: int | None = None

@@ -45,12 +45,11 @@ from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
 from actmat.planning.notes import adapter_notes, all_notes, method_notes, negative_means, storage_notes
 from actmat.planning.post import in_space
-from actmat.planning.problems import base_problems, check, factor_output_problems, input_problems
+from actmat.planning.problems import base_problems, check, factor_output_problems, idle_problems, input_problems
 from actmat.planning.regions import cut
 from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
 from actmat.planning.storage import (
-    absent_parts,
     files_left_out,
     left_out_note,
     named_base_notes,
@@ -59,6 +58,7 @@ from actmat.planning.storage import (
     scheme_words,
     stems_of,
     trained_on_codes_notes,
+    unknown_note,
     unread_warnings,
 )
 from actmat.planning.targets import resolve_roles, targets_of
@@ -89,6 +89,7 @@ class _Scope:
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
         ignored: per expert, its tensors that the base does not have.
         configs: path in the output -> config that is written there in place of the base's.
+        files: path in the output -> label of the expert whose file is written there.
         adapters: experts of an output without a base, with names of one form; `dtype`, `form`: of that output.
         whole: items of tensors that they trained in full.
     """
@@ -102,6 +103,7 @@ class _Scope:
     warnings: Sequence[str] = ()
     ignored: Sequence[tuple[str, ...]] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     adapters: Sequence[Adapter] = ()
     form: AdapterLayout = "peft"
     dtype: str = ""
@@ -157,7 +159,8 @@ def build_plan(
         problems += factor_output_problems(recipe, scope.adapters, calls, known, chooser)
     else:
         problems += base_problems(recipe, base, experts, scope.ignored, chooser)
-    check(problems)
+    merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
+    check(problems or list(idle_problems(recipe.labels, merged)))
     written = _write(recipe, base, _items(recipe, base, experts, decided), scope, chooser)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     costs = Costs(recipe, base, HOST if is_extracted else room)
@@ -174,17 +177,17 @@ def _scope_of_base(
     chooser.names = base.specs
     hits = {name: chooser.keeps(name) for name in base.specs}
     kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
-    copied = absent_parts(base, experts, recipe.labels) | kept
+    aligned = targets_of(base, experts, recipe.labels, layouts, kept)
+    copied = {**aligned.absent, **kept}
     agreed = compare_inputs(
         base,
         list(zip(recipe.labels, experts, strict=True)),
         copied,
         config_from=recipe.model.config_from,
-        files_from=recipe.model.files_of,
+        files_from=recipe.model.files_of if recipe.model.names_files else None,
         has_vocabulary=recipe.model.vocabulary is not None,
         is_model=not isinstance(recipe.output, ExtractedOutput),
     )
-    aligned = targets_of(base, experts, recipe.labels, layouts, copied)
     problems = [
         *input_problems(recipe, base, experts),
         *statistics.kind_problems([e.needs_base for e in experts]),
@@ -197,12 +200,13 @@ def _scope_of_base(
         aligned.targets,
         layouts,
         problems,
-        notes=(*part_notes(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
+        notes=(*part_notes(base), *unknown_note(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
         copied=copied,
         kept=extracted_kept if isinstance(recipe.output, ExtractedOutput) else {},
         warnings=aligned.warnings,
         ignored=aligned.ignored,
         configs=agreed.configs,
+        files=agreed.files,
     )
 
 
@@ -221,7 +225,7 @@ def _scope_of_adapters(
     stored = [e.adapter for e in experts if e.adapter is not None]
     if len(stored) < len(experts):
         raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
-    of_tokens, token_notes = compare_adapters(recipe.labels, experts)
+    agreed = compare_adapters(recipe.labels, experts)
     adapters, of_names, name_notes = in_one_form(recipe.labels, stored)
     kept: dict[str, str] = {}
     targets, layouts, of_modules = implied_targets(recipe, adapters, base_config, chooser, kept)
@@ -229,7 +233,7 @@ def _scope_of_adapters(
     dtype = recipe.dtype or widest([a.dtype for a in adapters])
     whole, of_whole, whole_notes = mean_items(recipe, adapters, chooser, kept, dtype)
     problems = [
-        *of_tokens,
+        *agreed.problems,
         *adapter_problems(recipe, stored),
         *of_names,
         *stack_problems(recipe.labels, adapters),
@@ -245,8 +249,9 @@ def _scope_of_adapters(
         targets,
         layouts,
         problems,
-        notes=(*token_notes, *name_notes, *whole_notes),
+        notes=(*agreed.notes, *name_notes, *whole_notes),
         kept=kept,
+        files=agreed.files,
         adapters=adapters,
         form=output_layout(recipe, adapters),
         dtype=dtype,
@@ -433,6 +438,7 @@ def _plan(
         kept=scope.kept,
         notes=all_notes(recipe, base, experts, decisions, likely),
         configs=scope.configs if is_model else {},
+        files=scope.files if is_model or written.config is not None else {},
         left_out={path: why.text for path, why in left_out.items()},
         device=room.device,
         device_memory=room.memory,

@@ -12,7 +12,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.ties import tied_partner
 from actmat.methods import get_method
 from actmat.planning.choose import Chooser
-from actmat.planning.item import MethodCall
+from actmat.planning.item import MethodCall, Target
 from actmat.planning.post import factor_problems, space_input_problems
 from actmat.recipe import Recipe
 
@@ -65,6 +65,17 @@ def _lost_heads(
                 "not have: this training would be lost. Likely cause: an adapter of a model with another head. Fix: "
                 "give a base with this head (load the base with the class that the adapter was trained on, such as "
                 f"AutoModelForSequenceClassification, and save_pretrained), or leave it out (--keep '{lost[0]}')"
+            )
+
+
+def idle_problems(labels: Sequence[str], merged: Sequence[Target]) -> Iterator[str]:
+    """Experts without a delta in any target that is merged: the output would be the same without them."""
+    for k, label in enumerate(labels):
+        sources = (target.sources[k] for target in merged if target.sources)
+        if not any(source is not None and source.kind != "zero" for source in sources):
+            yield (
+                f"expert '{label}' changes nothing: no tensor of it is merged. Likely cause: patterns (keep, drop) "
+                "that match all of it, or a base without the parts that it has. Fix: leave it out, or give its base"
             )
 
 

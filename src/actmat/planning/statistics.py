@@ -19,7 +19,7 @@ from actmat.planning.choose import Chooser, Decision
 from actmat.planning.item import Item, Target
 from actmat.planning.regions import Region
 from actmat.recipe import Recipe
-from actmat.statistics.header import amount, describe
+from actmat.statistics.header import describe, describe_amount
 from actmat.statistics.store import Statistics, open_statistics
 
 
@@ -83,7 +83,7 @@ class ExpertStatistics:
         if not any(get_method(m).needs_statistics for m in methods):
             return ["statistics are given, but no chosen method uses them"]
         return [
-            f"statistics of '{label}': {amount(file.header)}"
+            f"statistics of '{label}': {describe_amount(file.header)}"
             for label, file in zip(self.labels, self.files, strict=True)
             if file is not None
         ]

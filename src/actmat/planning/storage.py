@@ -14,11 +14,12 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
+from actmat.checkpoints.side_files import is_unknown
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.identity.accounted import adapter_warnings, file_warnings
 from actmat.identity.reading import read_configs
-from actmat.layout.components import component_configs, parts_of, single_file_of
+from actmat.layout.components import component_configs, single_file_of
 from actmat.layout.in_memory import names_in_memory
 from actmat.recipe import Recipe
 
@@ -27,28 +28,6 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 
 
 COARSE = ("bfloat16", "float16")
-
-
-def absent_parts(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> dict[str, str]:
-    """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
-
-    An expert that is one component of a pipeline has its names without the component's prefix.
-    """
-    out: dict[str, str] = {}
-    modules = {folder: prefix for prefix, folder in base.folder.parts.items()}
-    for part, prefix in (parts_of(base.specs, base.config) | modules).items():
-        names = [n for n in base.specs if n.startswith(prefix)]
-        lacking = [
-            label
-            for label, expert in zip(labels, experts, strict=True)
-            if not expert.needs_base
-            and not any(n.startswith(prefix) for n in expert.specs)
-            and not any(n.removeprefix(prefix) in expert.specs for n in names)
-        ]
-        if lacking:
-            who = ", ".join(f"'{label}'" for label in lacking)
-            out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
-    return out
 
 
 def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:
@@ -129,6 +108,15 @@ def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas
             known = () if base is None else base.specs
             warnings += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return warnings
+
+
+def unknown_note(base: Model) -> list[str]:
+    """One sentence on files of the base that are copied, and of which nothing tells what they are."""
+    unknown = [path for path in base.folder.side_files().kept if is_unknown(path)]
+    text = (
+        "of unknown kind are copied from the base as they are; if they hold weights, they are the base's: remove them"
+    )
+    return [f"files {text}: {first_of(unknown, SHOWN)}"] if unknown else []
 
 
 def left_out_note(left_out: Mapping[str, Note]) -> list[str]:

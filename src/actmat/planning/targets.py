@@ -11,8 +11,9 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
-from actmat.layout.renamed import in_new_form
+from actmat.layout.components import parts_of
+from actmat.layout.in_memory import MULTIMODAL, choose_part, names_in_memory, replace_beginning
+from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
@@ -53,6 +54,7 @@ class BaseTargets:
     Args:
         targets: one for every tensor, and for those that are tied to it; in storage order.
         ignored: per expert, its tensors that the base does not have.
+        absent: tensors of parts of the base that an expert does not have -> why they are copied.
         problems: why the merge cannot be done, one sentence each.
         notes: decisions made.
         warnings: weights of experts that are not merged.
@@ -60,6 +62,7 @@ class BaseTargets:
 
     targets: tuple[Target, ...]
     ignored: tuple[tuple[str, ...], ...]
+    absent: Mapping[str, str]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
@@ -72,21 +75,38 @@ def targets_of(
 
     Ties count as one tensor, however many of its names a checkpoint stores. An expert that stores all names under
     one extra prefix ("model.", "bert."), or lacks one the base has, is matched through it. Tensors in `kept` are
-    copied from the base and need no counterpart.
+    copied from the base and need no counterpart; so are parts of it (a VAE, a component) that an expert lacks.
     """
     ties = dict(base.tensors.aliases) | {a: c for a, c in layouts.ties.items() if a in base.specs}
     groups = _groups(base.specs, ties)
     spellings = {n: [n, *aliases, *(a for a, c in layouts.ties.items() if c == n)] for n, aliases in groups.items()}
-    merged = {n: layouts.tensors[n].role for n in groups if n not in kept}
-    merged = {n: role for n, role in merged.items() if role is not Role.BUFFER}
     matches = [_match_expert(base, e, label, spellings) for label, e in zip(labels, experts, strict=True)]
+    absent = _absent_parts(base, matches)
+    merged = {n: layouts.tensors[n].role for n in groups if n not in kept and n not in absent}
+    merged = {n: role for n, role in merged.items() if role is not Role.BUFFER}
     return BaseTargets(
         targets=tuple(_target(base.specs[n], tied, layouts.tensors[n], matches) for n, tied in groups.items()),
         ignored=tuple(m.extra for m in matches),
+        absent=absent,
         problems=tuple(p for m in matches for p in m.problems(base, merged)),
-        notes=tuple(note for m in matches for note in m.notes),
+        notes=(*(note for m in matches for note in m.notes), *dict.fromkeys(absent.values())),
         warnings=tuple(_ignored(m.label, lost) for m in matches if (lost := m.unmerged)),
     )
+
+
+def _absent_parts(base: Model, matches: Sequence[_Match]) -> dict[str, str]:
+    """Tensors of parts of the base that a full expert does not have, nor tensors of their shapes by other names."""
+    out: dict[str, str] = {}
+    modules = {folder: prefix for prefix, folder in base.folder.parts.items()}
+    for part, prefix in (parts_of(base.specs, base.config) | modules).items():
+        names = [n for n in base.specs if n.startswith(prefix)]
+        full = [m for m in matches if not m.expert.needs_base and any(m.sources.values())]
+        lacking = [m for m in full if not any(m.sources.get(n) for n in names)]
+        shapes = {base.specs[n].shape for n in names if len(base.specs[n].shape) > 1}
+        who = [f"'{m.label}'" for m in lacking if shapes.isdisjoint(m.expert.specs[n].shape for n in m.unmerged)]
+        if who:
+            out |= dict.fromkeys(names, f"expert {', '.join(who)} has no {part} ({prefix}*): copied from the base")
+    return out
 
 
 def _target(spec: TensorSpec, tied: tuple[str, ...], layout: TensorLayout, matches: Sequence[_Match]) -> Target:
@@ -144,12 +164,12 @@ class _Match:
 
 def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    present, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
+    present, new = rename_legacy(expert.specs), {old: name for name, old in rename_legacy(base.specs).items()}
     known = {n: expert.specs[s] for n, s in present.items()}
     renaming, ambiguous = _find_renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
     heads = tied_heads(expert.specs, base.specs, base.config)
     names = {
-        n: dict.fromkeys(begun_otherwise(new.get(s, s), renaming) for s in of_tensor)
+        n: dict.fromkeys(replace_beginning(new.get(s, s), renaming) for s in of_tensor)
         for n, of_tensor in spellings.items()
     }
     for head, table in heads.items():
@@ -262,18 +282,18 @@ def _find_renaming(
     if best <= _score(base, names, ()):
         return (), ()
     chosen = [c for c, score in zip(candidates, scores, strict=True) if score == best]
-    by_pairs = {tuple((n, r) for n in base if (r := begun_otherwise(n, c)) in names): c for c in reversed(chosen)}
+    by_pairs = {tuple((n, r) for n in base if (r := replace_beginning(n, c)) in names): c for c in reversed(chosen)}
     if len(by_pairs) > 1:
         several = {"".join(c[0]): c for c in reversed(by_pairs.values())}
         architecture = next(iter((config or {}).get("architectures") or ()), "")
-        part = part_called(str(architecture), list(several))
+        part = choose_part(str(architecture), list(several))
         return (several[part], ()) if part is not None else ((), tuple(several))
     return chosen[0], ()
 
 
 def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], renaming: Beginnings) -> tuple[int, int]:
     """Number of the base's tensors that the expert has in their shapes, and by their names."""
-    pairs = [(spec, names[r]) for n, spec in base.items() if (r := begun_otherwise(n, renaming)) in names]
+    pairs = [(spec, names[r]) for n, spec in base.items() if (r := replace_beginning(n, renaming)) in names]
     return sum(a.shape == b.shape for a, b in pairs), len(pairs)
 
 

@@ -45,16 +45,16 @@ def with_real_method(data: Any) -> Any:
 
     A function and a declaration get a name that stands for them in this process.
     """
-    if isinstance(data, Mapping) and (callable(found := data.get("method")) or hasattr(found, "acts_on")):
+    if isinstance(data, Mapping) and (callable(method := data.get("method")) or hasattr(method, "acts_on")):
         from actmat.methods import name_of_method  # imports torch
 
         data = {**data, "method": name_of_method(data["method"])}
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         return data
     method, preset = real_method(data["method"])
-    given, names = data.get("options") or {}, OPTION_ALIASES.get(method, {})
-    if method == data["method"] and not (isinstance(given, Mapping) and names.keys() & given.keys()):
+    options, names = data.get("options") or {}, OPTION_ALIASES.get(method, {})
+    if method == data["method"] and not (isinstance(options, Mapping) and names.keys() & options.keys()):
         return data
-    if isinstance(given, Mapping):
-        given = real_options(method, given)
-    return {**data, "method": method, "options": {**preset, **given} if isinstance(given, Mapping) else given}
+    if isinstance(options, Mapping):
+        options = real_options(method, options)
+    return {**data, "method": method, "options": {**preset, **options} if isinstance(options, Mapping) else options}

@@ -33,8 +33,8 @@ def make_arguments(
     _check_locations(base, experts)
     listed: list[dict[str, Any]] = [dict(e) if isinstance(e, Mapping) else {"path": str(e)} for e in experts]
     if statistics is not None:
-        given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
-        listed = add_statistics(listed, given)
+        places = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
+        listed = add_statistics(listed, places)
     if weights is not None:
         if len(weights) != len(listed):
             raise RecipeError(f"{len(listed)} experts, but {len(weights)} weights: give one each.")
@@ -53,11 +53,11 @@ def _check_locations(base: object, experts: Sequence[object]) -> None:
     """
     if isinstance(experts, str | os.PathLike):
         raise RecipeError(f"experts: expected a list, found the one location '{experts}'. Fix: ['{experts}']")
-    given = [
+    locations = [
         ("base", "" if base is None else base),
         *((f"experts[{n}]", e) for n, e in enumerate(experts) if not isinstance(e, Mapping)),
     ]
-    wrong = {n: v for n, v in given if not isinstance(v, str | os.PathLike)}
+    wrong = {n: v for n, v in locations if not isinstance(v, str | os.PathLike)}
     if wrong:
         raise RecipeError(
             "merge, plan and diagnose take modules and state dicts too, other functions read files (save_pretrained). "

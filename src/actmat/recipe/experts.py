@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.experts.lora.fields import AXES, ORDERS, StackWord
 from actmat.flag import Flag
-from actmat.recipe.values import Strict, Weight, numbers, read_option, read_value
+from actmat.recipe.values import Strict, Weight, read_option, read_value
 
 
 def _finite(value: Any) -> Any:
@@ -28,12 +28,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-OptionValues = Annotated[
-    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]], BeforeValidator(numbers)
-]
-OwnOptions = Annotated[
-    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]], BeforeValidator(numbers)
-]
+OptionValues = dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]]
+OwnOptions = dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]]
 
 
 RESERVED = {"base": "the base", "union": "the tokens of all models"}
@@ -51,6 +47,8 @@ def _last(path: Path) -> str:
 
 class ExpertRef(Strict):
     """One expert: its location, name, weight and options."""
+
+    TEXT = "path"
 
     path: str = Field(
         description="directory, file, hub id org/name[@revision], URL, model+adapter, or a stack of layers such as "
@@ -88,11 +86,6 @@ class ExpertRef(Strict):
         "columns of B `rank_major` or `grouped_by_expert`; see docs/adapters.md",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _one_of_each(self) -> ExpertRef:
         for words in (AXES, ORDERS):
@@ -121,5 +114,5 @@ class ExpertRef(Strict):
 @functools.lru_cache(maxsize=1024)  # a plan and a manifest ask for it at every tensor
 def _label_of(path: str) -> str:
     parts = dict.fromkeys(p.location for p in stack_parts(path)) or [path]
-    found = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
-    return f"{found}-expert" if found in RESERVED else found
+    label = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
+    return f"{label}-expert" if label in RESERVED else label

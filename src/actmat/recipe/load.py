@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +22,24 @@ MAX_BYTES = 1_000_000
 """Largest recipe file; reading it takes seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeFile:
-    """A parsed file.
+def make_local_recipe(
+    fields: Mapping[str, Any], folder: Path, overrides: Mapping[str, Any], where: Mapping[str, str]
+) -> Recipe:
+    """The recipe of a file's fields, whose relative paths are relative to its folder.
 
     Args:
-        path: the file.
-        data: its content, a mapping.
+        overrides: fields that replace those of the file.
         where: dotted field path -> "file:line".
+
+    Raises:
+        RecipeError: every problem with `file:line`.
     """
-
-    path: Path
-    data: Mapping[str, Any]
-    where: Mapping[str, str]
-
-    def recipe(self, overrides: Mapping[str, Any] | None = None) -> Recipe:
-        """The recipe; relative paths are relative to the file's folder.
-
-        Args:
-            overrides: fields that replace those of the file.
-
-        Raises:
-            RecipeError: every problem with `file:line`.
-        """
-        given = dict(overrides or {})
-        fields = with_output(_with_local_paths(self.data, self.path.parent), given)
-        return make_recipe(fields, where={k: v for k, v in self.where.items() if k.partition(".")[0] not in given})
+    fields = with_output(_with_local_paths(fields, folder), overrides)
+    return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in overrides})
 
 
-def parse_file(path: str | Path) -> RecipeFile:
-    """Parse a YAML file that is a mapping.
+def parse_file(path: str | Path) -> tuple[Path, dict[str, Any], dict[str, str]]:
+    """The folder of a YAML file, its content, a mapping, and dotted field path -> "file:line".
 
     Raises:
         RecipeError: unreadable, or not YAML.
@@ -63,7 +51,7 @@ def parse_file(path: str | Path) -> RecipeFile:
         raise RecipeError(f"{file} is not valid YAML.", [f"{file}:{error.line}: {error.problem}"]) from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
-    return RecipeFile(file, data, _lines(node, file))
+    return file.parent, data, _lines(node, file)
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -116,8 +104,8 @@ def _read(file: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        found = f"found the byte 0x{content[error.start]:02x}, which is not UTF-8"
-        raise RecipeError(f"Cannot read the recipe {file}.", [f"{file}:{line}: {found}"]) from None
+        problem = f"found the byte 0x{content[error.start]:02x}, which is not UTF-8"
+        raise RecipeError(f"Cannot read the recipe {file}.", [f"{file}:{line}: {problem}"]) from None
 
 
 def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
@@ -162,8 +150,8 @@ def local_location(text: str, folder: Path) -> str:
         return text
     if (pair := adapted_parts(text)) and not os.path.lexists(folder / text):
         return "+".join(local_location(part, folder) for part in pair)
-    found = text.startswith(("./", "../")) or os.path.exists(folder / text)
-    return str(folder / text) if found and not Path(text).is_absolute() else text
+    is_local = text.startswith(("./", "../")) or os.path.exists(folder / text)
+    return str(folder / text) if is_local and not Path(text).is_absolute() else text
 
 
 def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -21,8 +21,10 @@ class ModelOutput(Strict):
         description="tokens of the merged model: those of the 'base', the 'union' of base and experts, or those "
         "of an expert (its name); default: tables of one shape, merged row by row",
     )
-    files_from: str = Field(
-        default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
+    files_from: str | None = Field(
+        default=None,
+        description="source of tokenizer and settings such as generation_config.json: 'base' or an expert's name; "
+        "default: the experts' where they agree, else the base's",
     )
     config_from: str | None = Field(
         default=None,
@@ -39,7 +41,12 @@ class ModelOutput(Strict):
     def files_of(self) -> str:
         """Source of the tokenizer's files: `files_from`, or the expert whose vocabulary is taken."""
         source = self.vocabulary.source if self.vocabulary is not None else "base"
-        return source if source not in ("base", "union") else self.files_from
+        return source if source not in ("base", "union") else self.files_from or "base"
+
+    @property
+    def names_files(self) -> bool:
+        """True if the recipe says whose files are written."""
+        return self.files_from is not None or self.files_of != "base"
 
 
 class _Ranked(Strict):
@@ -111,7 +118,7 @@ def from_text(output: Any) -> Any:
     return dict(TO.get(output, {"kind": output})) if isinstance(output, str) else output
 
 
-def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def with_output(fields: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a recipe with those of flags or parameters, of which `to` and those of an output go into `output`.
 
     >>> with_output({}, {"to": "peft", "rank": 8})
@@ -119,27 +126,27 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     >>> with_output({"base": "base"}, {"to": "adapter", "others": "leave"})["output"]
     {'kind': 'extracted', 'others': 'leave'}
     """
-    own = {name: given[name] for name in OF_OUTPUTS if given.get(name) is not None}
-    found = {**fields, **{name: value for name, value in given.items() if name not in (*OF_OUTPUTS, "to")}}
-    output = from_text(found.get("output"))
+    of_output = {name: arguments[name] for name in OF_OUTPUTS if arguments.get(name) is not None}
+    recipe = {**fields, **{name: value for name, value in arguments.items() if name not in (*OF_OUTPUTS, "to")}}
+    output = from_text(recipe.get("output"))
     if isinstance(output, ModelOutput | AdapterOutput | ExtractedOutput):
         output = {"kind": output.kind, **output.model_dump(exclude_defaults=True)}
-    if not (own or given.get("to")) or not (output is None or isinstance(output, Mapping)):
-        return found  # the schema says what it expects
-    merged = {**(output or {}), **own}
-    if given.get("to"):
-        kept = {name: value for name, value in merged.items() if name not in ("kind", "layout")}
-        merged = {**from_text(given["to"]), **kept}
-    kind = merged.pop("kind", None) or _kind(merged, has_base=bool(found.get("base")))
+    if not (of_output or arguments.get("to")) or not (output is None or isinstance(output, Mapping)):
+        return recipe  # the schema says what it expects
+    merged = {**(output or {}), **of_output}
+    if arguments.get("to"):
+        settings = {name: value for name, value in merged.items() if name not in ("kind", "layout")}
+        merged = {**from_text(arguments["to"]), **settings}
+    kind = merged.pop("kind", None) or _kind(merged, has_base=bool(recipe.get("base")))
     if kind == "adapter" and merged.get("layout", "peft") in ("same", "peft") and "others" in merged:
         kind = "extracted"
         merged.pop("layout", None)
-    return {**found, "output": {"kind": kind, **merged}}
+    return {**recipe, "output": {"kind": kind, **merged}}
 
 
-def _kind(given: Mapping[str, Any], *, has_base: bool) -> str:
+def _kind(fields: Mapping[str, Any], *, has_base: bool) -> str:
     """Default kind of an output: a model if there is a base, else the kind that has these fields."""
     if has_base:
         return "model"
-    owners = [kind for kind, model in KINDS.items() if given.keys() & model.model_fields.keys()]
+    owners = [kind for kind, model in KINDS.items() if fields.keys() & model.model_fields.keys()]
     return owners[0] if len(owners) == 1 else "adapter"

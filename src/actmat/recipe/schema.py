@@ -5,7 +5,6 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -34,6 +33,7 @@ from actmat.recipe.output import (
     ModelOutput,
     from_text,
 )
+from actmat.recipe.text import UnreadableError, parse_yaml
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -123,19 +123,16 @@ class PostRef(Strict):
         name, colon, rest = value.partition(":")
         options: dict[str, Any] = {}
         for text in rest.split(",") if colon else ():
-            option, equals, found = text.partition("=")
-            if not equals or not option.strip() or not found.strip():
+            option, equals, setting = text.partition("=")
+            if not equals or not option.strip() or not setting.strip():
                 raise ValueError(f"found '{value[:200]}', expected NAME or NAME:OPTION=VALUE,OPTION=VALUE")
-            options[option.strip()] = _scalar(found.strip())
+            try:
+                options[option.strip()] = parse_yaml(setting)[1]
+            except UnreadableError as error:
+                raise ValueError(
+                    f"found '{setting[:200]}' as the value of '{option.strip()}': {error.problem}"
+                ) from None
         return {"name": name.strip(), "options": options}
-
-
-def _scalar(text: str) -> Any:
-    """The number that the text is, else the text."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 class Recipe(Strict):
@@ -181,8 +178,11 @@ class Recipe(Strict):
     )
     rules: tuple[Rule, ...] = Field(default=(), description="exceptions by pattern; the first match decides")
     roles: tuple[RoleRule, ...] = Field(default=(), description="roles by pattern; the first match decides")
-    keep: Annotated[Patterns, Flag()] = Field(
+    keep: Annotated[Patterns, Flag(help="Pattern of tensors to copy from the base.")] = Field(
         default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
+    )
+    drop: Annotated[Patterns, Flag(help="Pattern of adapter tensors to leave out.")] = Field(
+        default=(), description="patterns of tensors of adapters that are not merged, such as 'lora_te2_*'"
     )
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
@@ -241,9 +241,9 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _written_out(cls, value: Any) -> Any:
-        found = with_real_method(value)
-        is_model = isinstance(found, Mapping) and found.get("base") and found.get("output") is None
-        return {**found, "output": {"kind": "model"}} if is_model else found
+        fields = with_real_method(value)
+        is_model = isinstance(fields, Mapping) and fields.get("base") and fields.get("output") is None
+        return {**fields, "output": {"kind": "model"}} if is_model else fields
 
     @model_serializer(mode="wrap")
     def _with_kind(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Recipe(Strict):
                 f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name', -e NAME=PATH"
             )
         files, vocabulary = self.model.files_from, self.model.vocabulary
-        if files != "base" and files not in labels:
+        if files not in (None, "base", *labels):
             raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
         if self.model.config_from not in (None, "base", *labels):
             raise ValueError(f"config_from names '{self.model.config_from}'; it must be 'base' or one of {labels}")
@@ -277,7 +277,7 @@ class Recipe(Strict):
         source = vocabulary.source if vocabulary is not None else "base"
         if source not in ("base", "union", *labels):
             raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")
-        if vocabulary is not None and files not in ("base", source):
+        if vocabulary is not None and files not in (None, "base", source):
             raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {files}'")
         return self
 
@@ -320,7 +320,7 @@ class Recipe(Strict):
 
 
 def add_statistics(
-    experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str], field: str = "statistics"
+    experts: Sequence[Mapping[str, Any]], places: Mapping[str, Any] | Sequence[str], field: str = "statistics"
 ) -> list[dict[str, Any]]:
     """Add statistics, or another field, to experts, by their names, or one for each in their order; plain data.
 
@@ -331,21 +331,21 @@ def add_statistics(
         RecipeError: a name that no expert has, or another number than there are experts.
     """
     labels = [ExpertRef.model_validate(e).label for e in experts]
-    if not isinstance(given, Mapping):
-        if len(given) != len(labels):
-            raise RecipeError(f"{len(labels)} experts, but {len(given)} {field}: give one each, or by name.")
-        given = dict(zip(labels, given, strict=True))
-    if unknown := [n for n in given if n not in labels]:
+    if not isinstance(places, Mapping):
+        if len(places) != len(labels):
+            raise RecipeError(f"{len(labels)} experts, but {len(places)} {field}: give one each, or by name.")
+        places = dict(zip(labels, places, strict=True))
+    if unknown := [n for n in places if n not in labels]:
         hint = did_you_mean(unknown[0], labels)
         raise RecipeError(f"{field.capitalize()} are given for '{unknown[0]}', but no expert has this name.{hint} "
                           f"Experts: {', '.join(labels)}")  # fmt: skip
-    return [{**e, field: str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
+    return [{**e, field: str(places[n])} if n in places else dict(e) for e, n in zip(experts, labels, strict=True)]
 
 
 def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:
     """Validate `fields` into a `Recipe`.
 
-    >>> recipe = make_recipe({"base": "base", "experts": ["math", "org/code"], "options": {"rtol": "1e-6"}})
+    >>> recipe = make_recipe({"base": "base", "experts": ["math", "org/code"], "options": {"rtol": 1e-6}})
     >>> recipe.labels, recipe.options, recipe.scope
     (('math', 'code'), {'rtol': 1e-06}, 'linear')
 
@@ -372,19 +372,20 @@ _MODELS: dict[str, type[BaseModel]] = {
 }
 
 
+_OF_VALUES = ("literal_error", "less_than_equal", "greater_than", "greater_than_equal")
+"""Kinds of pydantic's errors that are shown with the value."""
 _QUOTED = re.compile(r"'([^']*)'")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 """Other names of dtypes -> ours."""
 
 
 def _with_value(error: Mapping[str, Any]) -> str:
-    """The message of an error, with the value if it is short and not one of the choices."""
-    shown = error["type"] == "literal_error" and isinstance(error["input"], str | int | float | bool)
-    if not shown:
+    """The message of an error, with the value if it is not one of the choices, or beyond a bound."""
+    if error["type"] not in _OF_VALUES or not isinstance(error["input"], str | int | float | bool):
         return str(error["msg"])
-    found = str(error["input"])[:200]
-    near = f" Did you mean '{_DTYPES[found]}'?" if found in _DTYPES and error["loc"][-1:] == ("dtype",) else ""
-    return f"{error['msg']}; found {found!r}.{near or did_you_mean(found, _QUOTED.findall(error['msg']))}"
+    value = str(error["input"])[:200]
+    near = f" Did you mean '{_DTYPES[value]}'?" if value in _DTYPES and error["loc"][-1:] == ("dtype",) else ""
+    return f"{error['msg']}; found {value!r}.{near or did_you_mean(value, _QUOTED.findall(error['msg']))}"
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
@@ -406,8 +407,8 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
         hint = f" Write output: {{kind: {owner}, {loc[-1]}: ...}}." if owner else did_you_mean(str(loc[-1]), known)
         message = f"there is no field '{loc[-1]}'.{hint} Fields: {', '.join(known)}"
     elif kind == "union_tag_invalid":
-        found, kinds = next(iter(_QUOTED.findall(message)), ""), (*KINDS, *TO)
-        message = f"found '{found}', expected {', '.join(kinds)} (--to).{did_you_mean(found, kinds)}"
+        unknown, kinds = next(iter(_QUOTED.findall(message)), ""), (*KINDS, *TO)
+        message = f"found '{unknown}', expected {', '.join(kinds)} (--to).{did_you_mean(unknown, kinds)}"
     elif kind == "union_tag_not_found":
         message = f"name its kind: {', '.join(KINDS)}"
     elif kind == "missing":

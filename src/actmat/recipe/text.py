@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -22,11 +23,12 @@ REFUSED = ("binary", "omap", "pairs", "set", "timestamp")
 _TAG = "tag:yaml.org,2002:"
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep"
 _TOO_MANY = f"expected at most {MAX_VALUES:,} values, with anchors expanded"
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
 _RESOLVERS = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    first: [(f"{_TAG}float", _EXPONENT), *(r for r in resolvers if r[0] != f"{_TAG}timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-"""Types of plain scalars by their first character; a date is a text."""
+"""Types of plain scalars by their first character; a date is a text, and `1e-6` a number (YAML 1.1 wants `1.0e-6`)."""
 
 
 class UnreadableError(Exception):

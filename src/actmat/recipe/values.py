@@ -9,9 +9,8 @@ A value is one of
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -24,16 +23,6 @@ from pydantic import (
 )
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
-_FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
-
-
-def numbers(value: Any) -> Any:
-    """`value` with texts such as `1e-6` as numbers: YAML 1.1 reads them as text (it wants `1.0e-6`)."""
-    if isinstance(value, dict):
-        return {k: numbers(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [numbers(v) for v in value]
-    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def listed(value: Any) -> Any:
@@ -61,9 +50,15 @@ Factor = Annotated[float, AfterValidator(_held_by_float32)]
 
 
 class Strict(BaseModel):
-    """A frozen part of a recipe: an unknown field is an error."""
+    """A frozen part of a recipe: an unknown field is an error, and a text stands for the field `TEXT`, if any."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    TEXT: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {cls.TEXT: value} if cls.TEXT and isinstance(value, str) else value
 
 
 class Gradient(Strict):
@@ -118,37 +113,37 @@ def leaves(value: Value) -> Iterator[Any]:
         yield value
 
 
-def read_value(value: Any, check: Callable[[float], float] = _held_by_float32) -> Value:
+def read_value(value: Any) -> Value:
     """A weight, a scale or an expert's option from plain data: a list is a gradient.
 
     Raises:
         ValueError: neither a number, nor a list of numbers, nor entries.
     """
-    value = numbers(value)
     if isinstance(value, Mapping) and set(value) == {"gradient"}:
         value = value["gradient"]
     read = _entries(value) if _may_be_entries(value) else tuple(value) if isinstance(value, list | tuple) else value
     if isinstance(read, tuple) and not read:
         raise ValueError("expected a number, or a list that is a gradient over depth; found an empty list")
-    found = list(leaves(read))
-    if wrong := [leaf for leaf in found if isinstance(leaf, bool) or not isinstance(leaf, int | float)]:
+    scalars = list(leaves(read))
+    if wrong := [leaf for leaf in scalars if isinstance(leaf, bool) or not isinstance(leaf, int | float)]:
         raise ValueError(
             f"expected a number, a list of numbers (a gradient over depth) or of mappings with 'value'; found "
             f"{str(wrong[0])[:100]!r}"
         )
-    for leaf in found:
-        check(float(leaf))
-        if leaf != leaf or abs(leaf) == float("inf"):
+    for leaf in scalars:
+        _held_by_float32(float(leaf))
+        if leaf != leaf:
             raise ValueError(f"found {leaf}, expected finite numbers")
     return float(read) if isinstance(read, int) else read
 
 
 def read_option(value: Any) -> Value:
     """A method's option from plain data: a list of plain values stays a list, as some options take one per expert."""
-    value = numbers(value)
     if isinstance(value, Mapping) and set(value) == {"gradient"}:
         return Gradient.model_validate(value)
-    return _entries(value) if _may_be_entries(value) else value
+    if _may_be_entries(value):
+        return _entries(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_entries(value: Any) -> bool:
@@ -181,10 +176,10 @@ WeightOrNone = Annotated[
 ]
 
 
-def shown_value(value: Value) -> str:
+def format_value(value: Value) -> str:
     """A value in a few words, for tables.
 
-    >>> shown_value(0.5), shown_value((0.0, 1.0))
+    >>> format_value(0.5), format_value((0.0, 1.0))
     ('0.5', '0 to 1 over depth')
     """
     if isinstance(value, tuple) and isinstance(value[0], Entry):

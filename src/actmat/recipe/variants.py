@@ -12,7 +12,7 @@ from actmat.bounds import is_url
 from actmat.errors import RecipeError
 from actmat.recipe.aliases import real_method, real_options
 from actmat.recipe.schema import Recipe
-from actmat.recipe.text import MAX_BITS, UnreadableError, parse_yaml
+from actmat.recipe.text import UnreadableError, parse_yaml
 
 
 def variants(
@@ -37,12 +37,12 @@ def variants(
     recipes, labels = [], []
     for method, choices in _options_by_method(methods, options or {}):
         real, preset = real_method(method)
-        kept = preset | recipe.options if real == recipe.method else preset
+        fixed = preset | recipe.options if real == recipe.method else preset
         for values in itertools.product(*choices.values()):
             chosen = dict(zip(choices, values, strict=True))
             varied = [f"{n}={v}" for n, v in chosen.items() if len(choices[n]) > 1]
             labels.append(",".join([_folder(method), *varied] if len(methods) > 1 else varied))
-            recipes.append(recipe.model_copy(update={"method": real, "options": {**kept, **chosen}}))
+            recipes.append(recipe.model_copy(update={"method": real, "options": {**fixed, **chosen}}))
     if len(recipes) == 1 or recipe.out is None:
         return recipes
     out = recipe.out.rstrip("/") if is_url(recipe.out) else str(Path(recipe.out))
@@ -66,9 +66,9 @@ def parse_option(text: str) -> tuple[str, list[Any]]:
             f"An option of the method is written -o name=value; found '{_cut(text)}'. The place of the output is --out."
         )
     value = value.strip()
-    pieces = [value] if value.startswith(("[", "{")) else value.split(",")
+    pieces = [value] if value.startswith(("[", "{")) else map(str.strip, value.split(","))
     try:
-        return name.strip(), [_scalar(p.strip()) for p in pieces]
+        return name.strip(), [parse_yaml(piece)[1] if piece else "" for piece in pieces]
     except UnreadableError as error:
         problem = f"'{_cut(value)}': {error.problem}"
         raise RecipeError(f"The value of the option '{_cut(name.strip())}' cannot be read: {problem}.") from None
@@ -98,13 +98,3 @@ def _options_by_method(
         if not any(list(real[m])[position] in known[m] for m in methods):
             raise RecipeError(f"None of the methods has an option '{name}'.")
     return [(m, {n: v for n, v in real[m].items() if n in known[m]}) for m in methods]
-
-
-def _scalar(text: str) -> Any:
-    try:
-        number = float(text) if any(c in text for c in ".eE") else int(text)
-    except ValueError:
-        return parse_yaml(text)[1] if text else text
-    if isinstance(number, int) and number.bit_length() > MAX_BITS:
-        raise UnreadableError(f"an integer has at most {MAX_BITS} bits", line=1)
-    return number

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from actmat import plugins
 from actmat.recipe.values import Strict
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 class TokenRow(Strict):
     """The row of one token; as text, the model it is taken from."""
 
+    TEXT = "model"
+
     model: str = Field(default="", description="'base' or an expert's name; default: a row of zeros")
     token: str | None = Field(default=None, description="token of that model; default: the same")
     token_id: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="row number of that token, in place of its text"
     )
     force: bool = Field(default=False, description="also for models that have the token themselves")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else value
 
 
 MOST_PADDING = 128 * 128
@@ -37,29 +34,16 @@ MOST_PADDING = 128 * 128
 class Vocabulary(Strict):
     """Tokens of the merged model; as text, only their source."""
 
+    TEXT = "source"
+
     source: str = Field(default="union", description="'base', 'union', or an expert's name")
     tokens: dict[str, TokenRow] = Field(
         default_factory=dict, description="token -> its row; tokens that the source lacks are added"
     )
-    pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
+    pad_to_multiple_of: Annotated[int, Field(gt=0, le=MOST_PADDING)] | None = Field(
         default=None,
         description="round the number of rows up to a multiple, 16384 at most; padding rows are the mean of the others",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"source": value} if isinstance(value, str) else value
-
-    @field_validator("pad_to_multiple_of")
-    @classmethod
-    def _is_a_padding(cls, value: int | None) -> int | None:
-        if value is not None and value > MOST_PADDING:
-            raise ValueError(
-                f"expected at most {MOST_PADDING}, which 128 devices with tiles of 128 rows each need, found {value}: "
-                "it is rounded up to a multiple, and more would be mostly rows of padding. Is it a number of rows?"
-            )
-        return value
 
 
 @runtime_checkable

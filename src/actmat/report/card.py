@@ -15,7 +15,7 @@ from actmat.methods import get_method
 from actmat.planning.model import MergePlan, count_actions
 from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
-from actmat.recipe.values import shown_value
+from actmat.recipe.values import format_value
 from actmat.report.licenses import LicensedInput, combine, origins_of
 
 
@@ -107,4 +107,4 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
 
 
 def _expert_rows(recipe: Recipe) -> str:
-    return "\n".join(f"| {markdown(e.label)} | {markdown(e.path)} | {shown_value(e.weight)} |" for e in recipe.experts)
+    return "\n".join(f"| {markdown(e.label)} | {markdown(e.path)} | {format_value(e.weight)} |" for e in recipe.experts)

@@ -77,8 +77,8 @@ def read_card(text: str) -> Card:
         data = yaml.safe_load(head[1]) if head else None
     if not isinstance(data, dict):
         return Card()
-    given = data.get("license")
-    listed = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, str) and x.strip()]
+    stated = data.get("license")
+    listed = [x for x in (stated if isinstance(stated, list) else [stated]) if isinstance(x, str) and x.strip()]
     name = data.get("license_name")
     known = [str(name) if x == "other" and isinstance(name, str) else x for x in listed if x != "unknown"]
     notes = re.findall(r"^\*\*Conflict\*\*: (.*)$", text, re.MULTILINE)

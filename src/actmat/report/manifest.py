@@ -8,7 +8,7 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
+from actmat.diagnostics.model import write_whole
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
@@ -23,25 +24,12 @@ from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.report.totals import relative_error
-from actmat.system import replace_file
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Hashes as `hashing.hash_names` gives them.
-
-    Args:
-        output: over the tensors of the merged model.
-        base, experts: over the tensors that were read.
-    """
-
-    output: str
-    base: str
-    experts: tuple[str, ...]
-
-
-def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
+def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
     """Hashes over the tensors of a model, and over those that were read from its base and from each expert.
+
+    They are those of `hashing.hash_names`.
 
     A record is read from the disk once for all that list it at the same place: names that differ in a prefix have the
     same order.
@@ -67,7 +55,7 @@ def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
             record = records[items[n].tied_to or items[n].name]
             for t in listed:
                 experts[t].add(_name_in(items[n], t) or "", record.expert_hashes[t])
-    return Contents(output.hexdigest(), base.hexdigest(), tuple(e.hexdigest() for e in experts))
+    return output.hexdigest(), base.hexdigest(), tuple(e.hexdigest() for e in experts)
 
 
 def _name_in(item: Item, t: int) -> str | None:
@@ -105,17 +93,17 @@ def build_manifest(
         files: copied from the inputs.
     """
     is_adapter = plan.output == "adapter"
-    contents = None if is_adapter else model_contents(plan, records)
-    read = [None] * len(experts) if contents is None else contents.experts
-    rows = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
-    tensors = _written_tensors(plan, records) if is_adapter else rows
-    output: dict[str, Any] = {
-        "content": contents.output if contents else hash_names((t["name"], t["hash"]) for t in tensors),
-        "files": {s.file: s.size for s in plan.shards},
-    }
-    copied = {"copied_files": list(files), "left_out": dict(plan.left_out)}
-    cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
-    output |= {"relative_error": relative_error(cut)} if is_adapter else copied
+    of_base: str | None
+    of_experts: Sequence[str | None]
+    if is_adapter:
+        tensors = _written_tensors(plan, records)
+        cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
+        made: dict[str, Any] = {"relative_error": relative_error(cut)}
+        content, of_base, of_experts = hash_names((t["name"], t["hash"]) for t in tensors), None, [None] * len(experts)
+    else:
+        tensors = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
+        made = {"copied_files": list(files), "left_out": dict(plan.left_out)}
+        content, of_base, of_experts = model_contents(plan, records)
     modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
     return {
         "actmat_manifest": FORMAT,
@@ -125,10 +113,10 @@ def build_manifest(
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
-        "base": _base(plan, records, None if contents is None else contents.base, out),
-        "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
+        "base": _base(plan, records, of_base, out),
+        "experts": [_expert(plan, t, c, _hashes(plan, records, experts, t), out) for t, c in enumerate(of_experts)],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
-        "output": output,
+        "output": {"content": content, "files": {s.file: s.size for s in plan.shards}, **made},
         "notes": [dataclasses.asdict(note) for note in plan.notes],
         **({"kept": dict(plan.kept), "modules": modules} if is_adapter else {}),
         "tensors": tensors,
@@ -287,18 +275,13 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = 
     if sha256:
         output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
     known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", JOURNAL_NAME, *output["files"]}
-    there = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
-    rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in there.items() if n not in known}
+    files = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
+    rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in files.items() if n not in known}
     output["side_files"] = {n: row for n, row in rows.items() if n not in REPORTS}
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:
         manifest["timing"]["reports"] = reports
     manifest["content"] = manifest_content(manifest)
-    unfinished = directory / f".{MANIFEST_NAME}.part"  # the name is given to a whole manifest only
-    unfinished.unlink(missing_ok=True)
-    with unfinished.open("x", encoding="utf-8", newline="\n") as file:
-        file.writelines(indented_json(manifest))
-        file.write("\n")
-    replace_file(unfinished, directory / MANIFEST_NAME)
+    write_whole(directory / MANIFEST_NAME, (text.encode() for text in chain(indented_json(manifest), "\n")))
 
 
 def manifest_content(manifest: Mapping[str, Any]) -> str:
@@ -310,10 +293,10 @@ def manifest_content(manifest: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: nested too deeply to be written.
     """
-    kept = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
+    fields = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
     total = ContentHash()
     try:
-        for text in canonical_json(kept):
+        for text in canonical_json(fields):
             total.update(text.encode())
     except RecursionError:
         raise CheckpointError("the manifest is damaged: its values are nested too deeply") from None
@@ -345,8 +328,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if why:
         raise CheckpointError(f"{path} is damaged: {why}")
     if manifest.get("actmat_manifest") != FORMAT:
-        found = repr(manifest.get("actmat_manifest"))[:80]
-        raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
+        layout = repr(manifest.get("actmat_manifest"))[:80]
+        raise CheckpointError(f"{path} has layout {layout}; this version of actmat reads layout {FORMAT}.")
     from actmat.report.schema import manifest_problems  # a merge that writes one needs no schema
 
     if problems := manifest_problems(manifest):

@@ -77,8 +77,8 @@ class Verification:
     added: Comparison | None = None
 
     def __repr__(self) -> str:
-        found = "intact" if self.ok else plural(len(self.problems), "difference")
-        return f"<Verification: {found}; {self.tensors} tensors, {self.files} files, {len(self.inputs)} inputs>"
+        verdict = "intact" if self.ok else plural(len(self.problems), "difference")
+        return f"<Verification: {verdict}; {self.tensors} tensors, {self.files} files, {len(self.inputs)} inputs>"
 
     def _repr_html_(self) -> str:
         rows = [("differs", p) for p in self.problems] + [("not checked", u) for u in self.unchecked]
@@ -117,8 +117,8 @@ def verify(
     directory, location = output.manifest_folder, str(out)
     manifest = read_manifest(directory)
     if manifest["hash"] != HASH_NAME:
-        found = repr(manifest["hash"])[:80]
-        raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
+        used = repr(manifest["hash"])[:80]
+        raise CheckpointError(f"{location}: hashed with {used}; this version of actmat checks {HASH_NAME}.")
     with contextlib.ExitStack() as stack:
         merged = locate_in(stack, location)
         problems = _form_problems(stored_of(merged).specs, manifest)
@@ -205,9 +205,9 @@ def _file_problems(
     problems = {}
     for name, size in {**weights, **{n: f["size"] for n, f in files.items()}}.items():
         try:
-            found = output.size(name)
-            if found != size:
-                problems[name] = f"file '{name}' of the output has {found} bytes, the merge wrote {size}"
+            actual = output.size(name)
+            if actual != size:
+                problems[name] = f"file '{name}' of the output has {actual} bytes, the merge wrote {size}"
             elif name in files and output.content(name) != files[name]["hash"]:
                 problems[name] = f"file '{name}' of the output has changed since the merge"
             elif name in sha256 and output.sha256(name) != sha256[name]:
@@ -318,11 +318,11 @@ def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashPr
     """Differences of an expert's statistics from those that were read: their header, and the bytes that it hashes."""
     what = f"statistics of expert '{row['expert']}' ({location})"
     try:
-        with open_statistics(location) as found:
-            if header_hash(found.header) != row["content"]:
+        with open_statistics(location) as statistics:
+            if header_hash(statistics.header) != row["content"]:
                 yield f"{what} differ from those that the merge read"
             else:
-                yield from _compare(found, found.header.tensor_hashes(), what, progress)
+                yield from _compare(statistics, statistics.header.tensor_hashes(), what, progress)
     except MergeError as error:
         yield f"{what} cannot be checked: {error.problems[0]}"
     except OSError as error:

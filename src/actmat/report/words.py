@@ -24,9 +24,9 @@ _KOHYA_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 """A layer's or an expert's number in a name."""
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """`1 tensor`, `2 tensors`; templates give another form for several, `2 matrices`."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +41,30 @@ class ItemGroup:
     patterns: tuple[str, ...]
 
 
-def numberless(name: str) -> str:
+def mask_numbers(name: str) -> str:
     """A name with `*` for the numbers of its layers; kohya's names have underscores between their parts.
 
-    >>> numberless("h.3.fc"), numberless("lora_unet_down_blocks_1_attentions_0_proj_in")
+    >>> mask_numbers("h.3.fc"), mask_numbers("lora_unet_down_blocks_1_attentions_0_proj_in")
     ('h.*.fc', 'lora_unet_down_blocks_*_attentions_*_proj_in')
     """
     pattern = _KOHYA_NUMBER if name.startswith(("lora_", "lycoris_")) else _NUMBER
     return pattern.sub("*", name)
 
 
-def item_groups(items: Iterable[Item], kept: Mapping[str, str]) -> list[ItemGroup]:
+def item_groups(items: Iterable[Item], kept_modules: Mapping[str, str]) -> list[ItemGroup]:
     """Groups in the order of their first outputs.
 
     Args:
-        kept: of adapters: name of a module that is kept -> the recipe's pattern.
+        kept_modules: of adapters: name of a module that is kept -> the recipe's pattern.
     """
     groups: dict[tuple[str, str], Counter[str]] = {}
     for item in items:
         sizes = "x".join(map(str, item.shape))
-        pattern = f"{numberless(item.name)}  {sizes}".rstrip()
+        pattern = f"{mask_numbers(item.name)}  {sizes}".rstrip()
         groups.setdefault((item.action, item.reason), Counter())[pattern] += 1
-    for name, pattern in kept.items():
+    for name, pattern in kept_modules.items():
         key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
-        groups.setdefault(key, Counter())[numberless(name)] += 1
+        groups.setdefault(key, Counter())[mask_numbers(name)] += 1
     return [
         ItemGroup(action, reason, patterns.total(), tuple(p for p, _ in patterns.most_common()))
         for (action, reason), patterns in groups.items()
@@ -121,14 +121,14 @@ def size_words(norms: Norms | None) -> str:
 
 def size_finding(norms: Norms | None, plan: MergePlan) -> tuple[str, str] | None:
     """Code and text of a problem with the size of a merge; None without one, or if its code is muted."""
-    found = None if norms is None else size_warning(norms.merged, norms.experts, by_inputs=plan.by_inputs)
-    return None if found is None or found[0] in plan.recipe.mute else found
+    warning = None if norms is None else size_warning(norms.merged, norms.experts, by_inputs=plan.by_inputs)
+    return None if warning is None or warning[0] in plan.recipe.mute else warning
 
 
 def warnings_of(totals: Totals, plan: MergePlan) -> list[Note]:
     """Warnings on all problems that the totals of a merge show, without muted codes."""
-    found = (*totals.findings, size_finding(totals.norms, plan), truncation_warning(totals.relative_error))
-    return [Note("warning", code, words) for code, words in filter(None, found) if code not in plan.recipe.mute]
+    findings = (*totals.findings, size_finding(totals.norms, plan), truncation_warning(totals.relative_error))
+    return [Note("warning", code, words) for code, words in filter(None, findings) if code not in plan.recipe.mute]
 
 
 def are_image_files(places: Iterable[str]) -> bool:
@@ -140,12 +140,12 @@ def are_image_files(places: Iterable[str]) -> bool:
     return all(p.endswith(".safetensors") and not p.endswith("adapter_model.safetensors") for p in places)
 
 
-def measure_answers(found: Diagnosis) -> str:
+def measure_answers(diagnosis: Diagnosis) -> str:
     """The commands that measure whether a merged model still answers as its experts do; empty for image models."""
-    if are_image_files(p for p in (found.base, *(e.location for e in found.experts)) if p):
+    if are_image_files(p for p in (diagnosis.base, *(e.location for e in diagnosis.experts)) if p):
         return ""
-    more = " ..." if len(found.experts) > 1 else ""
-    data = f"--data {shlex.quote(found.experts[0].name)}=INPUTS{more}" if found.experts else "--data INPUTS"
-    merge = "" if found.out else "actmat merge ... --out merged\n"
-    command = f"actmat diagnose {shlex.quote(found.out or 'merged')} {data}"
+    more = " ..." if len(diagnosis.experts) > 1 else ""
+    data = f"--data {shlex.quote(diagnosis.experts[0].name)}=INPUTS{more}" if diagnosis.experts else "--data INPUTS"
+    merge = "" if diagnosis.out else "actmat merge ... --out merged\n"
+    command = f"actmat diagnose {shlex.quote(diagnosis.out or 'merged')} {data}"
     return merge + terminal(command)

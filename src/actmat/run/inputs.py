@@ -17,9 +17,20 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError, Problems, RecipeError
 from actmat.experts.deltas import Deltas
-from actmat.experts.locate import OpenInput, fields_of, fit_expert, in_layout, require_model, token_tables
+from actmat.experts.locate import (
+    OpenInput,
+    fields_of,
+    fit_expert,
+    in_layout,
+    require_model,
+    stored_of,
+    token_tables,
+    without,
+)
+from actmat.experts.lora.adapter import Adapter
 from actmat.experts.stored import StoredDeltas
 from actmat.experts.untied import FIX, untied_base
+from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import is_output_head, is_token_table
 from actmat.planning.choose import Chooser
 from actmat.planning.implied import needs_one_spelling, output_layout
@@ -113,8 +124,9 @@ def _open_first(
         stack: closes the experts.
         problems: receives those of all inputs.
     """
+    of_experts = _without_dropped(recipe, located.experts, problems)
     if isinstance(recipe.output, AdapterOutput):
-        experts = _each([partial(fit_expert, e, None) for e in located.experts], stack, problems)
+        experts = _each([partial(fit_expert, e, None) for e in of_experts], stack, problems)
         return None, _in_one_layout(recipe, experts)
     named = located.base or located.experts[0]  # an average is measured from any point
     bases = _each([partial(require_model, named)], stack, problems)
@@ -123,15 +135,24 @@ def _open_first(
     base, aligned, moved = bases[0], dict[str, Model](), set[str]()
     if (vocabulary := recipe.model.vocabulary) is not None:
         with problems.noted(CheckpointError):
-            tables = {n: token_tables(e) for n, e in zip(recipe.labels, located.experts, strict=True)}
+            tables = {n: token_tables(e) for n, e in zip(recipe.labels, of_experts, strict=True)}
             with_tables = {n: model for n, model in tables.items() if model is not None}
             base, aligned, labels = vocabulary_aligner()(base, with_tables, vocabulary)
             moved = set(labels)
         if problems.found:
             return base, []  # adapters would not fit tables of the old size
-    rows = zip(recipe.labels, located.experts, strict=True)
+    rows = zip(recipe.labels, of_experts, strict=True)
     openers = [partial(_expert, aligned.get(n), e, base, moved=bool(moved & {"base", n})) for n, e in rows]
     return base, _each(openers, stack, problems)
+
+
+def _without_dropped(recipe: Recipe, experts: Sequence[OpenInput], problems: Problems) -> list[OpenInput]:
+    """The experts without the tensors that the recipe leaves out; a pattern that matches none is a problem."""
+    names = [n for e in experts if isinstance(e, Adapter) for n in stored_of(e).specs]
+    if unused := [p for p in recipe.drop if not any(map(compile_pattern(p), names))]:
+        shown = f", such as '{names[0]}'" if names else " is an adapter: tensors of full models are kept with --keep"
+        problems.found.append(RecipeError(f"drop: '{unused[0]}' matches no tensor of the adapters{shown}"))
+    return [without(e, recipe.drop) for e in experts]
 
 
 T = TypeVar("T", bound=Model | Deltas)

@@ -19,19 +19,20 @@ from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
+from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Writer
 from actmat.engine.record import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
 from actmat.experts.deltas import Deltas
-from actmat.identity.inputs import chat_template, files_of
+from actmat.identity.inputs import files_of
+from actmat.identity.templates import chat_template
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
 from actmat.planning.model import Item
 from actmat.planning.writes import settled_plan
 from actmat.report.card import model_card
-from actmat.report.identity import identity_findings
 from actmat.report.manifest import build_manifest, write_manifest
 from actmat.report.totals import Totals, recorded_totals
 from actmat.report.words import warnings_of
@@ -142,27 +143,8 @@ class Output:
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
-        folders = self._sidecar_folders(inputs)
         with disk_errors(folder.path):
-            copied: Sequence[str] = ()
-            if self.plan.adapter_config is not None:
-                config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
-                (folder.path / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
-            elif self.plan.output == "model":
-                assert inputs.base is not None, "a model is merged into a base"
-                folder_of_base = inputs.base.folder
-                written, texts = {**folder_of_base.written, **self.plan.configs}, folder_of_base.texts
-                template = self.plan.recipe.model.chat_template
-                if template == "auto":
-                    template = most_frequent_template((inputs.base, *inputs.experts))
-                if template is not None:
-                    texts = {**texts, "chat_template.jinja": template}
-                copied = copy_sidecars(*folders, out=folder.path, dtype=self.plan.recipe.dtype, configs=written)
-                if not has_files("tokenizer", (*copied, *texts)):
-                    texts = {**folder_of_base.converted_tokenizer(), **texts}
-                for name, text in texts.items():
-                    (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
-                self._note_missing(inputs, (*copied, *texts))
+            copied = self._write_files(inputs, folder.path)
             manifest = build_manifest(
                 self.plan,
                 self.records,
@@ -179,6 +161,32 @@ class Output:
             (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
             write_manifest(folder.path, manifest, sha256=sha256)
         return totals
+
+    def _write_files(self, inputs: Inputs, folder: Path) -> Sequence[str]:
+        """Write the config, and copy the files beside the weights; returns the paths of those."""
+        of_experts = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
+        taken = {path: of_experts[label] for path, label in self.plan.files.items()}
+        if self.plan.adapter_config is not None:
+            config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
+            (folder / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
+        if self.plan.output != "model":
+            return copy_sidecars(*[ModelFolder()] * 3, out=folder, dtype=None, taken=taken)
+        assert inputs.base is not None, "a model is merged into a base"
+        base, output, dtype = inputs.base.folder, self.plan.recipe.model, self.plan.recipe.dtype
+        template, texts = output.chat_template, base.texts
+        if template == "auto":
+            template = most_frequent_template((inputs.base, *inputs.experts))
+        if template is not None:
+            texts = {**texts, "chat_template.jinja": template}
+        chosen = [of_experts.get(label or "base", base) for label in (output.files_of, output.config_from)]
+        written = {**base.written, **self.plan.configs}
+        copied = copy_sidecars(base, *chosen, out=folder, dtype=dtype, configs=written, taken=taken)
+        if not has_files("tokenizer", (*copied, *texts)):
+            texts = {**base.converted_tokenizer(), **texts}
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+        self._note_missing(inputs, (*copied, *texts))
+        return copied
 
     def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
         """Add notes on a tokenizer or a processor that the output lacks."""
@@ -198,14 +206,6 @@ class Output:
             if draw is not None:
                 draw(diagnosis, folder.path / "report.html")
         return diagnosis
-
-    def _sidecar_folders(self, inputs: Inputs) -> list[ModelFolder]:
-        """Folders of the base, and of the inputs whose tokenizer and whose config are written."""
-        if inputs.base is None:
-            return []
-        folders = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
-        chosen = (self.plan.recipe.model.files_of, self.plan.recipe.model.config_from)
-        return [inputs.base.folder, *(folders.get(label or "base", inputs.base.folder) for label in chosen)]
 
 
 @contextlib.contextmanager

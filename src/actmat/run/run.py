@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actmat.diagnostics.observer import Observers, check_mutes
+from actmat.diagnostics.checks import check_codes
+from actmat.diagnostics.observer import Observers
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources, share_resources
 from actmat.planning import MergePlan, build_plan
@@ -53,7 +54,7 @@ def prepare(inputs: Inputs, places: Places, *, measured: bool | None = None) -> 
     measured = settings.diagnose if measured is None else measured
     if measured:
         with inputs.problems.noted():
-            check_mutes(inputs.recipes)
+            check_codes([code for recipe in inputs.recipes for code in recipe.mute])
     plans = plan_all(inputs, places.room)
     observers = Observers(plans[0].recipe.seed) if measured else None
     unfinished = [p for out, p in zip(places.outs, plans, strict=False) if out not in places.finished]

@@ -162,13 +162,13 @@ def is_of_images(header: StatisticsHeader) -> bool:
     return all(d.details.get("inputs") == "images" for d in header.data)
 
 
-def patches(header: StatisticsHeader) -> int | None:
+def count_patches(header: StatisticsHeader) -> int | None:
     """Rows of images, class tokens included, that most layers read; None if no layer's inputs were measured."""
     rows = Counter(info.rows for info in header.grams.values()).most_common(1)
     return rows[0][0] if rows else None
 
 
-def amount(header: StatisticsHeader) -> str:
+def describe_amount(header: StatisticsHeader) -> str:
     """Amount of data in words: samples and tokens; of images, images and patches."""
 
     def counted(n: int, word: str) -> str:
@@ -176,13 +176,13 @@ def amount(header: StatisticsHeader) -> str:
 
     if not is_of_images(header):
         return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
-    rows = patches(header)
+    rows = count_patches(header)
     return counted(header.samples, "image") + (f", {rows:,} patches (class tokens included)" if rows else "")
 
 
-def contents(header: StatisticsHeader) -> list[str]:
+def describe_contents(header: StatisticsHeader) -> list[str]:
     """Kinds of statistics in words: `the Fisher of 15 tensors (drawn labels)`."""
-    found = [f"{len(header.grams)} Gram matrices for {len(header.places)} tensors"] if header.grams else []
+    words = [f"{len(header.grams)} Gram matrices for {len(header.places)} tensors"] if header.grams else []
     if header.fisher:
-        found.append(f"the Fisher of {len(header.fisher)} tensors ({header.fisher_labels} labels)")
-    return found
+        words.append(f"the Fisher of {len(header.fisher)} tensors ({header.fisher_labels} labels)")
+    return words

@@ -137,8 +137,8 @@ def _disagreements(header: StatisticsHeader, specs: Mapping[str, TensorSpec]) ->
         spec, shape = specs.get(f"gram.{key}"), packed_shape(info.width, info.groups)
         known = (shape, (info.rows, info.width)) if info.groups == 1 else (shape,)
         if spec is not None and (spec.shape not in known or spec.dtype not in ("float32", "float64")):
-            found = f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
-            yield f"tensor 'gram.{key}': expected {'x'.join(map(str, shape))} floats, found {found}"
+            shape_words = f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
+            yield f"tensor 'gram.{key}': expected {'x'.join(map(str, shape))} floats, found {shape_words}"
         if info.stack is not None and info.stack not in header.stacks:
             yield f"'{key}' is of the stack '{info.stack}', which is not listed"
     for name, parts in header.places.items():

@@ -31,8 +31,8 @@ def unpack(packed: Tensor, width: int, groups: int = 1) -> Tensor:
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
         lower = packed.new_ones(stop - start, stop, dtype=torch.bool).tril(start)
-        kept = packed[..., packed_size(start) : packed_size(stop)]
-        full[..., start:stop, :stop].masked_scatter_(lower, kept)
+        entries = packed[..., packed_size(start) : packed_size(stop)]
+        full[..., start:stop, :stop].masked_scatter_(lower, entries)
         corner = full[..., start:stop, start:stop]
         corner.copy_(corner.tril() + corner.tril(-1).mT)
         full[..., :start, start:stop] = full[..., start:stop, :start].mT

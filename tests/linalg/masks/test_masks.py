@@ -23,7 +23,7 @@ from actmat.extras.research.sce import Where
 from actmat.linalg import chunks
 from actmat.linalg.masks import threshold
 from actmat.linalg.masks.mask import (
-    Keep,
+    KEEP_ALL,
     Mask,
     Trim,
     l1_factors,
@@ -55,7 +55,7 @@ def test_trim_equals_sorting_at_every_rank(exact: bool, dtype: torch.dtype) -> N
     """The deltas have a dozen entries per magnitude, so that nearly every rank cuts through equal ones."""
     (flat,) = awkward_deltas(1, 41, dtype=dtype)
     for k in range(-1, 43):
-        ((trim, _),) = top_trims(flat, [k], exact=exact)
+        (((trim, _),),) = top_trims([flat], [[k]], exact=exact)
         assert torch.equal(apply(trim, flat), naive_top(flat, max(k, 0), exact=exact)), k
 
 
@@ -63,14 +63,14 @@ def test_trim_equals_sorting_at_every_rank(exact: bool, dtype: torch.dtype) -> N
 @given(values=st.lists(st.integers(-3, 3).filter(bool), min_size=1, max_size=30), k=st.integers(0, 30))
 def test_exact_trim_keeps_exactly_k_whatever_the_ties(values: list[int], k: int) -> None:
     flat = torch.tensor(values, dtype=torch.float32)
-    ((trim, cut),) = top_trims(flat, [k], exact=True)
+    (((trim, cut),),) = top_trims([flat], [[k]], exact=True)
     assert int(torch.count_nonzero(apply(trim, flat))) == min(k, len(values)) == cut.rank
 
 
 def test_trim_keeps_subnormal_neighbors_apart() -> None:
     step = 2.0**-149
     flat = torch.tensor([step, 2 * step, -3 * step])
-    ((trim, _),) = top_trims(flat, [2], exact=True)
+    (((trim, _),),) = top_trims([flat], [[2]], exact=True)
     assert apply(trim, flat).tolist() == [0.0, 2 * step, -3 * step]
 
 
@@ -83,20 +83,20 @@ def test_trim_lets_nan_through() -> None:
 def test_band_keeps_the_ranks_between() -> None:
     (flat,) = awkward_deltas(1, 41)
     for bottom, top in [(0, 0), (5, 0), (20, 3), (40, 40), (41, 20), (41, 0)]:
-        (low, _), (high, _) = top_trims(flat, [bottom, top], exact=True)
+        (((low, _), (high, _)),) = top_trims([flat], [[bottom, top]], exact=True)
         expected = naive_top(flat, bottom, exact=True) - naive_top(flat, top, exact=True)
         assert torch.equal(apply(Band(low, high), flat), expected)
 
 
 def test_where_masks_by_the_score_of_another_tensor() -> None:
     score = torch.tensor([3.0, 0.0, 1.0, 2.0])
-    ((trim, _),) = top_trims(score, [2], exact=True)
+    (((trim, _),),) = top_trims([score], [[2]], exact=True)
     assert apply(Where(score, trim), torch.tensor([-1.0, 5.0, 6.0, 7.0])).tolist() == [-1.0, 0.0, 0.0, 7.0]
 
 
 def test_keep_copies() -> None:
     flat = torch.randn(5, generator=seeded(0))
-    assert torch.equal(apply(Keep(), flat), flat)
+    assert torch.equal(apply(KEEP_ALL, flat), flat)
 
 
 def test_drop_keeps_a_binomial_number_of_entries() -> None:
@@ -175,7 +175,7 @@ def test_l1_factor_restores_the_norm() -> None:
     flat = torch.randn(1000, generator=seeded(1))
     (factor,) = l1_factors([flat], [Drop(0.3, 2)])
     assert float((factor * apply(Drop(0.3, 2), flat)).abs().sum()) == pytest.approx(float(flat.abs().sum()), rel=1e-6)
-    assert l1_factors([torch.zeros(4)], [Keep()]) == [1.0]
+    assert l1_factors([torch.zeros(4)], [KEEP_ALL]) == [1.0]
 
 
 def test_ranks_are_by_row_with_ties_in_storage_order() -> None:
@@ -228,7 +228,7 @@ def test_every_rank_equals_sorting(dtype: torch.dtype) -> None:
     ).to(dtype)
     flat = torch.cat([special, torch.randn(60, generator=seeded(1)).to(dtype)])
     ranks = list(range(1, flat.numel()))
-    assert kth_magnitudes(flat, ranks) == [by_sorting(flat, k) for k in ranks]
+    assert kth_magnitudes([flat], [ranks])[0] == [by_sorting(flat, k) for k in ranks]
 
 
 @settings(max_examples=60)
@@ -241,7 +241,7 @@ def test_any_values_at_any_rank_equal_sorting(values: list[float], data: st.Data
     flat = torch.tensor(values, dtype=torch.float64).to(dtype)
     k = data.draw(st.integers(1, len(values) - 1))
     cut = data.draw(st.integers(0, len(values)))
-    assert kth_magnitudes(flat, [k]) == [by_sorting(flat, k)]
+    assert kth_magnitudes([flat], [[k]])[0] == [by_sorting(flat, k)]
     assert streamed([flat[:cut], flat[cut:]], k)[0] == by_sorting(flat, k)
 
 
@@ -251,7 +251,7 @@ def test_neighboring_float64_values_are_told_apart() -> None:
     flat[0] = 1 / 3
     for i in range(1, 5):
         flat[i] = torch.nextafter(flat[i - 1], torch.tensor(1.0, dtype=torch.float64))
-    assert [c.value for c in kth_magnitudes(flat, [1, 2, 3, 4])] == flat.flip(0)[:4].tolist()
+    assert [c.value for c in kth_magnitudes([flat], [[1, 2, 3, 4]])[0]] == flat.flip(0)[:4].tolist()
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), list(zip(DTYPES, [1, 1, 2, 4], strict=True)), ids=str)
@@ -298,20 +298,20 @@ def observed(selection: bytes, parts: list[torch.Tensor]) -> bytes:
 @pytest.mark.parametrize("k", [-3, 0])
 def test_rank_zero_keeps_nothing(k: int) -> None:
     flat = torch.tensor([1.0, 2.0])
-    assert kth_magnitudes(flat, [k]) == [Cut(math.inf, 0, 0, 0, 2)]
+    assert kth_magnitudes([flat], [[k]])[0] == [Cut(math.inf, 0, 0, 0, 2)]
     assert streamed([flat], k) == (Cut(math.inf, 0, 0, 0, 2), 1)
 
 
 @pytest.mark.parametrize("k", [2, 9])
 def test_full_rank_keeps_all(k: int) -> None:
     flat = torch.tensor([1.0, 2.0])
-    assert kth_magnitudes(flat, [k]) == [Cut(0.0, 2, 2, 0, 2)]
-    assert kth_magnitudes(flat, [k])[0].fraction == 1
+    assert kth_magnitudes([flat], [[k]])[0] == [Cut(0.0, 2, 2, 0, 2)]
+    assert kth_magnitudes([flat], [[k]])[0][0].fraction == 1
     assert streamed([flat], k) == (Cut(0.0, 2, 2, 0, 2), 1)
 
 
 def test_empty_input() -> None:
-    assert kth_magnitudes(torch.empty(0), [1]) == [Cut(0.0, 0, 0, 0, 0)]
+    assert kth_magnitudes([torch.empty(0)], [[1]])[0] == [Cut(0.0, 0, 0, 0, 0)]
     assert StreamedCut(lambda total: total // 2).advance() is False
 
 
@@ -330,12 +330,12 @@ def test_a_finished_selection_ignores_the_rounds_of_others() -> None:
 
 def test_strided_input_is_read_through_its_strides() -> None:
     matrix = torch.randn(30, 8, generator=seeded(3))
-    assert kth_magnitudes(matrix[:, 2], [7]) == [by_sorting(matrix[:, 2], 7)]
+    assert kth_magnitudes([matrix[:, 2]], [[7]])[0] == [by_sorting(matrix[:, 2], 7)]
 
 
 def test_nan_ranks_above_infinity() -> None:
     flat = torch.tensor([1.0, -math.inf, math.nan, 3.0])
-    first, second = kth_magnitudes(flat, [1, 2])
+    first, second = kth_magnitudes([flat], [[1, 2]])[0]
     assert math.isnan(first.value)
     assert second.value == math.inf
 
@@ -350,7 +350,7 @@ def test_a_stream_of_two_dtypes_is_refused() -> None:
 def test_the_input_is_left_as_it_is() -> None:
     flat = torch.randn(40, generator=seeded(4))
     copy = flat.clone()
-    kth_magnitudes(flat, [3, 9])
+    kth_magnitudes([flat], [[3, 9]])
     streamed([flat], 3)
     assert torch.equal(flat, copy)
 
@@ -360,4 +360,4 @@ def test_a_mostly_zero_delta(dtype: torch.dtype) -> None:
     """A gentle fine-tuning in a 16-bit format leaves most entries where they were; the zeros are never gathered."""
     flat = torch.zeros(300_000, dtype=dtype)
     flat[::10] = torch.randn(30_000, generator=seeded(5)).to(dtype)
-    assert kth_magnitudes(flat, [29_000, 100_000]) == [by_sorting(flat, 29_000), by_sorting(flat, 100_000)]
+    assert kth_magnitudes([flat], [[29_000, 100_000]])[0] == [by_sorting(flat, 29_000), by_sorting(flat, 100_000)]

@@ -19,16 +19,20 @@ from actmat.errors import CheckpointError
 DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 
-def _chosen(base: ModelFolder, files_from: ModelFolder, code: ModelFolder) -> dict[str, ModelFolder]:
+def _chosen(
+    base: ModelFolder, files_from: ModelFolder, code: ModelFolder, taken: Mapping[str, ModelFolder]
+) -> dict[str, ModelFolder]:
     """Path of every file that is copied -> folder that it comes from.
 
-    Files that describe the tensors (config, code, modules) are the base's, and code in its place that of `code`.
+    Files that describe the tensors (config, code, modules) are the base's, and code in its place that of `code`. Those
+    of `taken` come from there; a folder that lacks one takes it away.
     """
     modules = base.side_files().modules
     out = {name: base for name in base.side_files().kept if is_of_architecture(name, modules)}
     out |= {name: files_from for name in files_from.side_files().kept if not is_of_architecture(name, modules)}
     out |= {name: code for name in code.side_files().kept if name.endswith(".py")}
-    return dict(sorted(out.items()))
+    out |= taken
+    return {name: folder for name, folder in sorted(out.items()) if name in folder.side_files().kept}
 
 
 def check_sidecars(*folders: ModelFolder) -> None:
@@ -61,18 +65,19 @@ def copy_sidecars(
     out: Path,
     dtype: str | None,
     configs: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    taken: Mapping[str, ModelFolder] = MappingProxyType({}),
 ) -> list[str]:
     """Copy the base's config and code and the other files of `files_from` into `out`; returns their paths.
 
     An output dtype is written to `config.json`, so that loaders allocate the stored dtype. `configs` (path ->
-    config) replace those of the base, and the code of `code` that of the base.
+    config) replace those of the base, the code of `code` that of the base, and files of `taken` all others.
 
     Raises:
         CheckpointError: see `check_sidecars`.
     """
-    check_sidecars(base, files_from)
+    check_sidecars(base, files_from, *taken.values())
     copied = []
-    for name, chosen in _chosen(base, files_from, code).items():
+    for name, chosen in _chosen(base, files_from, code, taken).items():
         place, target = chosen.fetch(), out / name
         assert place is not None, "a folder with files"
         path = place / name

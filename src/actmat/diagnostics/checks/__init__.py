@@ -24,6 +24,10 @@ def check_codes(codes: Collection[str]) -> None:
     """Refuse codes that no check has, with a RecipeError that lists all of them."""
     known = [c.code for c in CHECKS]
     listed = ", ".join(known)
-    wrong = [f"there is no check '{c}'.{did_you_mean(c, known)} Codes: {listed}" for c in codes if c not in known]
+    wrong = [
+        f"there is no check '{c}'.{did_you_mean(c, known)} Codes: {listed}"
+        for c in dict.fromkeys(codes)
+        if c not in known
+    ]
     if wrong:
         raise RecipeError("The recipe mutes checks that do not exist.", wrong)

@@ -7,7 +7,6 @@ its file, each with its reason; docs/checks.md has a section for every code.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ class Facts:
         samples: tensor -> counts of `diagnostics.sample`.
         twins: pairs of tensors with the same bytes in the base and in every expert.
         by_inputs: a method merged by statistics of the experts' inputs.
+        identity: code -> words, of `diagnostics.identity`.
     """
 
     labels: Sequence[str]
@@ -37,15 +37,12 @@ class Facts:
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     twins: Sequence[tuple[str, str]] = ()
     by_inputs: bool = False
-
-    def total_norm(self, t: int) -> float:
-        """`sqrt(sum ||D_t||_F^2)` over all measured matrices."""
-        return math.hypot(*(m.norms[t] for m in self.measures))
+    identity: Mapping[str, str] = field(default_factory=dict)
 
     def median_relative_norm(self, t: int) -> float | None:
         """Median of `||D_t|| / ||W_0||` over the matrices that the expert changed; None without a base."""
-        found = [m.relative_norms[t] for m in self.measures if m.relative_norms is not None and m.norms[t] > 0]
-        return statistics.median(found) if found else None
+        sizes = [m.relative_norms[t] for m in self.measures if m.relative_norms is not None and m.norms[t] > 0]
+        return statistics.median(sizes) if sizes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class Check:
         )
 
 
-def found(message: str, tensors: Iterable[str] = ()) -> Outcome:
+def finding(message: str, tensors: Iterable[str] = ()) -> Outcome:
     """Outcome "found"; `tensors` are listed once each, in their order."""
     return Outcome("found", message, tuple(dict.fromkeys(tensors)))
 
@@ -103,10 +100,15 @@ def not_applicable(message: str) -> Outcome:
     return Outcome("not_applicable", message)
 
 
-def percent(part: float, whole: float = 1.0) -> str:
+def check_of_every_merge(code: str, title: str, severity: Severity, otherwise: str) -> Check:
+    """A check that every merge makes, see `diagnostics.identity`; `otherwise`: the words of a clear one."""
+    return Check(code, title, severity, lambda f: finding(f.identity[code]) if code in f.identity else clear(otherwise))
+
+
+def percent(part: float) -> str:
     """`12 %`, three significant digits.
 
-    >>> percent(1, 8)
+    >>> percent(1 / 8)
     '12.5 %'
     """
-    return f"{100 * part / whole:.3g} %" if whole else "0 %"
+    return f"{100 * part:.3g} %"

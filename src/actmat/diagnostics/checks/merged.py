@@ -5,35 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable, percent
+from actmat.diagnostics.checks.base import (
+    Check,
+    Facts,
+    Outcome,
+    check_of_every_merge,
+    clear,
+    finding,
+    not_applicable,
+    percent,
+)
 from actmat.diagnostics.model import MatrixRow
-
-UNEQUAL = 2.0
-"""Norm of the largest expert against the smallest's; what was measured from here on stands in docs/evidence.md."""
 
 LOST = 0.1
 """Share of an expert's energy outside the kept directions."""
-
-
-def unequal_words(labels: Sequence[str], norms: Sequence[float]) -> str:
-    """Sentence on experts of unequal size; empty if they are not."""
-    there = [t for t, n in enumerate(norms) if n > 0] or [0]
-    low, top = min(there, key=norms.__getitem__), max(there, key=norms.__getitem__)
-    if norms[top] <= UNEQUAL * norms[low]:
-        return ""
-    return (
-        f"'{labels[top]}' changed the base {norms[top] / norms[low]:.2g} times as much as '{labels[low]}'. actmat and "
-        f"actmat_ridge weight experts by the square of that, and little may be left of '{labels[low]}': compare with "
-        "tsv or the average, or give weights"
-    )
-
-
-def _unequal(facts: Facts) -> Outcome:
-    norms = [facts.total_norm(t) for t in range(len(facts.labels))]
-    if sum(n > 0 for n in norms) < 2:
-        return not_applicable("fewer than two experts have deltas")
-    words = unequal_words(facts.labels, norms)
-    return found(words) if words else clear(f"no expert has more than {UNEQUAL:g} times the norm of another")
 
 
 def _cut_away(facts: Facts) -> Outcome:
@@ -43,14 +28,14 @@ def _cut_away(facts: Facts) -> Outcome:
     said, names, worst = [], [], 0.0
     for t, label in enumerate(facts.labels):
         whole = math.fsum(m.norms[t] ** 2 for m, _ in rows)
-        lost = math.fsum(m.norms[t] ** 2 * (1 - kept[t]) for m, kept in rows)
+        lost = math.fsum(m.norms[t] ** 2 * (1 - shares[t]) for m, shares in rows)
         share = lost / whole if whole else 0.0
         worst = max(worst, share)
         if share > LOST:
             said.append(f"'{label}' {percent(share)}")
-            names += [m.name for m, kept in rows if kept[t] < 1 - LOST]
+            names += [m.name for m, shares in rows if shares[t] < 1 - LOST]
     if said:
-        return found(
+        return finding(
             f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "
             "smaller than the others: normalize, lower rtol, or use actmat_ridge",
             names,
@@ -59,7 +44,7 @@ def _cut_away(facts: Facts) -> Outcome:
 
 
 BALANCE_CHECKS = (
-    Check("AM301", "Experts of unequal size", "issue", _unequal),
+    check_of_every_merge("AM301", "Experts of unequal size", "issue", "no expert has too little weight for its size"),
     Check("AM302", "Cut-off removes an expert's energy", "issue", _cut_away),
 )
 
@@ -90,7 +75,7 @@ def _plain_sum(facts: Facts) -> Outcome:
     hits = [m for m in able if m.merged_norm >= ABOUT_SUM * m.sum_norm]
     if 2 * len(hits) >= len(able):
         merged, total, mean = _sizes(hits)
-        return found(
+        return finding(
             f"In {len(hits)} of {len(facts.measures)} matrices the experts are low-rank with nearly orthogonal row "
             f"spaces. An interference method has nothing to weigh there and gives about the plain sum: the merged norm "
             f"is {merged / total:.3g} of the sum's, {merged / mean:.3g} of the mean expert's. Such merges of adapters "
@@ -102,13 +87,13 @@ def _plain_sum(facts: Facts) -> Outcome:
 
 
 def _orthogonal_and_low_rank(m: MatrixRow) -> bool:
-    there = [t for t, n in enumerate(m.norms) if n > 0]
+    present = [t for t, n in enumerate(m.norms) if n > 0]
     limit = min(m.shape) / LOW_RANK
-    if len(there) < 2 or any(m.numerical_rank[t] > limit for t in there):
+    if len(present) < 2 or any(m.numerical_rank[t] > limit for t in present):
         return False
-    if m.probes is not None and any(m.numerical_rank[t] >= m.probes for t in there):
+    if m.probes is not None and any(m.numerical_rank[t] >= m.probes for t in present):
         return False
-    return max(m.subspace_overlap[s][t] for s in there for t in there if s != t) <= ORTHOGONAL
+    return max(m.subspace_overlap[s][t] for s in present for t in present if s != t) <= ORTHOGONAL
 
 
 def _far_out(facts: Facts) -> Outcome:
@@ -119,7 +104,7 @@ def _far_out(facts: Facts) -> Outcome:
         return not_applicable("the merge is made for the experts' inputs: answers kept on them judge it, not its size")
     words = f"{merged / mean:.3g} times the mean expert's norm, {merged / total:.3g} times the sum's" if total else ""
     if merged > FAR * mean:
-        return found(
+        return finding(
             f"The merged delta has {words}: the model is moved farther than any expert was. Compare, on inputs of the "
             "tasks ('actmat tune', no labels needed), with a lower scale, or with a cap (postprocess: norm_cap: "
             "average)",
@@ -150,7 +135,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
     if burst:
         said.append(f"above {EXPLODED:g} times that of the largest expert in {len(burst)} of {len(facts.measures)}")
     if said:
-        return found(
+        return finding(
             f"The merged delta is {' and '.join(said)} matrices. Look at the rank and the cut-off there, and at the "
             "scale; solver=stacked or --set compute_dtype=float64 tell whether rounding is to blame",
             gone + burst,
@@ -193,7 +178,7 @@ def _truncated(facts: Facts) -> Outcome:
         return not_applicable("no merged delta is written as factors")
     norm, lost = (math.hypot(*(r.stats[key] for r in rows)) for key in ("norm", "error_norm"))
     if (warning := truncation_warning(lost / norm)) is not None:
-        return found(
+        return finding(
             f"{warning[1][0].upper()}{warning[1][1:]}",
             [r.name for r in rows if r.stats["error_norm"] > TRUNCATED * r.stats["norm"]],
         )
@@ -242,7 +227,7 @@ def _tables_move(facts: Facts) -> Outcome:
                 said.append(f"'{label}' changes {row.name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
                 names.append(row.name)
     if said:
-        return found(
+        return finding(
             f"Tables move more than the layers: {'; '.join(said[:3])}. New or re-initialized tokens do "
             "that, and the mean over experts dilutes them. Keep the base's table (--keep), or write a rule for it",
             names,
@@ -261,7 +246,7 @@ def _untied_twins(facts: Facts) -> Outcome:
         return not_applicable("no two large tensors hold the same bytes in every checkpoint")
     if apart:
         pairs = "; ".join(f"{a} and {b}" for a, b in apart[:3])
-        return found(
+        return finding(
             f"These hold the same bytes in the base and in every expert, but are merged in different ways and will "
             f"differ afterwards: {pairs}. If the model ties them, config.json should say so (tie_word_embeddings); "
             "else merge both by one method",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorsHandle, versions_of_files
+from actmat.checkpoints.composed import renamed
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.keys import unknown_note
@@ -23,6 +24,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
+from actmat.layout.patterns import compile_pattern
 from actmat.linalg.inner import is_finite
 from actmat.linalg.lowrank import LowRank
 
@@ -34,7 +36,7 @@ class AdapterHandle:
     A relative `location` is one of the working directory; `base` is what the adapter was fitted to, `config` its
     `config.json`; `etags` are name, size and version of remote files, which must be the same. `stacks` is the user's
     statement on stacked experts, `layout` the one that it was converted to, `weights` its tensors if their rows are
-    those of another vocabulary.
+    those of another vocabulary, `drop` the recipe's patterns of tensors that are left out.
     """
 
     location: str
@@ -44,6 +46,7 @@ class AdapterHandle:
     stacks: tuple[StackWord, ...] = ()
     layout: AdapterLayout | None = None
     weights: TensorsHandle | None = None
+    drop: tuple[str, ...] = ()
 
 
 class Adapter(AbstractContextManager["Adapter"]):
@@ -62,11 +65,13 @@ class Adapter(AbstractContextManager["Adapter"]):
         family: name of the plug-in that it is of; empty for PEFT's.
         has_other_rows: its tables have the rows of another vocabulary, see `with_rows`.
         converted_to: the layout that it was brought into, see `locate.in_layout`.
+        drop: patterns of tensors that were left out, see `without`.
     """
 
     family = ""
     has_other_rows = False
     converted_to: AdapterLayout | None = None
+    drop: tuple[str, ...] = ()
 
     def __init__(
         self, model: Model, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
@@ -106,13 +111,28 @@ class Adapter(AbstractContextManager["Adapter"]):
         adapter.has_other_rows = True
         return adapter
 
+    def without(self, patterns: Sequence[str]) -> Adapter:
+        """The same adapter without the stored tensors that match; itself if none does."""
+        matching = [compile_pattern(pattern) for pattern in patterns]
+        names = {n: n for n in self.weights.specs if not any(matches(n) for matches in matching)}
+        if lost := len(self.weights.specs) - len(names):
+            text = f"{lost} of its tensors are not merged, as the recipe says (drop)"
+            model = replace(self.model, tensors=renamed(self.weights, names), folder=self.model.folder.noted(text))
+            modules = {n: m for n, m in self.modules.items() if m.a in names}
+            extras, copies = ({n: s for n, s in of.items() if s in names} for of in (self.extras, self.copies))
+            listing = replace(self.listing, modules=modules, extras=extras, copies=copies)
+            adapter = self._derived(model, listing, self.problems)
+            adapter.drop = tuple(patterns)
+            return adapter
+        return self
+
     def with_problems(self, problems: Sequence[str]) -> Adapter:
         """The same adapter, open as long as this one, with other problems."""
         return self._derived(self.model, self.listing, problems)
 
     def _derived(self, model: Model, listing: Listing, problems: Sequence[str]) -> Adapter:
         adapter = Adapter(model, self.config, problems, replace(listing, problems=()))
-        adapter.family = self.family
+        adapter.family, adapter.drop = self.family, self.drop
         return adapter
 
     @property
@@ -163,7 +183,9 @@ class Adapter(AbstractContextManager["Adapter"]):
     def handle(self) -> AdapterHandle:
         """Its location, the versions of remote files, and the user's words that decided how it is read."""
         etags = versions_of_files(self.weights.identity())
-        return AdapterHandle(self.location, etags=etags, stacks=self.config.stacks, layout=self.converted_to)
+        return AdapterHandle(
+            self.location, etags=etags, stacks=self.config.stacks, layout=self.converted_to, drop=self.drop
+        )
 
     def close(self) -> None:
         """Close its tensors. May be called twice."""

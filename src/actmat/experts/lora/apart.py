@@ -59,7 +59,8 @@ def names_of_packed(layer: str) -> list[str]:
     """
     block, _, leaf = layer.rpartition(".")
     dot = "." if block else ""
-    return [f"{block}{dot}{owner}.weight" for owner in _OWNERS.get(leaf, ()) if owner != leaf]
+    bare = [f"{block}{dot}in_proj_weight"] if leaf in (*_Q, *_K, *_V) else []  # of torch's own attention
+    return [*(f"{block}{dot}{owner}.weight" for owner in _OWNERS.get(leaf, ()) if owner != leaf), *bare]
 
 
 def names_of_parts(layer: str) -> list[list[str]]:

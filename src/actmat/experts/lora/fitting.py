@@ -14,6 +14,7 @@ from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_part
 from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
+from actmat.layout.components import component_configs
 from actmat.layout.in_memory import Fits, TensorOnDisk, TensorSlice, find_by_name, find_on_disk
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import Block, LayoutMap
@@ -37,8 +38,8 @@ class ModulePart:
 class Fit:
     """The stored tensors of a base that an adapter changes, with their orientation and rows, from headers.
 
-    Of a file that changes several components of a pipeline, components without a module in the base are left out; at
-    least one must match.
+    Of a file that changes several components of a pipeline, those that the base's config shows it not to be are left
+    out; at least one must match.
 
     Attributes:
         pieces: stored name -> its delta; that of a packed tensor has a piece for each of its layers that are changed.
@@ -57,10 +58,14 @@ class Fit:
         self._on_disk: dict[str, TensorOnDisk] = {}
         self._taken: set[str] = set()
         self._apart: dict[str, str] = {}  # module -> the tensor that packs it, or the first of those that it packs
+        self._lost: list[AdapterModule] = []
         for part in adapter.parts or {"": 0}:
             modules = [m for m in adapter.modules.values() if m.part == part]
-            if not self._add_part(modules, is_optional=len(adapter.parts) > 1):
+            if not self._add_part(modules, is_optional=len(adapter.parts) > 1 and is_absent(part, base)):
                 self.left_out[part] = len(modules)
+        if self._lost and self.pieces:
+            stems = {m.name: _shared_start([m.a, m.b]) for m in adapter.modules.values()}
+            self.problems.append(drop_words([stems.pop(m.name) for m in self._lost], list(stems.values())))
         if self.left_out and len(self.left_out) == len(adapter.parts):
             self.problems.append(
                 f"none of its components ({', '.join(self.left_out)}) has a module in the base ({base.location}); is "
@@ -104,7 +109,7 @@ class Fit:
         self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
         done = self._fit_apart([m for m in modules if m.kind == "linear"], candidates, part)
         for module in modules:
-            if module.is_stack or module.name in done or (problems and not candidates[module.name]):
+            if module.is_stack or module.name in done or (problems and not candidates.get(module.name)):
                 continue  # one sentence says why
             self._fit(module, candidates[module.name], why, biases.get(module.name))
         return True
@@ -210,6 +215,7 @@ class Fit:
         fitting = [(n, is_turned) for n, is_turned in turned.items() if is_turned is not None]
         if not fitting:
             self.problems.append(_unfitted(module, options, names, self._base, why))
+            self._lost += [] if options else [module]
             return
         name, transposed = fitting[0]
         self._add(module, name, transposed=transposed)
@@ -239,7 +245,7 @@ class Fit:
     def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]], part: str) -> set[str]:
         """Pieces of layers that the base packs, or that pack its separate layers; returns the fitted names."""
         lost = [m for m in modules if not any(n in self._on_disk for n in candidates[m.name])]
-        inside = {m.name: m.inside.replace(".base_layer", "") for m in lost}
+        inside = {m.name: [*candidates[m.name], m.inside][0].removesuffix(".weight") for m in lost}
         packed = {m.name: names_of_packed(inside[m.name]) for m in lost}
         parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
         wanted = [n for names in packed.values() for n in names]
@@ -350,6 +356,29 @@ def is_transposed(module: AdapterModule, target: TensorOnDisk, layouts: LayoutMa
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """`O I` of a convolution of kernel 1, which layers of either kind may be stored as; other shapes as they are."""
     return shape[:2] if all(size == 1 for size in shape[2:]) else shape
+
+
+def is_absent(part: str, base: Model) -> bool:
+    """True if the config of a base shows that a component is not in it: a pipeline without it, or another model."""
+    components = component_configs(base.config)
+    return base.config is not None if components is None else part not in components
+
+
+def drop_words(lost: Sequence[str], others: Sequence[str]) -> str:
+    """What to do about factors without a tensor in the base; beginnings of their names, and of those of all others."""
+    start = _shared_start(lost)
+    pattern = f"{start}*" if len(lost) == 1 else f"{start}{{{','.join(n.removeprefix(start) for n in lost)}}}*"
+    if start and not any(n.startswith(start) for n in others):
+        pattern = f"{start}*"
+    return (
+        f"{len(lost)} of its modules have no tensor in the base, so that their training would be lost. Fix: give the "
+        f"base that they were trained on, or leave them out (--drop '{pattern}')"
+    )
+
+
+def _shared_start(names: Sequence[str]) -> str:
+    first, last = min(names), max(names)
+    return first[: next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 def _misfit(module: AdapterModule, place: str) -> str:

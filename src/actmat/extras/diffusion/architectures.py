@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 UNET_DEPTH = 12
 """Maximum number of transformer blocks in one attention layer; SDXL has 10."""
@@ -155,6 +155,12 @@ def _sd() -> NamedShapes:
 
 def _sdxl() -> NamedShapes:
     return _unet(3, range(2))
+
+
+@cache
+def unet_paths() -> Mapping[str, str]:
+    """Original name of a module of Stable Diffusion's UNets -> diffusers'; models of all sizes agree."""
+    return {name: parts.paths[0] for listed in (_sd, _sdxl) for name, parts in listed()}
 
 
 _EMBEDDERS = ("timestep_embedder", "text_embedder", "guidance_embedder")

@@ -37,6 +37,7 @@ from actmat.experts.changes.deltas import fit_changes
 from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
+from actmat.experts.lora.fitting import is_absent
 from actmat.experts.lora.modules import unreadable
 from actmat.extras.adapters.groups import Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
@@ -236,7 +237,7 @@ def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
     notes = []
     for part, own in by_part.items():
         found, why = find_flat_names(base.specs, [m.path for m in own], part)
-        if not found and not why:
+        if not found and not why and len(by_part) > 1 and is_absent(part, base):
             notes.append(f"the base has no {part or 'such component'}: the adapter's {len(own)} modules of "
             f"{part or 'other components'} are left out")  # fmt: skip
             continue
@@ -244,14 +245,14 @@ def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
         for module in own if not why else ():
             change = _change(module, found[module.path], weights) if module.path in found else (
                 f"module '{module.group.module}' matches no tensor of the base ({base.location}). Likely cause: an "
-                "adapter of another base"
+                f"adapter of another base. Without it: --drop '{module.group.module}.*'"
             )  # fmt: skip
             if isinstance(change, str):
                 problems.append(change)
             else:
                 changes.append(change)
     if by_part and not changes and not problems:
-        problems.append(f"the base ({base.location}) contains none of its modules. Likely cause: another base")
+        problems.append(f"the base ({base.location}) is none of its components. Likely cause: another base")
     return Content(changes, {}, problems), notes
 
 

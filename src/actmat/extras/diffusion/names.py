@@ -25,6 +25,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.names import unwrapped
+from actmat.extras.diffusion.architectures import unet_paths
 
 Side = Literal["A", "B", "alpha"]
 _WEIGHT = ".weight"
@@ -164,13 +165,15 @@ def find_flat_names(
     wanted, own = set(flat), _PREFIXES.get(part, ())
     if own and any(name.startswith(own) for name in specs):
         specs = {name: spec for name, spec in specs.items() if name.startswith(own)}
+    is_usual = not any(int(m[1]) % 3 for n in specs if (m := _DOWNSAMPLER.search(n)) is not None)
     by_prefix: dict[str, dict[str, list[str]]] = {}
     for name, spec in specs.items():
-        if not name.endswith(_WEIGHT) or len(spec.shape) < 2:
+        if len(spec.shape) < 2:
             continue
-        for prefix, rest in _splits(name.removesuffix(_WEIGHT)):
-            if (found := rest.replace(".", "_")) in wanted:
-                by_prefix.setdefault(prefix, {}).setdefault(found, []).append(name)
+        for spelled, target in _spellings(name, unet_paths() if is_usual else {}).items():
+            for prefix, rest in _splits(spelled):
+                if (found := rest.replace(".", "_")) in wanted:
+                    by_prefix.setdefault(prefix, {}).setdefault(found, []).append(target)
     if not by_prefix:
         return {}, []
     counts = Counter({prefix: len(found) for prefix, found in by_prefix.items()})
@@ -188,6 +191,37 @@ def find_flat_names(
         if len(names) > 1
     ]
     return {found: names[0] for found, names in by_prefix[best].items() if len(names) == 1}, problems
+
+
+_OPEN_CLIP = re.compile(
+    r"(?P<before>.*)transformer\.resblocks\.(?P<n>\d+)\.(?P<leaf>attn|mlp)\.(?P<name>\w+)(\.weight)?"
+)
+_OF_OPEN_CLIP = {"out_proj": "self_attn.out_proj", "c_fc": "mlp.fc1", "c_proj": "mlp.fc2"}
+
+
+_DOWNSAMPLER = re.compile(r"input_blocks\.(\d+)\.0\.op\.weight$")
+"""Its number is a multiple of 3 in the UNets of `architectures`, which have two layers per block."""
+
+
+def _spellings(name: str, paths: Mapping[str, str]) -> dict[str, str]:
+    """Names of the module of a weight, its own and those of diffusers and transformers -> its tensor.
+
+    A tensor that packs the rows of several stands by the names that it would have in parts, as `apart` reads them.
+
+    >>> list(_spellings("model.diffusion_model.middle_block.1.proj_in.weight", unet_paths()))
+    ['model.diffusion_model.middle_block.1.proj_in', 'model.diffusion_model.mid_block.attentions.0.proj_in']
+    """
+    module = name.removesuffix(_WEIGHT)
+    out = {module: name} if module != name else {}
+    out |= {prefix + paths[rest]: name for prefix, rest in _splits(module) if rest in paths}
+    if (open_clip := _OPEN_CLIP.fullmatch(name)) is not None:
+        layer = f"{open_clip['before']}text_model.encoder.layers.{open_clip['n']}"
+        if open_clip["name"] == "in_proj_weight":
+            block = name.removesuffix("in_proj_weight")
+            out |= {f"{layer}.self_attn.{x}_proj": f"{block}{x}_proj.weight" for x in "qkv"}
+        elif leaf := _OF_OPEN_CLIP.get(open_clip["name"]):
+            out[f"{layer}.{leaf}"] = name
+    return out
 
 
 def _splits(module: str) -> Iterable[tuple[str, str]]:

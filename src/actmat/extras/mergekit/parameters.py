@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.extras.mergekit.config import ConfigFindings, MergekitConfig, SliceSource
-from actmat.recipe.values import numbers
 
 REQUIRED = object()
 """Marks a parameter without a default."""
@@ -187,7 +186,7 @@ class Parameters:
         for level in levels:
             if level.get(name) is None:
                 continue
-            for text, value in self._entries(name, numbers(level[name]), path):
+            for text, value in self._entries(name, level[name], path):
                 out.append((text, value))
                 if text is None:
                     return tuple(out)

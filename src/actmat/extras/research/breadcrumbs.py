@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
+from actmat.linalg.masks.mask import Trim, l1_factors, top_trims
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import Access, Merged, MethodCost
@@ -91,7 +91,7 @@ def bands(deltas: Sequence[Tensor], densities: Sequence[float], gammas: Sequence
         kept = int(density * total)
         dropped = min(int(gamma * total), total - kept)
         ranks.append([kept + dropped, dropped])
-    return [Band(low, high) for (low, _), (high, _) in top_trims_each(deltas, ranks, exact=True)]
+    return [Band(low, high) for (low, _), (high, _) in top_trims(deltas, ranks, exact=True)]
 
 
 BREADCRUMBS = MergeMethod(

@@ -16,7 +16,7 @@ from actmat.errors import RecipeError
 from actmat.extras.research.drop import random_int32
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Keep
+from actmat.linalg.masks.mask import KEEP_ALL
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
 from actmat.methods.facets import Access, Merged, MethodCost
@@ -70,7 +70,7 @@ def merge(
         magnitude_sampled(delta, d, e, rescale=rescale, generator=torch.Generator().manual_seed(seed))
         for delta, (d, e), seed in zip(deltas, pairs, seeds, strict=True)
     ]
-    masks = [Keep()] * len(sampled)
+    masks = [KEEP_ALL] * len(sampled)
     if not sign_election:
         return Merged(masked_sum(sampled, masks, share))
     return Merged(elect(sampled, masks, scales=share, counts=share, reduce=reduce))

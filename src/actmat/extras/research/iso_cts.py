@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import join, orthogonalized_sum
+from actmat.linalg.singular import join_parts, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
@@ -61,7 +61,7 @@ def merge(
         # The residual of a delta inside the common space is rounding: judge it by the delta, not by itself.
         floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
         parts.append(thin_svd(rest_OI, k=n_task, rtol=rtol, floor=floor).scaled(weight))
-    u_OJ, s_J, v_IJ = join([*parts, common])
+    u_OJ, s_J, v_IJ = join_parts([*parts, common])
     level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
     left_OJ, right_JI, retries = orthogonalized_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy_of(total_OI))
     found = (common, *parts)

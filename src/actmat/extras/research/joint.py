@@ -14,9 +14,9 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries
 from actmat.linalg.svd import (
+    COLUMNS,
     RANK_RTOL,
     accuracy_of,
-    column_slices,
     gram_is_enough,
     gram_spectrum,
     numerical_range,
@@ -90,6 +90,6 @@ def joint_basis(
 
 def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:
     out_RI = delta_OI.new_empty((*delta_OI.shape[:-2], basis_OR.shape[-1], delta_OI.shape[-1]))
-    for columns in column_slices(delta_OI.shape[-1]):
-        out_RI[..., columns] = basis_OR.mT @ delta_OI[..., columns].to(torch.float64)
+    for out_RC, part_OC in zip(*(torch.split(x, COLUMNS, dim=-1) for x in (out_RI, delta_OI)), strict=True):
+        out_RC.copy_(basis_OR.mT @ part_OC.to(torch.float64))
     return out_RI

@@ -22,7 +22,7 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.singular import SpectrumMean, isotropic, join, orthogonalized_sum, slots_per_expert
+from actmat.linalg.singular import SpectrumMean, isotropic, join_parts, orthogonalized_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost, products
@@ -167,7 +167,7 @@ def _by_entry(
         cuts = list(survey)
     else:
         rank = _kept(kept, parts_RI[0][on_R].numel())
-        cuts = [kth_magnitudes(part_RI[on_R].reshape(-1), [rank])[0].value for part_RI in parts_RI]
+        cuts = [kth_magnitudes([part_RI[on_R].reshape(-1)], [[rank]])[0][0].value for part_RI in parts_RI]
     ones = [1.0] * len(parts_RI)
     masks = [Trim.at(cut, parts_RI[0].dtype) for cut in cuts]
     return elect(parts_RI, masks, scales=ones, counts=ones, zero_sign="zero")
@@ -190,7 +190,7 @@ def _by_spectrum(
     if rule == "tsv":
         slots = slots_per_expert((directions, directions), len(parts_RI))
         triplets = [thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]
-        left, right, retries = orthogonalized_sum(*join(triplets), accuracy=accuracy)
+        left, right, retries = orthogonalized_sum(*join_parts(triplets), accuracy=accuracy)
         retries += tuple(name for part in triplets for name in part.retries)
         return left @ right, retries, tuple(part.way for part in triplets)
     total_RI = torch.stack(list(parts_RI)).sum(0)

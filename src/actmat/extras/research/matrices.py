@@ -176,7 +176,7 @@ def _merge_pairs(
     dtype = pairs[0].b_OR.dtype
     with torch.no_grad():
         exact = [p.to(torch.float64) for p in pairs]
-        merged = MERGE_IN[space](method, exact, needs, options, steps)
+        merged = MERGE_IN[space](method, exact, {**needs, **options}, steps)
         return _checked(merged.value.dense().to(dtype), method.name, [p.dense() for p in pairs])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
-from actmat.linalg.masks.mask import Keep, Mask, Trim, top_trims
+from actmat.linalg.masks.mask import KEEP_ALL, Mask, Trim, top_trims
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Fraction, MergeMethod
 from actmat.methods.facets import Merged, MethodCost
@@ -38,7 +38,7 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
     # squares of entries far from 1 leave float32's range; a power of two changes nothing else
     exponent = exponent_of(largest_entry(deltas))
     deltas = [scaled(delta, -exponent) for delta in deltas]
-    masks: list[Mask] = [Keep()] * len(deltas)
+    masks: list[Mask] = [KEEP_ALL] * len(deltas)
     if select_topk < 1:
         variance_N, trim = _selection(deltas, select_topk)
         masks = [Where(variance_N, dataclasses.replace(trim)) for _ in deltas]
@@ -77,7 +77,7 @@ def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]
             mean_P.add_(step_P, alpha=1 / (t + 1))
             sum_P.addcmul_(step_P, chunk_P - mean_P)
         different += int(torch.count_nonzero(sum_P.div_(len(deltas))))
-    ((trim, _),) = top_trims(variance_N, [int(fraction * different)], exact=True)
+    (((trim, _),),) = top_trims([variance_N], [[int(fraction * different)]], exact=True)
     return variance_N, trim
 
 

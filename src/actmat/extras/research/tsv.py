@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import join, orthogonalized_sum, slots_per_expert, trimmed
+from actmat.linalg.singular import join_parts, orthogonalized_sum, slots_per_expert, trim_parts
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
@@ -64,7 +64,7 @@ def merge(
             return Merged(torch.zeros_like(delta_OI), {"k": 0, "rank_min": 0, "rank_max": 0})
         parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
     assert parts, "a merge has at least one expert"
-    left_OJ, right_JI, retries = orthogonalized_sum(*join(trimmed(parts)), accuracy=accuracy_of(delta_OI))
+    left_OJ, right_JI, retries = orthogonalized_sum(*join_parts(trim_parts(parts)), accuracy=accuracy_of(delta_OI))
     kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
     ranks = {"rank_min": int(kept.min()), "rank_max": int(kept.max())}
     retries += tuple(name for part in parts for name in part.retries)

@@ -19,6 +19,7 @@ from actmat.checkpoints.resolve import commit_of
 from actmat.errors import CheckpointError
 from actmat.extras.stack.layers import Slice, restacked, without_layers
 from actmat.identity.configs import compare_configs, listed
+from actmat.identity.inputs import compare_parts
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
@@ -83,7 +84,8 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
         merged=first.folder.merged,
         absent=tuple(dict.fromkeys(name for model in models for name in model.folder.absent)),
     )
-    return Model(tensors, folder.noted(*_notes(models)))
+    warnings = compare_parts(first, parts[-1][0]) if len(models) > 1 else ()
+    return Model(tensors, folder.noted(*warnings, severity="warning").noted(*_notes(models)))
 
 
 def _pinned(model: Model, location: str) -> str:

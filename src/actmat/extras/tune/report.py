@@ -117,7 +117,7 @@ class TuneReport:
 
     def save(self, folder: Path) -> None:
         """Write `tune.json` into a folder, which says that the search is complete."""
-        write_whole(folder / FOUND, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        write_whole(folder / FOUND, [(json.dumps(self.to_json(), indent=1) + "\n").encode()])
 
 
 def named_score(score: Any) -> ScoreName:
@@ -185,7 +185,7 @@ def start_ending(final: Recipe, work: Path) -> None:
     with disk_errors(work):
         for name in (FOUND, PAGE):
             (work / name).unlink(missing_ok=True)
-        write_whole(work / RECIPE, yaml.safe_dump(recipe, sort_keys=False).encode())
+        write_whole(work / RECIPE, [yaml.safe_dump(recipe, sort_keys=False).encode()])
 
 
 def notes_on_choice(finals: Sequence[Rival], *, allowed: bool, least_agreement: float) -> Iterator[str]:

@@ -75,7 +75,7 @@ def config_with_tokens(config: Mapping[str, Any], rows: int, of_tokenizer: Mappi
     if "vocab_size" in out:
         out["vocab_size"] = rows
     for key, value in (of_tokenizer or {}).items():
-        if key.endswith("_token_id") and key in out:
+        if key.endswith("_token_id") and (key in out or value is not None):
             out[key] = value
     return out
 

@@ -18,8 +18,10 @@ from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.masks.threshold import selection_workspace
 
 
-def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, has_grams: bool = False) -> int:
-    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements."""
+def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> int:
+    """Peak of `finish(prepare(...), consume=True)`, or of a descent, for deltas `*batch O I`, in elements."""
+    if isinstance(rule, Adam):
+        return _descent_workspace(shape)
     rows, width = shape[-2:]
     batch = math.prod(shape[:-2])
     factor_rows = rule.estimator.rows(rows, width)
@@ -40,9 +42,9 @@ def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, h
     if form == "dual":
         held += batch * stack * stack
         return held + max(estimate, batch * rows * width + _solving(rows, stack, rule, panel))
-    kept = min(stack, width)
-    solved = kept * (rows + width)  # left and right of one item
-    decomposing = stack * width + 2 * kept * (stack + width) + 4 * kept * kept
+    rank = min(stack, width)
+    solved = rank * (rows + width)  # left and right of one item
+    decomposing = stack * width + 2 * rank * (stack + width) + 4 * rank * rank
     finishing = batch * rows * width + panel
     return held + batch * solved + max(estimate, decomposing, finishing)
 
@@ -75,7 +77,7 @@ def _estimate(rows: int, width: int, estimator: Estimator) -> int:
     return peak
 
 
-def descent_workspace(shape: Sequence[int]) -> int:
+def _descent_workspace(shape: Sequence[int]) -> int:
     """Elements that `accumulate` and `descend` hold at their peak, including the result."""
     # per batch item: sum, S, residual, result; in work: a term of S and a delta that is brought near 1, or step, two
     # moments, gradient, root

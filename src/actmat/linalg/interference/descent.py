@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.solver import batch_items, checked_deltas, checked_weight
+from actmat.linalg.interference.solver import batch_items, check_deltas, check_weight
 from actmat.linalg.interference.spectral_solve import Stats
 from actmat.linalg.scaling import exponent_of, scaled
 
@@ -46,7 +46,7 @@ class Descent:
     gram_BII: Tensor
     residual_BOI: Tensor
     shape: torch.Size
-    norms: tuple[float, ...]
+    norms: list[float]
 
 
 def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Descent:
@@ -58,28 +58,27 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
         ValueError, NumericalError: as `interference.solver.prepare`.
     """
     out: Descent | None = None
-    norms: list[float] = []
-    for delta, share, squared_norms in checked_deltas(deltas, weights):
+    for delta, share, squared_norms in check_deltas(deltas, weights):
         items = batch_items(delta)
         if out is None:
             width = delta.shape[-1]
             zeros = torch.zeros_like(items, memory_format=torch.contiguous_format)
-            out = Descent(zeros, items.new_zeros(len(items), width, width), zeros.clone(), delta.shape, ())
+            out = Descent(zeros, items.new_zeros(len(items), width, width), zeros.clone(), delta.shape, [])
         for item, delta_OI in enumerate(items):
             if squared_norms[item] == 0:
                 continue
             sum_OI, gram_II, residual_OI = out.sum_BOI[item], out.gram_BII[item], out.residual_BOI[item]
             exponent = exponent_of(math.sqrt(squared_norms[item]))  # its square would leave float32's range
             unit_OI, weight = scaled(delta_OI, -exponent), share / (squared_norms[item] * 4.0**-exponent)
-            term_II = (unit_OI.mT @ unit_OI).mul_(checked_weight(weight, delta_OI.dtype))
+            term_II = (unit_OI.mT @ unit_OI).mul_(check_weight(weight, delta_OI.dtype))
             residual_OI.addmm_(sum_OI, term_II).addmm_(delta_OI, gram_II, alpha=share)
             if share != 1.0:
                 residual_OI.addmm_(delta_OI, term_II, alpha=share - 1.0)
             sum_OI.add_(delta_OI, alpha=share)
             gram_II.add_(term_II)
-        norms.append(math.sqrt(sum(squared_norms)))
+        out.norms.append(math.sqrt(sum(squared_norms)))
     assert out is not None
-    return Descent(out.sum_BOI, out.gram_BII, out.residual_BOI, out.shape, tuple(norms))
+    return out
 
 
 def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:

@@ -101,12 +101,12 @@ class Reduced:
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         wide_NN, dtype = self._gram.double(), self._gram.dtype
-        found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
-        if isinstance(found, str):
-            self._spectrum = self._full(wide_NN, found)
+        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
+        if isinstance(part, str):
+            self._spectrum = self._full(wide_NN, part)
         else:
-            vectors = found.vectors_NK.to(dtype)
-            self._spectrum = Spectrum(found.values_K, vectors, above=rtol, basis=found.basis)
+            vectors = part.vectors_NK.to(dtype)
+            self._spectrum = Spectrum(part.values_K, vectors, above=rtol, basis=part.basis)
         return self._spectrum
 
     def _full(self, wide_NN: Tensor, refused: str) -> Spectrum:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -56,11 +56,6 @@ class Estimator:
     def degree(self) -> float:
         """Power with which `w_t K_t` grows with the delta: 2 as it is, 0 with the normalizer."""
         return 2 * self.power - (2 if self.normalize == "norm" else 0)
-
-    @property
-    def is_delta(self) -> bool:
-        """True if the factor is the delta itself."""
-        return self.trim is None and not self.center and self.power == 1.0
 
     def rows(self, out_features: int, in_features: int) -> int:
         """Rows `R` of the factor of an `O x I` delta."""
@@ -134,13 +129,13 @@ def gain(values_N: Tensor, spectral: Filter, *, rtol: float, mean: float) -> tup
         ratio = -torch.expm1(-exponent) / exponent.clamp_min(torch.finfo(exponent.dtype).tiny)
         return torch.where(exponent > 0, ratio, 1.0) * time, {"time": time}
     cutoff = rtol * float(values_N[-1])
-    kept = int((values_N > cutoff).sum())
-    if spectral.kind == "adaptive" and kept:
-        positive = values_N[values_N.numel() - kept :].double()
+    rank = int((values_N > cutoff).sum())
+    if spectral.kind == "adaptive" and rank:
+        positive = values_N[values_N.numel() - rank :].double()
         participation = float(positive.sqrt().sum() ** 2 / positive.sum())
         # minus one part in 1e9 before the ceiling: equal eigenvalues give an integer, up to rounding
-        kept = min(kept, math.ceil(participation * (1 - 1e-9)))
-    return 1.0 / values_N[values_N.numel() - kept :], {"rank": kept, "cutoff": cutoff, "rtol": rtol}
+        rank = min(rank, math.ceil(participation * (1 - 1e-9)))
+    return 1.0 / values_N[values_N.numel() - rank :], {"rank": rank, "cutoff": cutoff, "rtol": rtol}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +164,7 @@ class InterferenceRule:
 
     def moments_key(self) -> Hashable:
         """Value on which the accumulated sums depend: rules with equal keys can share them."""
-        return (
-            "interference",
-            self.estimator,
-            self.needs_sum,
-            self.solver,
-            self.off_diagonal,
-            self.per_trace,
-            self.prior,
-        )
+        return replace(self, spectral=Filter(), null="sum" if self.needs_sum else "zero")
 
     def weights_problem(self, weights: Sequence[float] | None) -> str | None:
         """Why these weights cannot be used with this rule, or None."""
@@ -200,7 +187,7 @@ class InterferenceRule:
 
 def weights_problem(weights: Sequence[float]) -> str | None:
     """Why these weights cannot be used by any member of the family, or None."""
-    if bad := [float(w) for w in weights if not (math.isfinite(w) and w >= 0)]:
-        found = ", ".join(f"{w:g}" for w in bad)
-        return f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {found}"
+    if refused := [float(w) for w in weights if not (math.isfinite(w) and w >= 0)]:
+        listed = ", ".join(f"{w:g}" for w in refused)
+        return f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {listed}"
     return None

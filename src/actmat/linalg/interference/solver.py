@@ -95,13 +95,13 @@ def prepare(
         raise StatisticsError(f"expected one Gram matrix per expert ({len(deltas)}), found {len(grams)}")
     state: State | None = None
     moments: Sequence[Moments] = ()
-    for index, (delta, share, squared_norms) in enumerate(checked_deltas(deltas, weights)):
+    for index, (delta, share, squared_norms) in enumerate(check_deltas(deltas, weights)):
         if state is None:
             factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
             state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
             state.width = width or state.width
-        gram_BII = None if grams is None else _checked_gram(grams, delta, index)
+        gram_BII = None if grams is None else _check_gram(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
         _add_expert(state, rule, moments, delta, share, squared_norms, gram_BII, factor_BRI)
         state.weight_sum += share
@@ -213,7 +213,7 @@ def _state_of_rows(
     """
     dense = [d.dense() for d in cores_PI]
     factors, left, squares = [], [], []
-    for t, (delta_PI, share, squared_norms) in enumerate(checked_deltas(dense, weights)):
+    for t, (delta_PI, share, squared_norms) in enumerate(check_deltas(dense, weights)):
         factor_NI = roots[t].double()
         trace = float(factor_NI.square().sum())
         if rule.prior and squared_norms[0]:
@@ -270,7 +270,7 @@ def _add_expert(
             accumulator = moments[item]
             assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
             trace = float(gram_BII[item].diagonal().double().sum())
-            weight = checked_weight(share * rule.gram_weight(trace), delta.dtype)
+            weight = check_weight(share * rule.gram_weight(trace), delta.dtype)
             accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal, rule.prior)
         else:
             given_RI = None if factor_BRI is None else factor_BRI[item]
@@ -302,18 +302,18 @@ def _add(
     unit = -state.exponents[item]
     delta_OI = scaled(delta_OI, unit)
     # the normalizer brings every expert's estimate to the same size, so that each is formed in a unit of its own
-    own = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
+    shift = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
     if given_RI is None:
-        factor_RI, new = estimate.factor(scaled(delta_OI, -own))
+        factor_RI, new = estimate.factor(scaled(delta_OI, -shift))
     else:
-        factor_RI, new = estimate.powered(scaled(given_RI, unit - own))
-    weight = share * estimate.weight(squared_norm * 4.0 ** (unit - own)) * 2.0 ** (own * estimate.degree)
-    accumulator.add(delta_OI, factor_RI, checked_weight(weight, delta_OI.dtype))
+        factor_RI, new = estimate.powered(scaled(given_RI, unit - shift))
+    weight = share * estimate.weight(squared_norm * 4.0 ** (unit - shift)) * 2.0 ** (shift * estimate.degree)
+    accumulator.add(delta_OI, factor_RI, check_weight(weight, delta_OI.dtype))
     state.retries += new
     return delta_OI
 
 
-def checked_weight(weight: float, dtype: torch.dtype) -> float:
+def check_weight(weight: float, dtype: torch.dtype) -> float:
     """Return the weight, if the compute dtype holds it.
 
     Raises:
@@ -365,14 +365,14 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
     """One record for the tensor: that of its only item, or the extremes over the batch."""
     out: Stats = {}
     for name in dict.fromkeys(name for record in records for name in record):
-        found = [r[name] for r in records if name in r]
-        numbers = [float(x) for x in found if not isinstance(x, str)]
-        if len(numbers) == len(found) and min(numbers) != max(numbers):
+        values = [r[name] for r in records if name in r]
+        numbers = [float(x) for x in values if not isinstance(x, str)]
+        if len(numbers) == len(values) and min(numbers) != max(numbers):
             out[name], out[f"{name}_max"] = min(numbers), max(numbers)
-        elif len(set(found)) > 1:
-            out[name] = " | ".join(sorted({str(x) for x in found}))
+        elif len(set(values)) > 1:
+            out[name] = " | ".join(sorted({str(x) for x in values}))
         else:
-            out[name] = found[0]
+            out[name] = values[0]
     norm = frobenius_norm64(value)
     if not math.isfinite(norm):
         raise NumericalError(
@@ -389,7 +389,7 @@ def batch_items(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(0, -3)
 
 
-def checked_deltas(
+def check_deltas(
     deltas: Sequence[Tensor], weights: Sequence[float] | None
 ) -> Iterator[tuple[Tensor, float, list[float]]]:
     """Each delta, once, with its weight and `||D_t||_F^2` per batch item (summed in float64).
@@ -416,7 +416,7 @@ def checked_deltas(
         yield delta, share, squares
 
 
-def _checked_gram(grams: Sequence[Tensor], delta: Tensor, index: int) -> Tensor:
+def _check_gram(grams: Sequence[Tensor], delta: Tensor, index: int) -> Tensor:
     """Gram matrix `index` as `B I I`, with the batch axes of the delta.
 
     Raises:

@@ -50,10 +50,10 @@ Apply = Callable[[Tensor], Tensor]
 
 def _by_eigenpairs(vectors_NK: Tensor, gain_K: Tensor, rows: int) -> Apply:
     """`G = V diag(g) V^T` of the kept eigenvectors, for `rows` rows in all."""
-    size, kept = vectors_NK.shape
+    size, rank = vectors_NK.shape
     scaled_NK = vectors_NK * gain_K.to(vectors_NK.dtype)
     # forming the product costs N^2 K and then X N^2; keeping it in two factors costs 2 X N K
-    if size * size * kept + rows * size * size < 2 * rows * size * kept:
+    if size * size * rank + rows * size * size < 2 * rows * size * rank:
         product = scaled_NK @ vectors_NK.mT
         return lambda left_XN: left_XN @ product
     return lambda left_XN: (left_XN @ scaled_NK) @ vectors_NK.mT
@@ -80,11 +80,11 @@ def solve(reduced: Reduced, rule: InterferenceRule, width: int, rows: int) -> tu
     if trace == 0.0:
         return None, {"rank": 0, "solver": f"{reduced.form}/none"}, ()
     rtol = spectral.resolved_rtol(reduced.size, width, reduced.dtype)
-    found = _by_cholesky(reduced, spectral, rtol, trace / width, rows) if shortcuts else 0
-    if not isinstance(found, int):
-        return *found, ()
+    solved = _by_cholesky(reduced, spectral, rtol, trace / width, rows) if shortcuts else 0
+    if not isinstance(solved, int):
+        return *solved, ()
     cuts = spectral.kind in ("hard", "adaptive")
-    spectrum = reduced.spectrum_above(rtol, found) if shortcuts and cuts else reduced.spectrum()
+    spectrum = reduced.spectrum_above(rtol, solved) if shortcuts and cuts else reduced.spectrum()
     gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=trace / width)
     return _applied(spectrum, gain_K, reduced.size, rows), {**stats, **_record(reduced, spectrum)}, spectrum.retries
 
@@ -142,7 +142,7 @@ def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float, r
 
 
 def _without_the_smallest(
-    reduced: Reduced, gram_NN: Tensor, rtol: float, top: tuple[float, float], kept: int
+    reduced: Reduced, gram_NN: Tensor, rtol: float, top: tuple[float, float], least: int
 ) -> tuple[Apply, Stats] | None:
     """Gain where nearly all directions are kept: `P (S + e I)^-1 P`, `P = I - U U^T` without the directions cut.
 
@@ -150,21 +150,21 @@ def _without_the_smallest(
     a float32 `S`, and makes a singular one invertible. None where they are too many, or one of them lies at the cut-off
     as exactly as the largest eigenvalue, `top` and its residual, is known.
     """
-    cutoff, dropped = rtol * top[0], reduced.size - kept
+    cutoff, dropped = rtol * top[0], reduced.size - least
     shift = NEGLIGIBLE * cutoff
     factor, factorized = shifted_cholesky(gram_NN, shift, torch.float64)
     if factorized < reduced.size or dropped > FEW * reduced.size:
         return None
     inverse = torch.cholesky_inverse(factor)
     del factor
-    found = leading(inverse, Largest(dropped, 0.0, 1 / (rtol * sum(top) + shift)), reduced.dtype)
-    if isinstance(found, str) or float(found.values_K[0]) < 1 / (cutoff + shift):
+    removed = leading(inverse, Largest(dropped, 0.0, 1 / (rtol * sum(top) + shift)), reduced.dtype)
+    if isinstance(removed, str) or float(removed.values_K[0]) < 1 / (cutoff + shift):
         return None
-    vectors_NK = found.vectors_NK
+    vectors_NK = removed.vectors_NK
     for matrix in (inverse, inverse.mT):
         matrix.addmm_(matrix @ vectors_NK, vectors_NK.mT, alpha=-1.0)
     gain_NN = inverse.to(reduced.dtype)
-    stats: Stats = {"rank": reduced.size - vectors_NK.shape[1], "cutoff": cutoff, "rtol": rtol, "basis": found.basis}
+    stats: Stats = {"rank": reduced.size - vectors_NK.shape[1], "cutoff": cutoff, "rtol": rtol, "basis": removed.basis}
     return lambda left_XN: left_XN @ gain_NN, {**stats, "solver": f"{reduced.form}/inverse"}
 
 
@@ -189,11 +189,11 @@ def _record(reduced: Reduced, spectrum: Spectrum) -> Stats:
 
 
 def _applied(spectrum: Spectrum, gain_K: Tensor, size: int, rows: int) -> Apply:
-    known, kept = spectrum.values_N.numel(), gain_K.numel()
+    count, rank = spectrum.values_N.numel(), gain_K.numel()
     if spectrum.vectors_NN is None:  # the problem was solved in the eigenvectors of its Gram matrix
-        gain_N = torch.cat([gain_K.new_zeros(size - kept), gain_K])
+        gain_N = torch.cat([gain_K.new_zeros(size - rank), gain_K])
         return lambda left_XN: left_XN * gain_N
-    return _by_eigenpairs(spectrum.vectors_NN[:, known - kept :], gain_K, rows)
+    return _by_eigenpairs(spectrum.vectors_NN[:, count - rank :], gain_K, rows)
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import chunks_of, shape_and_dtype
-from actmat.linalg.masks.threshold import Cut, cuts_each, kth_magnitudes, true_indices
+from actmat.linalg.masks.threshold import Cut, kth_magnitudes, true_indices
 
 
 class Mask(Protocol):
@@ -23,15 +23,6 @@ class Mask(Protocol):
 
     def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
         """Write the masked chunk, which begins at entry `start` of the delta, to `out_P`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Keeps every entry."""
-
-    def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
-        """See `Mask`."""
-        out_P.copy_(chunk_P)
 
 
 @dataclass(slots=True)
@@ -72,23 +63,18 @@ class Trim:
         late_L.addcmul_(late_L, equal_P[late:], value=-1)  # x - x takes a fifteenth of the time of `masked_fill_`
 
 
-def top_trims(flat_N: Tensor, ranks: Sequence[int], *, exact: bool) -> list[tuple[Trim, Cut]]:
-    """The mask of the `k` largest magnitudes, and its threshold, for each `k` of `ranks`.
-
-    `exact` keeps exactly `k`, the first in storage order among equal magnitudes; else all that equal the k-th.
-    """
-    return [(_trim_at(cut, flat_N.dtype, exact=exact), cut) for cut in kth_magnitudes(flat_N, ranks)]
+KEEP_ALL = Trim(0.0, -1.0)
+"""Mask that keeps every entry."""
 
 
-def top_trims_each(
-    deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]], *, exact: bool
-) -> list[list[tuple[Trim, Cut]]]:
-    """The masks of the `k` largest magnitudes of each delta, for every `k` of its own `ranks`; deltas may be streamed.
+def top_trims(deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]], *, exact: bool) -> list[list[tuple[Trim, Cut]]]:
+    """The masks of the `k` largest magnitudes of each delta, and their thresholds, for every `k` of its own `ranks`.
 
-    All deltas share their passes; see `threshold.cuts_each`.
+    `exact` keeps exactly `k`, the first in storage order among equal magnitudes; else all that equal the k-th. Deltas
+    may be streamed, and share their passes; see `threshold.kth_magnitudes`.
     """
     dtype = shape_and_dtype(deltas)[1]
-    return [[(_trim_at(cut, dtype, exact=exact), cut) for cut in own] for own in cuts_each(deltas, ranks)]
+    return [[(_trim_at(cut, dtype, exact=exact), cut) for cut in cuts] for cuts in kth_magnitudes(deltas, ranks)]
 
 
 def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
@@ -98,8 +84,8 @@ def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
     does not depend on the order of equal entries.
     """
     flat_N = delta_OI.reshape(-1)
-    kept = min(max(round(fraction * flat_N.numel()), 1), flat_N.numel())
-    ((trim, _),) = top_trims(flat_N, [kept], exact=False)
+    count = min(max(round(fraction * flat_N.numel()), 1), flat_N.numel())
+    (((trim, _),),) = top_trims([flat_N], [[count]], exact=False)
     out_N = torch.empty_like(flat_N)
     trim.apply(flat_N, 0, out_N)
     return out_N.view(delta_OI.shape)

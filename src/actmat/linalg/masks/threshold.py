@@ -46,37 +46,33 @@ class Cut:
         return (self.above + self.equal) / max(self.total, 1)
 
 
-def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
-    """The `k`-th largest `|x|` for every `k` of `ranks`, exact for every input; the ranks share the first pass.
+def kth_magnitudes(deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> list[list[Cut]]:
+    """The `k`-th largest magnitudes of each delta, for every `k` of its own `ranks`, exact for every input.
+
+    The ranks of one delta share the first pass, and all deltas share their passes; deltas may be streamed.
 
     Args:
-        flat_N: 1-D, float16, bfloat16, float32 or float64, any stride.
+        deltas: float16, bfloat16, float32 or float64, any stride.
         ranks: `k >= 1` counts from the largest; see `Cut` for `k <= 0` and `k >= N`.
     """
-    return cuts_each([flat_N], [ranks])[0]
-
-
-def cuts_each(deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> list[list[Cut]]:
-    """The `k`-th largest magnitudes of each delta, for every `k` of its own `ranks`; deltas may be streamed.
-
-    The ranks of one delta share the first pass, and all deltas share their passes.
-    """
     total = math.prod(shape_and_dtype(deltas)[0])
-    selections = [[StreamedCut(k, None if 0 < k < total else outer_cut(k, total)) for k in own] for own in ranks]
-    unfinished = [[s for s in own if s.cut is None] for own in selections]
+    selections = [
+        [StreamedCut(k, None if 0 < k < total else outer_cut(k, total)) for k in of_delta] for of_delta in ranks
+    ]
+    unfinished = [[s for s in of_delta if s.cut is None] for of_delta in selections]
     is_first = True
     while any(unfinished):
         for _, chunks_TP in walk(deltas):
-            for own, chunk_P in zip(unfinished, chunks_TP, strict=True):
-                for selection in own[:1] if is_first else own:
+            for of_delta, chunk_P in zip(unfinished, chunks_TP, strict=True):
+                for selection in of_delta[:1] if is_first else of_delta:
                     selection.observe(chunk_P)
-        for own in unfinished:
-            for other in own[1:] if is_first else ():
-                other.join(own[0])
-            for selection in own:
+        for of_delta in unfinished:
+            for other in of_delta[1:] if is_first else ():
+                other.join(of_delta[0])
+            for selection in of_delta:
                 selection.advance()
-        unfinished, is_first = [[s for s in own if s.cut is None] for own in unfinished], False
-    return [[s.cut for s in own if s.cut is not None] for own in selections]
+        unfinished, is_first = [[s for s in of_delta if s.cut is None] for of_delta in unfinished], False
+    return [[s.cut for s in of_delta if s.cut is not None] for of_delta in selections]
 
 
 @dataclass(slots=True)
@@ -211,9 +207,9 @@ class _Histogram:
     def counts(self) -> Tensor:
         """Entries per digit, so far."""
         self._flush(0)
-        found = torch.zeros(self._bins, dtype=torch.int64) if self._counts is None else self._counts.cpu().clone()
-        found[0] += self._with_digit_0
-        return found
+        counts_B = torch.zeros(self._bins, dtype=torch.int64) if self._counts is None else self._counts.cpu().clone()
+        counts_B[0] += self._with_digit_0
+        return counts_B
 
     def __getstate__(self) -> dict[str, Any]:
         """Counts on the CPU: another process may have no such device."""
@@ -226,8 +222,8 @@ class _Histogram:
             self._waiting.clear()
 
     def _tally(self, digits_P: Tensor) -> None:
-        found = torch.bincount(digits_P, minlength=self._bins)
-        self._counts = found if self._counts is None else self._counts.add_(found)
+        counts_B = torch.bincount(digits_P, minlength=self._bins)
+        self._counts = counts_B if self._counts is None else self._counts.add_(counts_B)
 
 
 def _at_least(numbers_P: Tensor, low: int) -> Tensor:

@@ -76,7 +76,7 @@ def member(
         takes=takes,
         lowrank=LowRankForm(family.merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all),
         access=Access(one_pass=True, base=base),
-        cost=MethodCost(workspace=family.workspace, flops=family.flops, spectrum=family.spectrum),
+        cost=MethodCost(*map(family.cost_of, (cost.workspace, cost.flops, cost.spectrum))),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
         plan=PlanChecks(weights_problem=family.weights_problem),
@@ -96,22 +96,22 @@ class _Family:
     rule_of: RuleOf
     has_grams: bool
 
-    def rule(self, given: Mapping[str, Any]) -> InterferenceRule | Adam:
+    def rule(self, arguments: Mapping[str, Any]) -> InterferenceRule | Adam:
         """The rule that the options in `given` choose."""
-        return self.rule_of(**{name: value for name, value in given.items() if name not in NEEDS})
+        return self.rule_of(**{name: value for name, value in arguments.items() if name not in NEEDS})
 
-    def merge(self, deltas: Sequence[Tensor], **given: Any) -> Merged:
+    def merge(self, deltas: Sequence[Tensor], **arguments: Any) -> Merged:
         """Both stages, the result written over the accumulated numerator."""
-        return self._solved(self.prepare(deltas, **given), given, consume=True)
+        return self._solved(self.prepare(deltas, **arguments), arguments, consume=True)
 
-    def merge_lowrank(self, deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
+    def merge_lowrank(self, deltas: Sequence[LowRank], **arguments: Any) -> MergedLowRank:
         """The same answer in factored form, of rank at most `sum_t R_t`."""
-        rule, weights = self.rule(given), given.get("weights")
+        rule, weights = self.rule(arguments), arguments.get("weights")
         if problem := _why_dense(rule, weights):
             raise ValueError(f"{problem}. Merge the dense deltas, or use other options.")
         assert isinstance(rule, InterferenceRule), "Adam has no low-rank form"
         if self.has_grams:
-            grams, roots = _grams(given), given["statistics"].get("root")
+            grams, roots = _grams(arguments), arguments["statistics"].get("root")
             return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, grams, rule, weights=weights, roots=roots))
         return MergedLowRank(*solver.solve_lowrank(deltas, rule, weights=weights))
 
@@ -124,37 +124,28 @@ class _Family:
         rule = self.rule_of(**options)
         return weights_problem(weights) if isinstance(rule, Adam) else rule.weights_problem(weights)
 
-    def key(self, given: Mapping[str, Any]) -> Hashable:
+    def key(self, arguments: Mapping[str, Any]) -> Hashable:
         """See `Stages`. Equal keys mean equal states, between members of the family too."""
-        weights = given.get("weights")
-        sums = (self.rule(given).moments_key(), None if weights is None else tuple(weights))
+        weights = arguments.get("weights")
+        sums = (self.rule(arguments).moments_key(), None if weights is None else tuple(weights))
         return ("gram", *sums) if self.has_grams else sums
 
-    def prepare(self, deltas: Sequence[Tensor], **given: Any) -> solver.State | Descent:
+    def prepare(self, deltas: Sequence[Tensor], **arguments: Any) -> solver.State | Descent:
         """First stage. A state belongs to one thread: the first `finish` stores its eigendecomposition there."""
-        rule, weights = self.rule(given), given.get("weights")
+        rule, weights = self.rule(arguments), arguments.get("weights")
         if isinstance(rule, Adam):
             return accumulate(deltas, weights)
-        return solver.prepare(deltas, rule, weights=weights, grams=_grams(given) if self.has_grams else None)
+        return solver.prepare(deltas, rule, weights=weights, grams=_grams(arguments) if self.has_grams else None)
 
-    def finish(self, state: solver.State | Descent, **given: Any) -> Merged:
+    def finish(self, state: solver.State | Descent, **arguments: Any) -> Merged:
         """Second stage; the state remains usable."""
-        return self._solved(state, given, consume=False)
+        return self._solved(state, arguments, consume=False)
 
-    def workspace(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-        """See `MethodCost`."""
-        rule = self.rule_of(**options)
-        if isinstance(rule, Adam):
-            return cost.descent_workspace(shape)
-        return cost.workspace(shape, n_experts, rule, has_grams=self.has_grams)
-
-    def flops(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
-        """See `MethodCost`."""
-        return cost.flops(shape, n_experts, self.rule_of(**options), has_grams=self.has_grams)
-
-    def spectrum(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-        """See `MethodCost`."""
-        return cost.spectrum(shape, n_experts, self.rule_of(**options), has_grams=self.has_grams)
+    def cost_of(self, estimate: Callable[..., Any]) -> Callable[[Sequence[int], int, Mapping[str, Any]], Any]:
+        """A facet of `MethodCost` from an estimate for the rule that the options choose."""
+        return lambda shape, n_experts, options: estimate(
+            shape, n_experts, self.rule_of(**options), has_grams=self.has_grams
+        )
 
     def meets_all(self, options: Mapping[str, Any]) -> bool:
         """See `LowRankForm`: every eigenvector of `S` counts in full, whatever its eigenvalue."""
@@ -168,8 +159,8 @@ class _Family:
         rule = self.rule_of(**options)
         return not self.has_grams and isinstance(rule, InterferenceRule) and rule.estimator == Estimator()
 
-    def _solved(self, state: solver.State | Descent, given: Mapping[str, Any], *, consume: bool) -> Merged:
-        rule, base = self.rule(given), given.get("base")
+    def _solved(self, state: solver.State | Descent, arguments: Mapping[str, Any], *, consume: bool) -> Merged:
+        rule, base = self.rule(arguments), arguments.get("base")
         if isinstance(state, Descent):
             assert isinstance(rule, Adam), "the state and the options belong together"
             return Merged(*descend(state, rule))
@@ -187,12 +178,12 @@ def _why_dense(rule: InterferenceRule | Adam, weights: Weights) -> str | None:
     return rule.weights_problem(weights) if rule.estimator.trim is None else _TRIM_NEEDS_ENTRIES
 
 
-def _grams(given: Mapping[str, Any]) -> Sequence[Tensor]:
-    statistics: Mapping[str, Sequence[Tensor]] | None = given.get("statistics")
+def _grams(arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+    statistics: Mapping[str, Sequence[Tensor]] | None = arguments.get("statistics")
     if statistics is None or "gram" not in statistics:
-        found = "none" if not statistics else ", ".join(statistics)
+        kinds = "none" if not statistics else ", ".join(statistics)
         raise StatisticsError(
-            f"RegMean needs statistics of kind 'gram', one input Gram matrix per expert; found {found}. Collect them "
+            f"RegMean needs statistics of kind 'gram', one input Gram matrix per expert; found {kinds}. Collect them "
             "on a few batches of each expert's data, or use a data-free method such as 'actmat'."
         )
     return statistics["gram"]

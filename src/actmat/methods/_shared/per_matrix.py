@@ -44,21 +44,21 @@ def each_matrix(rule: Callable[[Sequence[Tensor]], OneMatrix], tensors: Sequence
     {'n': 2}
     """
     first = tensors[0]
-    found = [rule(items) for items in zip(*(t.reshape(-1, *t.shape[-2:]) for t in tensors), strict=True)]
-    if not found:
+    merged = [rule(items) for items in zip(*(t.reshape(-1, *t.shape[-2:]) for t in tensors), strict=True)]
+    if not merged:
         return torch.zeros_like(first), {}
-    values = [f.value_OI for f in found]
+    values = [f.value_OI for f in merged]
     value = values[0] if len(values) == 1 else torch.stack(values)
-    return value.reshape(first.shape[:-2] + values[0].shape), _record(found)
+    return value.reshape(first.shape[:-2] + values[0].shape), _record(merged)
 
 
-def _record(found: Sequence[OneMatrix]) -> MatrixStats:
+def _record(merged: Sequence[OneMatrix]) -> MatrixStats:
     out: MatrixStats = {}
-    for name in found[0].numbers:
-        values = [f.numbers[name] for f in found]
+    for name in merged[0].numbers:
+        values = [f.numbers[name] for f in merged]
         out[name] = min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)
-    ways = part_stats(way for f in found for way in f.ways)
-    return {**out, **ways, **retry_stats(name for f in found for name in f.retries)}
+    ways = part_stats(way for f in merged for way in f.ways)
+    return {**out, **ways, **retry_stats(name for f in merged for name in f.retries)}
 
 
 def in_cores(
@@ -77,13 +77,13 @@ def in_cores(
     """
 
     @functools.wraps(merge, assigned=())
-    def merge_lowrank(deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
+    def merge_lowrank(deltas: Sequence[LowRank], **arguments: Any) -> MergedLowRank:
         """The same merge on the cores of the common bases; sizes come from the full shape. Exact, in float64."""
-        if refused is not None and given.get(refused[0]) == refused[1]:
+        if refused is not None and arguments.get(refused[0]) == refused[1]:
             raise ValueError(refused[2])
         exact = [d.to(torch.float64) for d in deltas]
         bases, site = (common_bases(exact), exact[0].shape) if site_of is None else site_of(exact)
-        merged = merge(bases.cores_PQ[: len(deltas)], site, **given)
+        merged = merge(bases.cores_PQ[: len(deltas)], site, **arguments)
         return MergedLowRank(bases.lift(merged.value).to(deltas[0].b_OR.dtype), merged.stats)
 
     def why_not(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:

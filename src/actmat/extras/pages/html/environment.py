@@ -82,4 +82,4 @@ def write_document(text: str, path: str | Path) -> Path:
     file = Path(path)
     if os.path.isdir(file):
         raise OutputError(f"{file} is a directory; the page needs a file: add a name such as x.html.")
-    return write_whole(file, text.encode("utf-8", "replace"))
+    return write_whole(file, [text.encode("utf-8", "replace")])

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
 
-from actmat.diagnostics.checks.deltas import overlap_words
-from actmat.diagnostics.checks.merged import unequal_words
 from actmat.engine.record import Record
 from actmat.planning.item import Item
 from actmat.planning.model import MergePlan
@@ -17,6 +15,14 @@ SAME = 1e-9
 """Squared relative distance of two deltas below which they are equal; inner products have ten digits."""
 ROUNDED = 2.0**-16
 """The same of adapters of which some are stored in bfloat16, others not."""
+ALIKE = 1e-6
+"""Distance of a cosine from 1 below which two deltas count as one."""
+SHARED = 0.4
+"""Cosine of every two deltas above which they share a change; from a base that is an expert it is about 0.5."""
+WHOLE_SHARE = 0.2
+"""Distance from 1 of the share of one delta that the others hold in full."""
+UNEQUAL = 2.0
+"""Norm of the largest expert against the smallest's; what was measured from here on stands in docs/evidence.md."""
 BASE = -1
 """Number of the base among the inputs; experts count from 0."""
 
@@ -80,7 +86,7 @@ class _MergedInputs:
         is_full = self.plan.base is not None and all(e.kind == "model" for e in self.plan.experts)
         if self.gram is None or len(self.gram) < 2 or not is_full or self.plan.recipe.measured_from:
             return ""
-        return overlap_words(self.plan.recipe.labels, self.gram)
+        return _overlap_words(self.plan.recipe.labels, self.gram)
 
     def of_unequal_size(self) -> str:
         """Experts of which some are much larger than others, for a method that counts them by the squares."""
@@ -89,7 +95,7 @@ class _MergedInputs:
         by_squares = recipe.method in BY_SQUARES and recipe.options.get("normalize", "none") == "none"
         if self.gram is None or len(self.gram) < 2 or not by_squares or has_weights:
             return ""
-        return unequal_words(recipe.labels, [math.sqrt(row[t]) for t, row in enumerate(self.gram)])
+        return _unequal_words(recipe.labels, [math.sqrt(row[t]) for t, row in enumerate(self.gram)])
 
     def _zero(self) -> list[str]:
         """Labels of experts that equal the base; none where an expert stands in for it."""
@@ -98,6 +104,44 @@ class _MergedInputs:
         norms = [None if self.gram is None else self.gram[t][t] for t in range(len(self.plan.recipe.labels))]
         is_zero = (_are_same(self.rows, BASE, t, measured=norm == 0) for t, norm in enumerate(norms))
         return [label for label, zero in zip(self.plan.recipe.labels, is_zero, strict=True) if zero]
+
+
+def _overlap_words(labels: Sequence[str], gram: Sequence[Sequence[float]]) -> str:
+    """The finding that all deltas share one change, from their inner products; empty if they do not.
+
+    From a base that is an expert, every delta has the negative of its change; that of the true base has nothing else.
+    """
+    changed = [t for t in range(len(labels)) if gram[t][t] > 0]
+    pairs = list(combinations(changed, 2))
+    cosines = [gram[s][t] / math.sqrt(gram[s][s] * gram[t][t]) for s, t in pairs]
+    if not pairs or min(cosines) < SHARED or 1 - max(cosines) < ALIKE:
+        return ""
+    low, high = min(cosines), max(cosines)
+    overlap = f"the deltas of all experts overlap (cosines {low:.2f} to {high:.2f}; unrelated ones stay below 0.3)"
+    origins = [s for s in changed if all(abs(gram[s][t] / gram[s][s] - 1) < WHOLE_SHARE for t in changed)]
+    if len(origins) == 1:
+        name = labels[origins[0]]
+        return (
+            f"{overlap}: seen from '{name}', the others change unrelated directions. The base looks like an expert, "
+            f"and '{name}' like the base, or the others were trained from it. Fix: give '{name}' as the base"
+        )
+    return (
+        f"{overlap}: the base looks like an expert, whose negative all deltas hold, or the experts share training that "
+        "the base lacks. Fix: give the checkpoint that all of them were trained from as the base"
+    )
+
+
+def _unequal_words(labels: Sequence[str], norms: Sequence[float]) -> str:
+    """Sentence on experts of unequal size; empty if they are not."""
+    present = [t for t, n in enumerate(norms) if n > 0] or [0]
+    low, top = min(present, key=norms.__getitem__), max(present, key=norms.__getitem__)
+    if norms[top] <= UNEQUAL * norms[low]:
+        return ""
+    return (
+        f"'{labels[top]}' changed the base {norms[top] / norms[low]:.2g} times as much as '{labels[low]}'. actmat and "
+        f"actmat_ridge weight experts by the square of that, and little may be left of '{labels[low]}': compare with "
+        "tsv or the average, or give weights"
+    )
 
 
 def _gram(products: Sequence[Sequence[float]], count: int) -> list[list[float]] | None:

@@ -1,0 +1,38 @@
+"""Chat templates of a tokenizer, in any of the files that transformers reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from actmat.bounds import read_object
+from actmat.checkpoints.source import Source
+from actmat.errors import CheckpointError
+
+TEMPLATE = "chat_template.jinja"
+ReadJson = Callable[[Path], Mapping[str, Any]]
+
+
+def chat_template(files: Source | None, read: ReadJson = read_object, name: str | None = None) -> str | None:
+    """Chat template of a tokenizer, from any of the files that transformers reads; of several, all, or that of a name.
+
+    Args:
+        files: of the tokenizer.
+        read: reads a JSON file.
+        name: of one template.
+    """
+    names = () if files is None else files.names
+    with contextlib.suppress(OSError, CheckpointError):
+        if files is not None and TEMPLATE in names:
+            return files.fetch(TEMPLATE).read_text(encoding="utf-8", errors="replace").strip()
+        for file in ("chat_template.json", "tokenizer_config.json"):
+            if files is None or file not in names or not (found := read(files.fetch(file)).get("chat_template")):
+                continue
+            if name is not None and isinstance(found, list):
+                of_name = (t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == name)
+                found = next(of_name, None)
+            return (found if isinstance(found, str) else json.dumps(found)).strip() if found else None
+    return None
