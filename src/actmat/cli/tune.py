@@ -101,7 +101,9 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics",))],
+    given: Annotated[
+        RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics", "drop"))
+    ],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],
     search: SearchFlags,
