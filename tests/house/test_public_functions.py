@@ -16,8 +16,8 @@ from actmat.api import fields as declared
 from actmat.cli.data import InputFlags, ReadingFlags
 from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.tune.kept import InputSettings
 from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.sources import InputSettings
 from actmat.methods import AnyMethod
 from actmat.methods.spaces import Space
 from actmat.progress import Progress

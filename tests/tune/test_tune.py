@@ -24,11 +24,12 @@ from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.asking import dealt_inputs
 from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, loss_of
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, of_similar_lengths, prepare_inputs
-from actmat.extras.tune.kept import Asking, DataRows, InputSettings
+from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.sources import DataRows, InputSettings
 from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics
 

@@ -23,8 +23,9 @@ from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.data import read_rows
 from actmat.extras.models.loading import load_model
 from actmat.extras.tune.evaluate import AnswerComparison, default_predict
-from actmat.extras.tune.kept import Compared, InputSettings, is_prompt
+from actmat.extras.tune.kept import Compared
 from actmat.extras.tune.progress import TuneProgress
+from actmat.extras.tune.sources import InputSettings, is_prompt
 from actmat.extras.tune.with_inputs import choose, merge_with_inputs
 from actmat.recipe import ExpertRef, Recipe, make_recipe
 from actmat.report.manifest import read_manifest

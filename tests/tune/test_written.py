@@ -17,8 +17,8 @@ from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions, read_rows
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import written as module
-from actmat.extras.tune.kept import InputSettings
 from actmat.extras.tune.progress import TuneProgress
+from actmat.extras.tune.sources import InputSettings
 from actmat.extras.tune.with_inputs import merge_with_inputs
 from actmat.extras.tune.written import LONGEST, write_prompts
 from actmat.recipe import make_recipe
@@ -42,7 +42,7 @@ def merged(family: Path, experts: list[Path], out: Path, data: Any, **fields: An
 
 def test_experts_write_their_inputs_and_the_record_holds_no_text(family: Path, tmp_path: Path) -> None:
     report = merged(family, experts_of(family), tmp_path / "m", "self", keep_statistics=True)
-    assert [r.inputs for r in report.answers] == [8, 8]
+    assert [r.inputs for r in report.answers] == [32, 32]
     assert all(r.data.startswith("self (32 prompts, seed 0, SHA-256 ") for r in report.answers)
     expert = load_model(str(experts_of(family)[0]))
     texts = write_prompts(expert, DataOptions("self", template=TEMPLATE), 32, seed=0).texts
@@ -117,7 +117,7 @@ def test_templates_go_around_texts_and_self_is_no_data_set(family: Path, tmp_pat
         merged(family, experts_of(family), tmp_path / str(n), {"math": str(p), "code": "one two"}, template=t).answers
         for n, (t, p) in enumerate(zip(templates, (family / "math.jsonl", tmp_path / "whole.jsonl"), strict=True))
     ]
-    assert [(r.whole, r.divergence) for r in answers[0]] == [(r.whole, r.divergence) for r in answers[1]]
+    assert [(r.kept, r.divergence) for r in answers[0]] == [(r.kept, r.divergence) for r in answers[1]]
     for template, text in {"no place": r"needs \{\} in the place", "x": "unknown"}.items():
         wrong = {"mth": "{}"} if template == "x" else template
         with pytest.raises(RecipeError, match=text):
@@ -137,7 +137,7 @@ def test_prompts_are_shown_and_the_flags_reach_the_merge(family: Path, tmp_path:
     flags = [*model_flags(family), "--data", "self", *around, "--set", "samples=8", "--set", "new_tokens=2"]
     outcome = actmat(["merge", *flags, "--out", str(tmp_path / "m"), "--json"])
     assert outcome.code == 0, outcome
-    assert [r["inputs"] for r in json.loads(outcome.out)["outputs"][0]["answers"]] == [2, 2]
+    assert [r["inputs"] for r in json.loads(outcome.out)["outputs"][0]["answers"]] == [8, 8]
     checked = actmat(
         ["verify", str(tmp_path / "m"), "--check", "math=self", *around, "--set", "new_tokens=2", "--json"]
     )
@@ -145,4 +145,4 @@ def test_prompts_are_shown_and_the_flags_reach_the_merge(family: Path, tmp_path:
     (row,) = json.loads(checked.out)["answers"]
     assert (row["expert"], row["inputs"]) == ("math", 32)
     report = api.merge(family / "base", experts_of(family), data="self", template=TEMPLATE, out=tmp_path / "p")
-    assert [r.inputs for r in report.answers] == [8, 8]
+    assert [r.inputs for r in report.answers] == [32, 32]

@@ -48,8 +48,9 @@ def agreement(
         RecipeError: data for an expert that the merge does not have.
         StatisticsError: data or a model that cannot be used, or answers that cannot be compared.
     """
-    from actmat.extras.tune.kept import InputSettings, measure_agreement
+    from actmat.extras.tune.kept import measure_agreement
     from actmat.extras.tune.progress import usual_tune_progress
+    from actmat.extras.tune.sources import InputSettings
 
     settings = InputSettings(new_tokens=new_tokens, model_class=model_class, model_dtype=model_dtype)
     progress = progress or usual_tune_progress()

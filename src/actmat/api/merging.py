@@ -101,8 +101,8 @@ def _by_inputs(recipe: Recipe, run: RunSettings, data: Any, asked: dict[str, Any
     Raises:
         RecipeError: a model that is in memory, no output, or inputs that are not by expert.
     """
-    from actmat.extras.tune.kept import InputSettings
     from actmat.extras.tune.progress import usual_tune_progress
+    from actmat.extras.tune.sources import InputSettings
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
     check = asked.pop("check", None) or {}

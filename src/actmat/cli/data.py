@@ -15,7 +15,7 @@ from actmat.flag import Setting
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.extras.tune.kept import InputSettings
+    from actmat.extras.tune.sources import InputSettings
 
 DATA = "Unlabeled inputs of expert NAME's task: a prompt, eight in a file, or 'self'."
 CHECK = "Inputs on which the answers of the merge are compared with those of expert NAME."
@@ -66,7 +66,7 @@ class InputFlags(ReadingFlags):
     def settings(self, *, as_adapter: bool = True) -> InputSettings:
         """Settings of models that run on inputs."""
         from actmat.extras.collect.data import SAMPLES
-        from actmat.extras.tune.kept import InputSettings
+        from actmat.extras.tune.sources import InputSettings
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}

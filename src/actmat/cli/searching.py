@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from actmat.cli.data import InputFlags
     from actmat.diagnostics.model import AgreementRow
-    from actmat.extras.tune.kept import InputSettings
     from actmat.extras.tune.progress import TuneProgress
     from actmat.extras.tune.report import TuneReport
+    from actmat.extras.tune.sources import InputSettings
     from actmat.recipe import Recipe
     from actmat.run import MergeReport
     from actmat.settings import RunSettings

@@ -148,7 +148,8 @@ def _models(
 def _show_written(recipe: Recipe, run: RunSettings, question: QuestionFlags, shown: flags.OutputFlags) -> None:
     """Print the prompts that each expert writes."""
     from actmat.cli.searching import showing_search
-    from actmat.extras.tune.kept import InputSettings, read_written
+    from actmat.extras.tune.kept import read_written
+    from actmat.extras.tune.sources import InputSettings
 
     names = ("template", "model_class", "model_dtype")
     settings = InputSettings(**{name: getattr(question, name) for name in names})

@@ -74,7 +74,7 @@ def _plan(job: Job, tell: Tell) -> None:
     fields = {name: value for name, value in _fields(job).items() if name not in INPUT_FIELDS}
     if (data := fields.pop("data", None)) is None:
         return tell("done", html=plan_html(actmat.plan(**fields)))
-    from actmat.extras.tune.kept import InputSettings
+    from actmat.extras.tune.sources import InputSettings
     from actmat.extras.tune.with_inputs import plan_inputs
     from actmat.recipe.arguments import make_arguments
 

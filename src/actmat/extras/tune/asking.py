@@ -22,9 +22,10 @@ from actmat.extras.collect.collect import collect
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Answers, Asked, default_predict, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, check_enough, dealt, prepare_inputs
-from actmat.extras.tune.kept import Asking, DataRows
+from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.merges import files_of, mark_of
 from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.sources import DataRows
 from actmat.recipe import ExpertRef, Recipe
 
 ExpertData = DataRows | Sequence[Mapping[str, Tensor]]

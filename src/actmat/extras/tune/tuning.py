@@ -17,7 +17,7 @@ from actmat.extras.collect.data import SAMPLES, DataOptions, by_expert, prepare_
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.asking import ExpertData, ask_experts
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
-from actmat.extras.tune.kept import Asking, DataRows, InputSettings, check_every_expert, with_classes
+from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory
 from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
@@ -36,6 +36,7 @@ from actmat.extras.tune.report import (
 )
 from actmat.extras.tune.search import SearchBudget, choose, expected_trials, pareto_front, search
 from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.sources import DataRows, InputSettings, check_every_expert, with_classes
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput, ModelOutput

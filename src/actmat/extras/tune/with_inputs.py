@@ -27,18 +27,10 @@ from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
-from actmat.extras.tune.kept import (
-    FEWEST,
-    SMALL_BYTES,
-    Asking,
-    Compared,
-    DataRows,
-    InputSettings,
-    RivalMerge,
-    read_sources,
-)
+from actmat.extras.tune.kept import FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
+from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
 from actmat.foreign import markdown
 from actmat.methods import get_method
