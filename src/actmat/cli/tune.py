@@ -96,7 +96,9 @@ def _named_classes(texts: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    fields: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics",))],
+    fields: Annotated[
+        RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics", "drop"))
+    ],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],
     search: SearchFlags,
