@@ -119,10 +119,11 @@ def bound(
             return
         if checkpoint is None:
             checkpoint = _named_checkpoint(model)
-        opened = None if checkpoint is None else require_model(locate_in(stack, checkpoint))
+        if not isinstance(checkpoint, Model | None):  # one that is open stays so
+            checkpoint = require_model(locate_in(stack, checkpoint))
         if adapter is None:
             _check_no_adapter(model)
-        yield bind(model, opened, on_top)
+        yield bind(model, checkpoint, on_top)
 
 
 def _adapter(located: OpenInput) -> Adapter:
