@@ -21,7 +21,7 @@ from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.answers import FEW, GUESSES, verdict
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
 from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
-from actmat.experts.locate import locate_in, require_model
+from actmat.experts.locate import locate_in
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.binding import Binding
@@ -192,7 +192,7 @@ def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, Te
     if base is None:
         place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
         base = locate_in(stack, place or given.recipe.experts[0].path)
-    return require_model(base).specs
+    return {} if isinstance(base, Adapter) else base.specs  # loading says what a file without a base cannot do
 
 
 def _model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
