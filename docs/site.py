@@ -32,6 +32,7 @@ ELSEWHERE = {
     "SECURITY.md": "project/security.md",
     "evidence/benchmarks/README.md": "project/benchmarks.md",
     "docs/tutorial.ipynb": "tutorial.md",
+    "examples/two_models.ipynb": "two-models.md",
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
 AS_IS = (".png", ".svg", ".css", ".js", ".json")

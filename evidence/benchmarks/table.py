@@ -130,7 +130,7 @@ def few(subject: str) -> str:
         ("mixed", 0.0, 0.0): "`regmean`, inputs of all tasks",
         ("mixed", 4.0, 0.001): "`merge --data`, the same",
         ("random", 0.0, 0.0): "`regmean`, random inputs",
-        ("random", 4.0, 0.001): "`merge --data`, the same",
+        ("random", 4.0, 0.001): "`merge --data`, random inputs",
     }
     numbers = sorted({r["n"] for r in rows} - {0})
     lines = []

@@ -1,9 +1,13 @@
-"""actmat: merge fine-tuned models without data.
+"""actmat: merge fine-tuned models of one base into one model, from their weights only or by a few inputs of each.
 
     import actmat
-    actmat.merge(base="base", experts=["math", "code"], method="actmat", out="merged")
+    experts = {"math": "org/math", "code": "org/code"}  # folders, hub ids, files, modules, adapters
+    actmat.merge("org/base", experts, method="ties", out="merged")
+    actmat.merge("org/base", experts, data={"math": "What is 2 + 2?", "code": "def f(x):"}, out="by-inputs").answers
 
-Names are imported when they are first used, so that `import actmat` stays fast (torch is loaded by the first merge).
+`plan` says what a merge would do and `diagnose` what it does to every layer; `verify` compares an output with its
+manifest, `agreement` its answers with the experts'; `tune` searches methods and scales; `push` publishes. Errors are
+`MergeError`. Names are imported when they are first used: torch is loaded by the first merge.
 """
 
 from __future__ import annotations

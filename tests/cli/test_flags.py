@@ -59,7 +59,7 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     own = {"device", "recipe", "json", "as_recipe", "full", "quiet", "data", "check", "template", "set"}
     assert set(taken(plan)) == fields - {"out"} | own
     flags = {"device", "max_memory", "threads", "recipe", "data", "template", "strict", "out", "json"}
-    assert set(taken(diagnose)) == fields - {*OF_OUTPUT, "to"} | flags | {"full", "quiet", "set"}
+    assert set(taken(diagnose)) == fields - {*OF_OUTPUT, "to", "drop"} | flags | {"full", "quiet", "set"}
 
 
 @pytest.mark.parametrize(("command", "most"), [("merge", 26), ("tune", 24), ("diagnose", 20), ("try", 20)])

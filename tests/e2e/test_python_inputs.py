@@ -60,17 +60,19 @@ def test_any_mixture_has_the_bytes_of_saved_folders(models: dict[str, Any], tmp_
     before = sorted(tmp_path.rglob("*"))
     state = models["b"].state_dict()
     named: Any = {"path": models["b"], "name": "coder", "weight": 1.0}
-    mixtures: tuple[tuple[Any, list[Any]], ...] = (
+    mixtures: tuple[tuple[Any, Any], ...] = (
         (models["base"], [models["a"], models["b"]]),
         (models["base"].state_dict(), [a, state]),
         (tmp_path / "base", [models["a"], named]),
         (models["base"], [str(a), {"path": state}]),
+        (models["base"], {"a": models["a"], "coder": {"path": b, "weight": 1.0}}),
     )
     for base, experts in mixtures:
         is_unknown = method == "auto" and isinstance(base, dict)  # tensors do not say that they are a decoder's
         found = actmat.merge(base, experts, method=TABLE["full", "decoder"].method if is_unknown else method)
         assert equal(found.tensors, written)
         assert found.records.keys() == found.plan.by_name.keys()
+    assert found.plan.recipe.labels == ("a", "coder"), "of the last mixture, by name"
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
     assert [i.action for i in actmat.plan(models["base"], [models["a"], b], method=method).items] == [
         i.action for i in found.plan.items
@@ -384,3 +386,16 @@ def test_objects_that_are_no_inputs_are_refused_by_name(tmp_path: Path) -> None:
         actmat.plan(recipe)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="expected a list, found the one location 'one'"):
         actmat.plan("base", "one")
+    with pytest.raises(RecipeError, match="found one state dict"):
+        actmat.plan("base", model.state_dict())
+    with pytest.raises(RecipeError, match=r"experts\[0\]: expected a path, .* found Linear"):
+        actmat.tune("base", {"a": model}, data="d", out="o")
+
+
+def test_an_unknown_method_is_an_error_of_the_recipe(models: dict[str, Any]) -> None:
+    base, expert = models["base"], models["a"]
+    for call in (actmat.merge, actmat.plan, actmat.diagnose):
+        with pytest.raises(RecipeError, match="no method 'tiess'"):
+            call(base, [expert], method="tiess")
+    with pytest.raises(AlignmentError, match="matches no tensor"):
+        actmat.plan(base, [expert], method="ties", keep=["*.heads.*"])

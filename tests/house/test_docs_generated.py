@@ -12,6 +12,7 @@ from docs import generate, markdown
 from docs.markdown import PLACE, filled, pages
 from docs.record import NOTEBOOK, recorded, run
 from docs.site import DOCS, build, navigation, places, relinked
+from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT, SOURCES
 
@@ -134,12 +135,16 @@ def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
 STORED = nbformat.read(NOTEBOOK, as_version=4)
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def execute(notebook: Path, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(map(str, SOURCES)))
         patch.setenv("OMP_NUM_THREADS", "1")
-        return run(nbformat.read(NOTEBOOK, as_version=4), tmp_path_factory.mktemp("tutorial"))
+        return run(nbformat.read(notebook, as_version=4), folder)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return execute(NOTEBOOK, tmp_path_factory.mktemp("tutorial"))
 
 
 def kinds(notebook: Any) -> list[list[str]]:
@@ -169,6 +174,15 @@ def test_its_claims_hold(executed: Any) -> None:
         assert all(found["merged"][task] > found["base"][task] for task in ("parity", "large"))
         assert max(found, key=lambda name: found[name]["parity"]) == "experts/parity"
         assert max(found, key=lambda name: found[name]["large"]) == "experts/large"
+
+
+def test_the_example_merges_models_in_memory_compares_and_saves(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    cells = execute(ROOT / "examples" / "two_models.ipynb", tmp_path).cells
+    printed = "".join(o.text for c in cells for o in c.get("outputs", []) if o.get("name") == "stdout")
+    assert [line.split()[0] for line in printed.splitlines()[:3]] == ["average", "ties", "actmat"]
+    assert len(re.findall(r"^(by prompts|ties) +(math|code) +kept \d+%, 4 inputs$", printed, re.MULTILINE)) == 4
+    assert "intact; 21 tensors, 4 files" in cells[-1].outputs[-1].data["text/plain"]
 
 
 def test_the_first_cell_installs_actmat_only_where_it_is_missing(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def unmeasure(folder: Path, name: str, why: str) -> None:
 def test_missing_and_misplaced_statistics_are_said(bert: Measured, tmp_path: Path) -> None:
     one = bert.statistics["expert1"]
     for changed, error, says in (
-        ({"statistics": {"expert1": one}}, AlignmentError, "needs statistics measured on data"),
+        ({"statistics": {"expert1": one}}, RecipeError, "needs statistics measured on data"),
         ({"statistics": {"expert7": one}}, RecipeError, r"'expert7', but no expert has this name.* Did you mean"),
         ({"statistics": [one]}, RecipeError, "2 experts, but 1 statistics"),
         ({"statistics": dict.fromkeys(bert.statistics, tmp_path)}, StatisticsError, r"expert 'expert1': .*found none"),

@@ -291,9 +291,31 @@ def test_python_merges_by_inputs_and_says_what_was_kept(
     assert "too few inputs to say" in repr(report)
     checked = api.merge(base, places, check={"math": "one two"}, to="peft", out=tmp_path / "c").answers
     assert [r.inputs for r in checked] == [1]
-    for text, fields in {"out=FOLDER": {}, "found str": {"data": "one two"}, "in memory": {"base": {}}}.items():
+    for text, fields in {"out=FOLDER": {}, "found str": {"data": "one two"}}.items():
         with pytest.raises(RecipeError, match=text):
             api.merge(**{"base": base, "experts": places, "data": data} | fields)
+
+
+def test_models_in_memory_give_the_bytes_and_answers_of_their_folders(family: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base, places = str(family / "base"), {n: str(family / "experts" / n) for n in TEXTS}
+    data: dict[str, Any] = {n: family / f"{n}.jsonl" for n in TEXTS}
+    stored = api.merge(base, places, data=data, out=tmp_path / "stored", new_tokens=4)
+    models = {n: AutoModelForCausalLM.from_pretrained(p, dtype="float32").train() for n, p in places.items()}
+    first, second = places
+    held = api.merge(models[first], {**models, second: places[second]}, data=data, out=tmp_path / "base", new_tokens=4)
+    assert held.answers != stored.answers, "another base"
+    held = api.merge(AutoModelForCausalLM.from_pretrained(base), models, data=data, out=tmp_path / "held", new_tokens=4)
+    assert (held.answers, held.plan.recipe.labels) == (stored.answers, tuple(TEXTS))
+    mine, theirs = (load_file(tmp_path / p / "model.safetensors") for p in ("held", "stored"))
+    assert all(torch.equal(mine[n], t) for n, t in theirs.items())
+    assert all(m.training for m in models.values()), "as they were"
+    nameless = AutoModelForCausalLM.from_config(models[first].config)
+    nameless.name_or_path = ""
+    for expert in (nameless, models[first].state_dict()):
+        with pytest.raises(RecipeError, match=f"in memory: {first}; only a transformers model"):
+            api.merge(base, {first: expert, second: models[second]}, data=data, out=tmp_path / "x")
 
 
 def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters: tuple[Path, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from actmat.api.fields import MergeFields, check_names
-from actmat.api.held import MergeInput, hold_inputs
+from actmat.api.held import MergeInput, MergeInputs, hold_inputs
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
 from actmat.errors import StatisticsError
@@ -22,7 +22,7 @@ from actmat.settings import RunSettings
 
 def diagnose(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
@@ -42,8 +42,9 @@ def diagnose(
         MergeError: the same errors as `merge` for these inputs.
     """
     check_names(fields, MergeFields)
-    place, places, held = hold_inputs(base, experts)
-    recipe, settings = make_arguments(place, places, {"method": method, "held": held, **fields}, weights, statistics)
+    inputs = hold_inputs(base, experts)
+    arguments = {"method": method, "held": inputs.openers, **fields}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
 
 

@@ -63,12 +63,12 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
     Raises:
         RecipeError: no rank is given, a value is out of range, or the model is already LoRA.
     """
-    given = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
+    output = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
     if (rank := fields.get("rank")) is None:
         raise RecipeError("The size of the adapter is not given: pass a rank (--rank 64).")
     experts = [{"path": str(model), "name": LABEL}]
     made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
-    recipe = make_recipe(with_output(made, given))
+    recipe = make_recipe(with_output(made, output))
     with locate_inputs(recipe) as inputs:
         if inputs.have_factors:
             raise RecipeError(

@@ -129,10 +129,10 @@ class ScaleFields(TuneFields, total=False):
     space: Space
 
 
-def check_names(given: Mapping[str, object], fields: type) -> None:
+def check_names(arguments: Mapping[str, object], fields: type) -> None:
     """Raise `RecipeError` for keyword arguments that are none of the fields, with the most similar name."""
     known: frozenset[str] = vars(fields)["__optional_keys__"]
     other = f" Fields: {', '.join(sorted(known))}"
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [name for name in arguments if name not in known]:
         problems = [f"there is no field '{name}'.{did_you_mean(name, known) or other}" for name in unknown]
         raise RecipeError("Unknown keyword arguments.", problems)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from actmat.api.fields import MergeFields, check_names
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.memory import LABEL, hold_model
 from actmat.checkpoints.model import Model
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experts.locate import OpenInput
@@ -23,53 +22,68 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.names import canonical
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
-from actmat.recipe.arguments import make_arguments
+from actmat.recipe.arguments import list_experts, make_arguments
 
 if TYPE_CHECKING:
     from actmat.extras.models.in_memory import MemoryMerge
 
 MergeInput = str | Path | nn.Module | Mapping[str, Any]
 """A location, a module, or a state dict; of an expert also a mapping with one of these as `path`."""
-PLACE = "<memory>"
-"""Folder of the names that recipes, plans and errors give to inputs in memory."""
+MergeInputs = Sequence[MergeInput] | Mapping[str, MergeInput]
+"""Experts in order, or by name."""
 
 
-def hold_inputs(
-    base: MergeInput | None, experts: Sequence[MergeInput]
-) -> tuple[Any, Any, dict[str, Callable[[], OpenInput]]]:
-    """Base and experts with places for those in memory, and the inputs at these places.
+@dataclass(frozen=True)
+class HeldInputs:
+    """Base and experts, with places for those in memory.
 
-    Objects of other types are returned unchanged.
+    Args:
+        base: a location, a place, or an object of another type unchanged.
+        experts: fields of each, with such a `path`.
+        openers: by place.
+        modules: those among the inputs in memory, by place.
+    """
+
+    base: Any
+    experts: list[dict[str, Any]]
+    openers: dict[str, Callable[[], OpenInput]]
+    modules: dict[str, nn.Module]
+
+
+def hold_inputs(base: MergeInput | None, experts: MergeInputs) -> HeldInputs:
+    """Give places to the inputs in memory.
 
     Raises:
-        RecipeError: a module that cannot be merged as it is.
+        RecipeError: the experts are no list, or a module cannot be merged as it is.
     """
-    held: dict[str, Callable[[], OpenInput]] = {}
+    held = HeldInputs(None, [], {}, {})
 
-    def place(name: str, given: Any) -> Any:
-        if isinstance(given, Mapping) and "path" in given and not isinstance(given["path"], Tensor):
-            return {**given, "path": place(given.get("name") or name, given["path"])}
-        if (opened := _opener(where := f"{PLACE}/{name}", given)) is None:
-            return given
-        held[where] = opened
+    def place(name: str, source: Any) -> Any:
+        if (opener := _opener(where := f"{LABEL}/{name}", source)) is None:
+            return source
+        held.openers[where] = opener
+        if isinstance(source, nn.Module):
+            held.modules[where] = source
         return where
 
-    is_one = isinstance(experts, str | os.PathLike)  # refused later
-    return place("base", base), experts if is_one else [place(f"expert_{n}", e) for n, e in enumerate(experts, 1)], held
+    for number, expert in enumerate(list_experts(experts), 1):
+        path = place(expert.get("name") or f"expert_{number}", expert["path"])
+        held.experts.append({**expert, "path": path})
+    return replace(held, base=place("base", base))
 
 
-def _opener(place: str, given: Any) -> Callable[[], OpenInput] | None:
+def _opener(place: str, source: Any) -> Callable[[], OpenInput] | None:
     """Opens an input in memory; None for anything else."""
-    if isinstance(given, Mapping):
-        return partial(_model, place, given, None)
-    if not isinstance(given, nn.Module):
+    if isinstance(source, Mapping):
+        return partial(_model, place, source, None)
+    if not isinstance(source, nn.Module):
         return None
-    if isinstance(active := getattr(given, "active_adapters", None), list):
+    if isinstance(active := getattr(source, "active_adapters", None), list):
         if len(active) != 1:
             raise RecipeError(f"{place}: expected one active adapter, found {len(active)}. Fix: set_adapter, or "
             "actmat.merge_adapters for several.")  # fmt: skip
-        return partial(_adapter, place, given, active[0])
-    return partial(_model, place, given.state_dict(), _config(given))
+        return partial(_adapter, place, source, active[0])
+    return partial(_model, place, source.state_dict(), _config(source))
 
 
 def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Model:
@@ -136,7 +150,7 @@ def merge_adapters(
         raise RecipeError(f"The model has no adapter '{missing[0]}'.{hint} Its adapters: {', '.join(known) or 'none'}.")
     if name in known:
         raise RecipeError(f"The model has an adapter '{name}' already: give another name, or delete_adapter('{name}').")
-    held = {f"{PLACE}/{a}": partial(_adapter, f"{PLACE}/{a}", model, a) for a in adapters}
+    held = {f"{LABEL}/{a}": partial(_adapter, f"{LABEL}/{a}", model, a) for a in adapters}
     experts = [{"path": place, "name": a} for place, a in zip(held, adapters, strict=True)]
     recipe, settings = make_arguments(None, experts, {"method": method, **fields, "held": held}, weights)
     merged = run_in_memory(recipe, settings, progress or usual_progress())

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from actmat.api.diagnosing import draw_page
 from actmat.api.fields import AverageFields, InputFields, MergeArguments, MergeFields, check_names
-from actmat.api.held import MergeInput, hold_inputs
-from actmat.errors import RecipeError
+from actmat.api.held import MergeInput, MergeInputs, hold_inputs
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
@@ -23,19 +22,19 @@ if TYPE_CHECKING:
 
 @overload
 def merge(
-    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: Location, **rest: Unpack[MergeArguments]
+    base: MergeInput | None = None, experts: MergeInputs = (), *, out: Location, **rest: Unpack[MergeArguments]
 ) -> MergeReport: ...
 @overload
 def merge(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     out: None = None,
     **rest: Unpack[MergeArguments],
 ) -> MemoryMerge: ...
 def merge(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     out: Location | None = None,
     method: AnyMethod = "auto",
@@ -50,8 +49,8 @@ def merge(
     Args:
         base: the checkpoint that all experts come from: directory, file, hub id `org/name[@revision]`, URL, module, or
             state dict; None merges adapters into an adapter.
-        experts: the same, one per expert; of a `PeftModel`, its active adapter. A mapping gives `path` (any of these),
-            `name` and `weight`.
+        experts: the same, one per expert, in a list or by name; of a `PeftModel`, its active adapter. A mapping gives
+            `path` (any of these), `name` and `weight`.
         out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set. None: nothing is
             written, the merge is returned.
         method: merge method, see `actmat methods`, or a function from deltas to a delta; `auto` chooses by the inputs,
@@ -61,7 +60,8 @@ def merge(
             methods that need them.
         data: expert -> inputs of its task, a prompt, a file, a list of texts or chats, `DataOptions`, or "self": the
             expert writes prompts itself ("self": all do). The merge is made for them, and `answers` of the report says
-            what it kept. Base and experts are locations then.
+            what it kept. Needs `out`. Experts in memory are then models of transformers, which run as they are, with
+            the tokenizer of the folder that they were loaded from.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
@@ -77,12 +77,14 @@ def merge(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     check_names(fields, InputFields)
-    place, places, held = hold_inputs(base, experts)
-    given = {"out": out and str(out), "method": method, "held": held, **fields}
-    asked = {name: given.pop(name) for name in INPUT_FIELDS & given.keys()}
-    recipe, settings = make_arguments(place, places, given, weights, statistics)
+    inputs = hold_inputs(base, experts)
+    arguments = {"out": out and str(out), "method": method, "held": inputs.openers, **fields}
+    asked = {name: arguments.pop(name) for name in INPUT_FIELDS & arguments.keys()}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
     if data or asked.get("check"):
-        return _by_inputs(recipe, settings, data or {}, asked)
+        from actmat.extras.tune.with_inputs import merge_by_arguments
+
+        return merge_by_arguments(recipe, settings, data or {}, asked, inputs.modules)
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
@@ -93,29 +95,6 @@ def merge(
 
 INPUT_FIELDS = frozenset({"check", "template", "new_tokens", "model_class", "model_dtype", "keep_statistics"})
 """Arguments of `merge` about inputs, and the models that run on them."""
-
-
-def _by_inputs(recipe: Recipe, run: RunSettings, data: Any, asked: dict[str, Any]) -> MergeReport:
-    """Merge by inputs of the experts.
-
-    Raises:
-        RecipeError: a model that is in memory, no output, or inputs that are not by expert.
-    """
-    from actmat.extras.tune.progress import usual_tune_progress
-    from actmat.extras.tune.sources import InputSettings
-    from actmat.extras.tune.with_inputs import merge_with_inputs
-
-    check = asked.pop("check", None) or {}
-    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping) and d != "self"]
-    causes = {
-        f"in memory: {', '.join(run.held)}; models run on inputs from folders that hold their tokenizers, too. Fix: "
-        "save_pretrained of model and tokenizer, and give the folders": bool(run.held),
-        "no output given. Fix: out=FOLDER": recipe.out is None,
-        f"data and check: expected expert -> inputs, found {', '.join(odd)}. Fix: {{'NAME': INPUTS, ...}}": bool(odd),
-    }
-    if problems := [text for text, is_found in causes.items() if is_found]:
-        raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
-    return merge_with_inputs([recipe], data, check, InputSettings(**asked), run, usual_tune_progress())[0]
 
 
 def merge_recipes(
@@ -132,7 +111,7 @@ def merge_recipes(
 
 def plan(
     base: MergeInput | None = None,
-    experts: Sequence[MergeInput] = (),
+    experts: MergeInputs = (),
     *,
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
@@ -145,9 +124,10 @@ def plan(
         MergeError: the inputs are incompatible; lists all problems.
     """
     check_names(fields, MergeFields)
-    place, places, held = hold_inputs(base, experts)
-    recipe, settings = make_arguments(place, places, {"method": method, **fields}, weights, statistics)
-    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=held)
+    inputs = hold_inputs(base, experts)
+    arguments = {"method": method, **fields}
+    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
+    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=inputs.openers)
 
 
 def average(

@@ -14,7 +14,7 @@ from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.space import SearchSpace, make_space, scale_space
 from actmat.extras.tune.tuning import tune_recipe
 from actmat.recipe import Recipe
-from actmat.recipe.arguments import Location, make_arguments
+from actmat.recipe.arguments import Experts, Location, make_arguments
 from actmat.settings import RunSettings
 
 _SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device"}
@@ -22,7 +22,7 @@ _SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device
 
 def tune(
     base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
+    experts: Experts = (),
     *,
     data: Any,
     out: Location,
@@ -63,7 +63,7 @@ def tune(
 
 def tune_scale(
     base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
+    experts: Experts = (),
     *,
     data: Any,
     out: Location,
@@ -95,14 +95,14 @@ def tune_scale(
 
 def _arguments(
     base: Location | None,
-    experts: Sequence[Location | Mapping[str, Any]],
+    experts: Experts,
     out: Location,
     fields: Mapping[str, object],
     known: type,
 ) -> tuple[Recipe, TuneSettings, RunSettings]:
     """Recipe and settings from the fields of all three."""
     check_names(fields, known)
-    given: dict[str, Any] = {"out": str(out), **fields}
-    search = {k: given.pop(k) for k in _SEARCH & given.keys()}
-    recipe, run = make_arguments(base, experts, given)
+    arguments: dict[str, Any] = {"out": str(out), **fields}
+    search = {k: arguments.pop(k) for k in _SEARCH & arguments.keys()}
+    recipe, run = make_arguments(base, experts, arguments)
     return recipe, TuneSettings(**search), run

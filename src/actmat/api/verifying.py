@@ -28,9 +28,9 @@ def verify(
     Raises:
         CheckpointError: the manifest is missing or damaged, the output cannot be read, or it is not a sum of deltas.
     """
-    given = [against] if isinstance(against, str | Path) else list(against)
-    if not given:
+    adapters = [against] if isinstance(against, str | Path) else list(against)
+    if not adapters:
         return verify_output(out, inputs=inputs, progress=progress)
     from actmat.extras.bake.added import check_added
 
-    return verify_output(out, inputs=inputs, against=given, compare=check_added, progress=progress)
+    return verify_output(out, inputs=inputs, against=adapters, compare=check_added, progress=progress)

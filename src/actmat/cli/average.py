@@ -23,7 +23,7 @@ def average(
     ],
     checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints, sorted by the numbers in their names.")],
     *,
-    given: Annotated[RecipeFlags, FlagFields(only=OF_AVERAGE)],
+    fields: Annotated[RecipeFlags, FlagFields(only=OF_AVERAGE)],
     run: RunSettings,
     plan: flags.Plan = False,
     shown: flags.JsonQuiet,
@@ -38,4 +38,4 @@ def average(
     """
     from actmat.extras.averaging.recipe import average_recipe
 
-    carry_out([average_recipe(checkpoints, weights, **given.given)], run, shown, plan=plan, layout="average")
+    carry_out([average_recipe(checkpoints, weights, **fields.chosen)], run, shown, plan=plan, layout="average")

@@ -36,38 +36,38 @@ def compare(
     from actmat.extras.pages.comparison import compare as compare_outputs
 
     with counting("comparing", quiet=shown.quiet) as seen:
-        found = compare_outputs(first, second, progress=seen)
+        comparison = compare_outputs(first, second, progress=seen)
     if shown.json:
-        print_result("compare", found.to_json(), long=("tensors",), full=shown.full)
+        print_result("compare", comparison.to_json(), long=("tensors",), full=shown.full)
     elif not shown.quiet:
-        _print(found)
+        _print(comparison)
 
 
-def _print(found: MergeComparison) -> None:
+def _print(comparison: MergeComparison) -> None:
 
-    first, second = found.names
-    console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
-    console.print(f"[bold]{escape(second)}[/bold]  {escape(found.outs[1])}  ({escape(found.methods[1])})")
-    names = ", ".join(a if a == b else f"{a} = {b}" for a, b in found.experts)
-    onto = f" of {found.base}" if found.base else ""
-    console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
-    for title, rows in found.tables:
+    first, second = comparison.names
+    console.print(f"[bold]{escape(first)}[/bold]  {escape(comparison.outs[0])}  ({escape(comparison.methods[0])})")
+    console.print(f"[bold]{escape(second)}[/bold]  {escape(comparison.outs[1])}  ({escape(comparison.methods[1])})")
+    names = ", ".join(a if a == b else f"{a} = {b}" for a, b in comparison.experts)
+    onto = f" of {comparison.base}" if comparison.base else ""
+    console.print(f"{len(comparison.experts)} experts{escape(onto)}: {escape(names)}\n")
+    for title, rows in comparison.tables:
         _print_rows([title, first, second], rows)
-    _print_tensors(found)
-    for note in found.notes:
+    _print_tensors(comparison)
+    for note in comparison.notes:
         console.print(f"note: {escape(note)}")
 
 
-def _print_tensors(found: MergeComparison) -> None:
+def _print_tensors(comparison: MergeComparison) -> None:
 
-    differing = found.differing
+    differing = comparison.differing
     if not differing:
-        console.print(f"all {len(found.tensors)} tensors are the same\n")
+        console.print(f"all {len(comparison.tensors)} tensors are the same\n")
         return
-    apart = "" if found.relative is None else f"; relative distance there {found.relative:.3g} (0 to 2)"
-    console.print(f"{len(differing)} of {len(found.tensors)} tensors differ{apart}")
-    if found.in_other_dtypes:
-        console.print(f"{found.in_other_dtypes} of these hold equal values in another dtype")
+    apart = "" if comparison.relative is None else f"; relative distance there {comparison.relative:.3g} (0 to 2)"
+    console.print(f"{len(differing)} of {len(comparison.tensors)} tensors differ{apart}")
+    if comparison.in_other_dtypes:
+        console.print(f"{comparison.in_other_dtypes} of these hold equal values in another dtype")
     console.print()
     rows = []
     for t in differing[:MOST]:

@@ -46,8 +46,8 @@ class ReadingFlags:
         """Options to read the data set at `location`, `samples` by default, and `more` fields of them."""
         from actmat.extras.collect.data import DataOptions
 
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(ReadingFlags) if f.name != "samples"}
-        return DataOptions(location, max_samples=self.samples or samples, **given, **more)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(ReadingFlags) if f.name != "samples"}
+        return DataOptions(location, max_samples=self.samples or samples, **fields, **more)
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,19 @@ class InputFlags(ReadingFlags):
         from actmat.extras.tune.sources import InputSettings
 
         names = ("new_tokens", "model_class", "model_dtype", "keep_statistics")
-        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         texts = [text.replace("\\n", "\n") for text in self.template or ()]
-        given["template"] = pairs_of(texts, "--template") or None
-        return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **given)
+        fields["template"] = pairs_of(texts, "--template") or None
+        return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **fields)
 
 
 COMPARED = FlagFields(without=("check", "keep_statistics", "tune_scale"))
 """Fields of `InputFlags` of commands that do not merge by the inputs."""
 
 
-def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:
+def pairs_of(texts: Sequence[str], flag: str = "--data") -> dict[str, str] | str:
     """Expert -> data, or one data set for all; a value that is an existing path is not split at '='."""
-    split = [("", text) if os.path.exists(text) else split_name(text) for text in given]
+    split = [("", text) if os.path.exists(text) else split_name(text) for text in texts]
     names = [name for name, _ in split if name]
     if not names and len(split) == 1:
         return split[0][1]

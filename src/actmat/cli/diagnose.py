@@ -40,7 +40,7 @@ def diagnose(
             help="A recipe file, the directory of a merged model, or its report.json.",
         ),
     ] = None,
-    given: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to",))],
+    fields: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to", "drop"))],
     run: Annotated[RunSettings, FlagFields(only=MEASURING)],
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check found an issue.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report to FILE.html, FILE.json, or a directory.")] = None,
@@ -66,25 +66,25 @@ def diagnose(
     from actmat.diagnostics.model import read_diagnosis
 
     if recipe is not None and _is_report(recipe):
-        if given.given or asked.data:
+        if fields.chosen or asked.data:
             raise typer.BadParameter(f"{recipe} is a report, which is only shown: remove the inputs")
-        found = read_diagnosis(recipe)
+        diagnosis = read_diagnosis(recipe)
     elif recipe is not None and os.path.isdir(recipe):
-        found = _of_output(recipe, given, run, asked, quiet=shown.quiet)
+        diagnosis = _of_output(recipe, fields, run, asked, quiet=shown.quiet)
     elif asked.data:
         raise typer.BadParameter("--data goes with a merged model that exists: actmat diagnose MERGED --data DATA")
     else:
-        found = _of_recipe(recipe, given, run, quiet=shown.quiet)
-    files = [] if out is None else write_report(found, out)
+        diagnosis = _of_recipe(recipe, fields, run, quiet=shown.quiet)
+    files = [] if out is None else write_report(diagnosis, out)
     if shown.json and shown.full:  # as `read_diagnosis` reads it
-        print_json(found.to_json())
+        print_json(diagnosis.to_json())
     elif shown.json:
-        print_result("diagnose", found.to_json(), long=("tensors", "measures"))
+        print_result("diagnose", diagnosis.to_json(), long=("tensors", "measures"))
     elif not shown.quiet:
         from actmat.cli.summary import print_diagnosis
 
-        print_diagnosis(found, files)
-    if strict and found.issues:
+        print_diagnosis(diagnosis, files)
+    if strict and diagnosis.issues:
         raise typer.Exit(1)
 
 
@@ -100,36 +100,36 @@ def _is_report(path: Path) -> bool:
         return re.search(rb'"kind"\s*:\s*"diagnosis"', file.read(200)) is not None
 
 
-def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, asked: InputFlags, *, quiet: bool) -> Diagnosis:
+def _of_output(merged: Path, fields: RecipeFlags, run: RunSettings, asked: InputFlags, *, quiet: bool) -> Diagnosis:
     """The report of a merged model, measured again if it has none, with rows on data if requested."""
-    if "experts" in given or ("base" in given and not asked.data):
+    if "experts" in fields or ("base" in fields and not asked.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
     from actmat.api.diagnosing import check_measurable, diagnose_output
 
     check_measurable(merged)
-    base, statistics = given.values["base"], given.values["statistics"]
+    base, statistics = fields.values["base"], fields.values["statistics"]
     rows = None
     if asked.data:
         from actmat.cli.searching import compare_answers
 
         rows = compare_answers(merged, asked, base=base, device=run.device, quiet=quiet)
     with showing_progress("measuring", quiet=quiet) as progress:
-        found = diagnose_output(merged, run, progress)
+        diagnosis = diagnose_output(merged, run, progress)
     if rows is not None:
         from actmat.diagnostics.answers import with_answers
 
-        found = with_answers(found, rows)
+        diagnosis = with_answers(diagnosis, rows)
     if not statistics:
-        return found
+        return diagnosis
     from actmat.api.measuring import residual_on_data
 
     with counting("measuring on data", quiet=quiet) as counted:
         measured = residual_on_data(merged, statistics_of(statistics), progress=counted)
-    return replace(found, residual_on_data=measured)
+    return replace(diagnosis, residual_on_data=measured)
 
 
-def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet: bool) -> Diagnosis:
-    recipes = given.recipes(file)
+def _of_recipe(file: Path | None, fields: RecipeFlags, run: RunSettings, *, quiet: bool) -> Diagnosis:
+    recipes = fields.recipes(file)
     if len(recipes) > 1:
         raise typer.BadParameter("diagnose takes one merge: one method, one value per option")
     from actmat.run import diagnose_recipe

@@ -37,8 +37,8 @@ def export(
     """
     from actmat.api.exporting import export as write
 
-    given = {"like": like, "type": type_}
-    said = write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
+    options = {"like": like, "type": type_}
+    said = write(checkpoint, out=out, to=to, **{name: value for name, value in options.items() if value is not None})
     with optional_stdout("The export is complete."):
         if shown.json:
             print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})

@@ -18,7 +18,7 @@ def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
-    given: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype", "others"))],
+    fields: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype", "others"))],
     run: Annotated[RunSettings, FlagFields(without=("device", "device_memory"))],
     plan: flags.Plan = False,
     shown: flags.JsonQuiet,
@@ -33,4 +33,4 @@ def extract(
     """
     from actmat.api.extracting import extract_recipe
 
-    carry_out([extract_recipe(base, model, **given.given)], run, shown, plan=plan, layout="extract")
+    carry_out([extract_recipe(base, model, **fields.chosen)], run, shown, plan=plan, layout="extract")

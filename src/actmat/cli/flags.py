@@ -77,7 +77,7 @@ class RecipeFlags:
         return self.values.get(field) not in (None, [])
 
     @property
-    def given(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, Any]:
         """The values of the given flags and of --set."""
         return {name: value for name, value in self.values.items() if name in self}
 
@@ -94,23 +94,23 @@ class RecipeFlags:
         from actmat.recipe import make_recipe, parse_option, variants
         from actmat.recipe.output import with_output
 
-        given = self.given
-        weights, statistics, stacks = (given.pop(name, None) for name in ("weight", "statistics", "stacks"))
-        methods, options = given.pop("method", []), given.pop("options", [])
-        if "experts" in given:
-            given["experts"] = experts_of(given["experts"], weights)
+        fields = self.chosen
+        weights, statistics, stacks = (fields.pop(name, None) for name in ("weight", "statistics", "stacks"))
+        methods, options = fields.pop("method", []), fields.pop("options", [])
+        if "experts" in fields:
+            fields["experts"] = experts_of(fields["experts"], weights)
         elif weights:
             raise RecipeError("--weight needs one --expert each; in a recipe file, set each expert's 'weight'.")
-        if "out" in given:
-            given["out"] = str(given["out"])
+        if "out" in fields:
+            fields["out"] = str(fields["out"])
         if len(methods) == 1:
-            given["method"] = methods[0]
+            fields["method"] = methods[0]
         if file is None:
-            _check_complete(given)
+            _check_complete(fields)
         try:
-            recipe = make_recipe(with_output({}, given)) if file is None else read_recipe(file, given)
+            recipe = make_recipe(with_output({}, fields)) if file is None else read_recipe(file, fields)
         except RecipeError as error:
-            if file is None or "experts" not in given or file.suffix in RECIPE_SUFFIXES:
+            if file is None or "experts" not in fields or file.suffix in RECIPE_SUFFIXES:
                 raise
             hint = f"Fix, if '{file}' is an expert: each needs its own flag, -e A -e B"
             raise RecipeError(f"{error.sentence}. {hint}") from None
@@ -140,49 +140,49 @@ def split_name(text: str) -> tuple[str, str]:
     return (name, place) if equals and not {"/", "\\"} & {*name} else ("", text)
 
 
-def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
+def statistics_of(texts: Sequence[str]) -> dict[str, str] | list[str]:
     """Values of --statistics: a mapping if all are NAME=VALUE, else a list.
 
     Raises:
         RecipeError: a name is given twice.
     """
-    pairs = [split_name(text) for text in given]
+    pairs = [split_name(text) for text in texts]
     by_name = all(name for name, _ in pairs)
     if by_name and len(dict(pairs)) < len(pairs):
         raise RecipeError("--statistics is given twice for one expert.")
-    return dict(pairs) if by_name else list(given)
+    return dict(pairs) if by_name else list(texts)
 
 
-def _check_complete(given: Mapping[str, Any]) -> None:
+def _check_complete(fields: Mapping[str, Any]) -> None:
     """Raise if experts are missing, or the base of full checkpoints."""
-    missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
-    if missing == ["--expert"] and stack_parts(given["base"]):
+    missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not fields.get(field)]
+    if missing == ["--expert"] and stack_parts(fields["base"]):
         return
-    if missing and (missing != ["--base"] or given.get("to") == "model"):
+    if missing and (missing != ["--base"] or fields.get("to") == "model"):
         no_base = " (adapters need no base)" if len(missing) == 2 else ""
         raise typer.BadParameter(f"give {' and '.join(missing)}{no_base}, or a recipe file (actmat merge RECIPE.yaml)")
 
 
-def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+def experts_of(places: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
     """Recipe fields from the values of --expert (NAME=PATH or PATH) and --weight.
 
     Raises:
         RecipeError: the numbers of experts and weights differ.
     """
-    if weights and len(weights) != len(given):
-        raise RecipeError(f"Got {len(given)} experts and {len(weights)} weights; give one --weight per expert.")
+    if weights and len(weights) != len(places):
+        raise RecipeError(f"Got {len(places)} experts and {len(weights)} weights; give one --weight per expert.")
     experts: list[dict[str, Any]] = []
-    for i, text in enumerate(given):
+    for i, text in enumerate(places):
         name, path = ("", text) if os.path.exists(text) else split_name(text)
         named = {"name": name} if name else {}
         experts.append({"path": path, **named} | ({"weight": weights[i]} if weights else {}))
     return experts
 
 
-def _with_own(recipe: Recipe, given: Mapping[str, str] | Sequence[str], field: str) -> Recipe:
+def _with_own(recipe: Recipe, values: Mapping[str, str] | Sequence[str], field: str) -> Recipe:
     from actmat.recipe import add_statistics, make_recipe
 
-    experts = add_statistics([e.model_dump() for e in recipe.experts], given, field)
+    experts = add_statistics([e.model_dump() for e in recipe.experts], values, field)
     return recipe.model_copy(update={"experts": make_recipe({"experts": experts}).experts})
 
 
@@ -259,25 +259,25 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         parameters = _in_panels(parameters)
 
     @functools.wraps(command)
-    def flat(**given: Any) -> None:
-        texts = _texts(given.pop("set", None) or (), settings, parameters)
+    def flat(**arguments: Any) -> None:
+        texts = _texts(arguments.pop("set", None) or (), settings, parameters)
         for name, group in groups.items():
-            own = {f.name: texts[f.name] for f in group.fields if f.flag is None and f.name in texts}
-            given[name] = group.make({p.name: given.pop(p.name) for p in group.flags}, own)
-        command(**given)
+            settings_of_group = {f.name: texts[f.name] for f in group.fields if f.flag is None and f.name in texts}
+            arguments[name] = group.make({p.name: arguments.pop(p.name) for p in group.flags}, settings_of_group)
+        command(**arguments)
 
     vars(flat).update(settings=settings, __signature__=inspect.Signature(parameters))
     return flat
 
 
-def _texts(given: Sequence[str], settings: Mapping[str, str], flags: Sequence[inspect.Parameter]) -> Texts:
+def _texts(listed: Sequence[str], settings: Mapping[str, str], flags: Sequence[inspect.Parameter]) -> Texts:
     """Values of --set by field.
 
     Raises:
         RecipeError: a name is unknown, or has a flag.
     """
     texts: dict[str, list[str]] = {}
-    for text in given:
+    for text in listed:
         name, equals, value = text.partition("=")
         if not equals:
             raise RecipeError(f"--set takes NAME=VALUE, found '{text[:100]}'.")
@@ -383,9 +383,9 @@ def _checked(name: str, texts: Sequence[str], hint: Any) -> Any:
 
     kind, mark, *_ = typing.get_args(hint)
     bounded: Any = Annotated[kind, Field(ge=mark.low, le=mark.high)] if isinstance(mark, Setting) else kind
-    given = tuple(texts) if typing.get_origin(kind) is tuple else texts[-1]
+    value = tuple(texts) if typing.get_origin(kind) is tuple else texts[-1]
     try:
-        return TypeAdapter(bounded).validate_python(given)
+        return TypeAdapter(bounded).validate_python(value)
     except ValidationError as error:
         raise RecipeError(f"--set {name}={texts[-1][:100]}: {error.errors()[0]['msg']}.") from None
 

@@ -53,19 +53,19 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
     """Print the commands that load a merged model."""
     from actmat.extras.serving import serving_commands
 
-    found = serving_commands(out)
+    commands = serving_commands(out)
     if json:
-        print_result("serve", dataclasses.asdict(found))
+        print_result("serve", dataclasses.asdict(commands))
     elif not quiet:
-        if found.vllm:
-            typer.echo(f"# vLLM\n{terminal(found.vllm)}\n")
-        typer.echo("\n".join(["# Python", *map(terminal, found.python)]))
-        for note in found.notes:
+        if commands.vllm:
+            typer.echo(f"# vLLM\n{terminal(commands.vllm)}\n")
+        typer.echo("\n".join(["# Python", *map(terminal, commands.python)]))
+        for note in commands.notes:
             typer.echo(f"# {terminal(note)}")
-    elif found.vllm:
-        typer.echo(terminal(found.vllm))
+    elif commands.vllm:
+        typer.echo(terminal(commands.vllm))
     else:
-        say("\n".join(f"actmat: {terminal(note)}" for note in found.notes))
+        say("\n".join(f"actmat: {terminal(note)}" for note in commands.notes))
         raise typer.Exit(1)
 
 

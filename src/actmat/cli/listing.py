@@ -100,8 +100,8 @@ def plugged_in() -> dict[str, EntryPoint]:
 def declared_command(name: str) -> Any:
     """Import the function or application of a command; None if it is unknown or cannot be imported."""
     if name in COMMANDS:
-        own = f"{name}_" if keyword.iskeyword(name) else name
-        return getattr(importlib.import_module(f"actmat.cli.{own}"), own)
+        function = f"{name}_" if keyword.iskeyword(name) else name
+        return getattr(importlib.import_module(f"actmat.cli.{function}"), function)
     try:
         return plugged_in()[name].load()
     except (KeyError, ImportError):
@@ -139,8 +139,8 @@ class Commands(typer.core.TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all importable commands, ordered by group."""
         names = [*COMMANDS, *(n for n in plugged_in() if n not in COMMANDS)]
-        found = {n: declared for n in names if (declared := declared_command(n)) is not None}
-        return sorted(found, key=lambda n: GROUPS.index(info_of(found[n]).group))
+        commands = {n: declared for n in names if (declared := declared_command(n)) is not None}
+        return sorted(commands, key=lambda n: GROUPS.index(info_of(commands[n]).group))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command without flags, as `actmat --help` lists it; None if absent."""
@@ -155,10 +155,10 @@ class Commands(typer.core.TyperGroup):
             if info_of(declared).imports_torch:
                 starting(name, args[1:])
             made = _typer_command(name, declared, flags=True)
-            given = ["--help" if a == "--help-all" else a for a in args[1:]]
-            if given != args[1:]:
+            rest = ["--help" if a == "--help-all" else a for a in args[1:]]
+            if rest != args[1:]:
                 _list_settings(made)
-            return name, made, given
+            return name, made, rest
         if name in DISTRIBUTIONS:
             ctx.fail(
                 f"'{name}' belongs to the distribution {DISTRIBUTIONS[name]}, which is not installed or does not "

@@ -197,8 +197,8 @@ def main() -> None:
 
 def _full_disk(error: Exception) -> str:
     """Message for a disk that took no more, outside of an output or in a library's own writer; else empty."""
-    told = re.search(r"os error (\d+)", str(error))  # of safetensors
-    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    code = re.search(r"os error (\d+)", str(error))  # of safetensors
+    number = getattr(error, "errno", None) or (int(code[1]) if code else None)
     if "failed writing file" in str(error):  # of torch, whose errors have no number
         number = errno.ENOSPC
     if number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
@@ -211,9 +211,9 @@ def _describe_bug(error: Exception) -> str:
     """Message for an unexpected error: the last calls, and how to report the bug."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "actmat" in f.filename][-MOST_FRAMES:]
     calls = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)
-    found = terminal(f"{type(error).__name__}: {error}")[:200]  # it may quote an input
+    description = terminal(f"{type(error).__name__}: {error}")[:200]  # it may quote an input
     return (
-        f"this is a bug: {found} ({calls}; actmat {__version__})\n"
+        f"this is a bug: {description} ({calls}; actmat {__version__})\n"
         "Please report it with the repository's form 'Something is wrong': include these lines, the command, the "
         "recipe, and 'actmat inspect' of the base and of one expert. The inputs are unchanged; repeating the command "
         "continues the merge."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def merge(
     *,
     recipe: flags.RecipeArgument = None,
-    given: RecipeFlags,
+    fields: RecipeFlags,
     run: RunSettings,
     plan: flags.Plan = False,
     asked: InputFlags,
@@ -46,14 +46,14 @@ def merge(
     when it is complete; to continue an interrupted merge, repeat the command.
     'actmat tune' also searches methods and scales.
     """
-    recipes = given.recipes(recipe)
+    recipes = fields.recipes(recipe)
     if plan or not (asked.data or asked.check or asked.tune_scale):
         carry_out(recipes, run, shown, plan=plan, asked=asked)
         return
     refuse_no_output(recipes)
     quiet = shown.quiet or shown.json
     if asked.tune_scale:
-        if not asked.data or asked.check or "scale" in given:
+        if not asked.data or asked.check or "scale" in fields:
             raise typer.BadParameter("--set tune_scale=true chooses the scale by --data: remove --scale and --check")
         from actmat.cli.searching import tune_scales
 
@@ -61,7 +61,7 @@ def merge(
     else:
         from actmat.cli.searching import merge_by
 
-        as_adapter = recipe is None and "to" not in given
+        as_adapter = recipe is None and "to" not in fields
         print_reports(merge_by(asked, recipes, run, as_adapter=as_adapter, quiet=quiet), shown)
 
 

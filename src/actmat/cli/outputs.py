@@ -70,11 +70,11 @@ def _remarks(report: MergeReport) -> list[str]:
 
 def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
     """Print every warning once, with the text of the first output that has it."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    rows_of: dict[str, list[tuple[str, str]]] = {}
     for report in reports if reports[0].diagnosis is None else ():
         for warning in warnings_of(report.totals, report.plan):
-            found.setdefault(warning.code, []).append((str(report.out), warning.text))
-    for code, rows in found.items():
+            rows_of.setdefault(warning.code, []).append((str(report.out), warning.text))
+    for code, rows in rows_of.items():
         (out, wrong), more = rows[0], len(rows) - 1
         others = f", and {more} more have this warning" if more else ""
         console.print(f"[yellow]warning {code}[/]: {escape(names[out])}: {escape(wrong)}{others}; see")

@@ -31,7 +31,7 @@ class PlanOutput(flags.OutputFlags):
 def plan(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("out",))],
+    fields: Annotated[RecipeFlags, FlagFields(without=("out",))],
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory"))],
     as_recipe: Annotated[bool, typer.Option("--as-recipe", help="Print the recipe as YAML, also of mergekit.")] = False,
     asked: Annotated[InputFlags, FlagFields(without=("keep_statistics", "tune_scale"))],
@@ -48,7 +48,7 @@ def plan(
     opens no model; mergekit fields without a counterpart are listed as an
     error.
     """
-    recipes = given.recipes(recipe)
+    recipes = fields.recipes(recipe)
     if as_recipe:
         _print_recipe(recipes, json=shown.json, quiet=shown.quiet)
     else:

@@ -104,8 +104,8 @@ def print_result(layout: str, data: Mapping[str, Any], *, long: Collection[str] 
         long: fields with a row per tensor, left out unless `full` is set.
     """
     left = {} if full else {name: len(data[name]) for name in long if name in data}
-    kept = {name: value for name, value in data.items() if name not in left}
-    print_json({"schema": f"actmat.{layout}/{LAYOUTS[layout]}", **kept, **({"left_out": left} if left else {})})
+    fields = {name: value for name, value in data.items() if name not in left}
+    print_json({"schema": f"actmat.{layout}/{LAYOUTS[layout]}", **fields, **({"left_out": left} if left else {})})
 
 
 def print_json(data: Any) -> None:

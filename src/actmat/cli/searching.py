@@ -64,7 +64,7 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
                 if not quiet:
                     say(f"note: {text}")
 
-            def trial(self, found: Trial, best: Trial) -> None:
+            def trial(self, latest: Trial, best: Trial) -> None:
                 self.best = f"; best so far: {best.candidate} ({best.mean:.4g})"
                 bar.update(task, description=escape(self.what + self.best)[:60])
 
@@ -129,14 +129,14 @@ def print_search(report: TuneReport) -> None:
     console.print(f"\n{escape(report.out)}.tune: recipe.yaml, tune.json, tune.html")
 
 
-def tune_scales(recipes: Sequence[Recipe], given: InputFlags, run: RunSettings, *, quiet: bool) -> list[MergeReport]:
+def tune_scales(recipes: Sequence[Recipe], asked: InputFlags, run: RunSettings, *, quiet: bool) -> list[MergeReport]:
     """Merge each recipe at the scale chosen from unlabeled inputs (`--set tune_scale=true`); print summaries."""
     from actmat.cli.summary import print_summary
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.space import scale_space
     from actmat.extras.tune.tuning import tune_recipe
 
-    places, settings = pairs_of(given.data or []), TuneSettings(average=False)
+    places, settings = pairs_of(asked.data or []), TuneSettings(average=False)
     with showing_search(quiet=quiet) as progress:
         reports = [tune_recipe(r, scale_space, places, settings, run, progress) for r in recipes]
     with optional_stdout("The merge is complete."):
@@ -147,43 +147,43 @@ def tune_scales(recipes: Sequence[Recipe], given: InputFlags, run: RunSettings, 
 
 
 def merge_by(
-    given: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, as_adapter: bool, quiet: bool
+    asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, as_adapter: bool, quiet: bool
 ) -> list[MergeReport]:
     """Merge by inputs of the experts and compare answers; `as_adapter`: adapters become an adapter."""
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
-    data, check, settings = _inputs(given, as_adapter=as_adapter)
+    data, check, settings = _inputs(asked, as_adapter=as_adapter)
     with showing_search(quiet=quiet) as progress:
         return merge_with_inputs(recipes, data, check, settings, run, progress)
 
 
-def plan_by(given: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> None:
+def plan_by(asked: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> None:
     """Print what a merge by inputs would measure and hold."""
     from actmat.extras.tune.with_inputs import plan_inputs
 
-    lines = plan_inputs(recipe, *_inputs(given, as_adapter=True))
+    lines = plan_inputs(recipe, *_inputs(asked, as_adapter=True))
     if json:
         print_result("plan", {"plans": [], "inputs": [line.strip() for line in lines]})
     elif not quiet:
         console.print("\n".join(map(escape, lines)))
 
 
-def _inputs(given: InputFlags, *, as_adapter: bool) -> tuple[Any, Any, InputSettings]:
+def _inputs(asked: InputFlags, *, as_adapter: bool) -> tuple[Any, Any, InputSettings]:
     """Data sets of both flags by expert, or 'self' for all, and the settings."""
     from actmat.extras.collect.data import SELF
 
-    data, check = (pairs_of(values or [], flag) for values, flag in ((given.data, "--data"), (given.check, "--check")))
+    data, check = (pairs_of(values or [], flag) for values, flag in ((asked.data, "--data"), (asked.check, "--check")))
     if any(isinstance(d, str) and d != SELF for d in (data, check)):
         raise typer.BadParameter("every expert needs inputs of its own task: give --data NAME=INPUTS once per expert")
-    return data, check, given.settings(as_adapter=as_adapter)
+    return data, check, asked.settings(as_adapter=as_adapter)
 
 
 def compare_answers(
-    merged: str | Path, given: InputFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
+    merged: str | Path, asked: InputFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
 ) -> tuple[AgreementRow, ...]:
     """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
     from actmat.extras.tune.kept import measure_agreement
 
-    data, settings = pairs_of(given.data or []), given.settings()
+    data, settings = pairs_of(asked.data or []), asked.settings()
     with showing_search(quiet=quiet) as progress:
         return measure_agreement(merged, data, settings, base=base, device=device, progress=progress)

@@ -176,8 +176,8 @@ def line_breaks(line: str, width: int, indent: int) -> list[int]:
     """Positions at which a line is wrapped: between words, or inside words longer than a line."""
     from rich.cells import cell_len, chop_cells
 
-    found = _START.match(line)
-    start = found.end() if found and found.end() <= width // 2 else 0
+    mark = _START.match(line)
+    start = mark.end() if mark and mark.end() <= width // 2 else 0
     breaks: list[int] = []
     column = start
     for word in _WORD.finditer(line, start):

@@ -79,7 +79,7 @@ def print_warnings(plan: MergePlan) -> None:
             note_console.print(escape(note), soft_wrap=True)
 
 
-def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
+def print_items(plan: MergePlan, items: Sequence[Item], copied: Mapping[str, str], *, full: bool) -> None:
     """Print outputs grouped by action and reason, with their name patterns."""
     counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
@@ -87,7 +87,7 @@ def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str],
             shape = "x".join(map(str, item.shape)) or "scalar"
             way = item.write.kind if item.reading is None else f"{item.write.kind}, {item.reading}"
             console.print(f"{item.action}  {escape(item.name)}  {shape} ({way}): {escape(item.reason)}")
-    groups = item_groups(items if not full else (), kept)
+    groups = item_groups(items if not full else (), copied)
     if not groups:
         return
     table = plain_table(counted, "action", "which, and why", numbers=[counted])
@@ -157,14 +157,10 @@ def print_answers(report: MergeReport) -> None:
     if report.answers:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
-        of_images = (report.plan.stems and "" not in report.plan.stems) or are_image_files(
-            i.location for i in report.plan.inputs
-        )
-        how = (
-            "compare its images with the experts'"
-            if of_images
-            else "add --data NAME=INPUTS per expert (a prompt or file)"
-        )
+        how = "add --data NAME=INPUTS per expert (a prompt or file)"
+        of_images = report.plan.stems and "" not in report.plan.stems
+        if of_images or are_image_files(i.location for i in report.plan.inputs):
+            how = "compare its images with the experts'"
         console.print(f"  is it good? Not measured: {how}")
 
 
@@ -245,11 +241,11 @@ def _model_lines(report: MergeReport) -> list[str]:
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
     unchanged, vanished = report.totals.unchanged, report.totals.vanished
-    found = [counts + (f"; {unchanged} of them not changed by any expert" if unchanged > vanished else "")]
+    lines = [counts + (f"; {unchanged} of them not changed by any expert" if unchanged > vanished else "")]
     if vanished:
-        found += [f"warning: deltas of {plural(vanished, 'float64 tensor')} are too small to be computed and count as "
+        lines += [f"warning: deltas of {plural(vanished, 'float64 tensor')} are too small to be computed and count as "
                   "zero. Fix: --set compute_dtype=float64, or larger numbers"]  # fmt: skip
-    return found
+    return lines
 
 
 def _adapter_lines(report: MergeReport) -> list[str]:
@@ -268,7 +264,7 @@ def _adapter_lines(report: MergeReport) -> list[str]:
 
 def merge_data(report: MergeReport) -> dict[str, Any]:
     """One output of a merge as plain data."""
-    plan, totals, found = report.plan, report.totals, report.diagnosis
+    plan, totals, diagnosis = report.plan, report.totals, report.diagnosis
     return {
         "out": str(report.out),
         "kind": plan.output,
@@ -287,17 +283,19 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
         "notes": [dataclasses.asdict(n) for n in plan.notes],
-        "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
+        "findings": None if diagnosis is None else [c.code for c in diagnosis.checks if c.verdict == "found"],
     }
 
 
 def compact_plan(plan: MergePlan) -> dict[str, Any]:
     """A plan without its tensors: counts by action and reason, and totals."""
-    groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
-    first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}
+    groups: dict[tuple[str, str | None, str], list[str]] = {}
+    for item in plan.items:
+        method = item.call.method if item.call else None
+        groups.setdefault((item.action, method, item.reason), []).append(item.name)
     rows = [
-        {"action": key[0], "method": key[1], "count": n, "reason": key[2], "first": first[key]}
-        for key, n in groups.items()
+        {"action": action, "method": method, "count": len(names), "reason": reason, "first": names[0]}
+        for (action, method, reason), names in groups.items()
     ]
     return {
         "kind": plan.output,
@@ -321,8 +319,8 @@ def size_data(norms: Norms | None, plan: MergePlan) -> dict[str, Any] | None:
     """Norms of a merge, and the code of a check that finds them far off; None if nothing was merged."""
     if norms is None:
         return None
-    found = size_finding(norms, plan)
-    code = None if found is None else found[0]
+    finding = size_finding(norms, plan)
+    code = None if finding is None else finding[0]
     return {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts), "warning": code}
 
 
@@ -333,35 +331,35 @@ CONTESTED = 10
 """Maximum number of listed matrices."""
 
 
-def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
+def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
     """Print experts, checks, the matrices on which experts disagree most, and the report's files."""
-    totals = found.totals
+    totals = diagnosis.totals
     console.print(
-        f"[bold]{escape(found.method)}[/bold] over {len(found.experts)} experts"
-        + (f" of {escape(found.base)}" if found.base else "")
+        f"[bold]{escape(diagnosis.method)}[/bold] over {len(diagnosis.experts)} experts"
+        + (f" of {escape(diagnosis.base)}" if diagnosis.base else "")
         + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
     )
-    if found.agreement is not None:
-        print_kept(found.agreement)
+    if diagnosis.agreement is not None:
+        print_kept(diagnosis.agreement)
     else:
-        commands = measure_answers(found).splitlines()
+        commands = measure_answers(diagnosis).splitlines()
         how = "On a few inputs of each expert's task, without labels:" if commands else "Compare images."
         console.print(f"\nis it good? Not measured. {how}")
         for line in commands:
             console.print(f"  {escape(line)}", soft_wrap=True)
-    if found.measures:
+    if diagnosis.measures:
         console.print("\nper expert: norm and rho over all matrices, medians of the rest")
-        console.print(_experts(found))
-        console.print(_merged(found.measures))
-    if found.residual_on_data is not None:
+        console.print(_experts(diagnosis))
+        console.print(_merged(diagnosis.measures))
+    if diagnosis.residual_on_data is not None:
         console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
-        console.print(_on_data(found.residual_on_data))
-    print_checks(found.checks)
-    for note in found.recipe.get("notes", ()):
+        console.print(_on_data(diagnosis.residual_on_data))
+    print_checks(diagnosis.checks)
+    for note in diagnosis.recipe.get("notes", ()):
         console.print(f"note: {escape(note)}")
-    if found.measures:
+    if diagnosis.measures:
         console.print("\nmatrices of the largest rho")
-        console.print(_contested(found))
+        console.print(_contested(diagnosis))
     for file in files:
         console.print(f"report: {escape(file)}", soft_wrap=True)
 
@@ -379,11 +377,11 @@ def print_checks(checks: Sequence[CheckResult]) -> None:
     console.print(words + (f", muted: {', '.join(counts['muted'])}" if counts["muted"] else ""))
 
 
-def _experts(found: Diagnosis) -> Table:
+def _experts(diagnosis: Diagnosis) -> Table:
     """Table with a row per expert, over all matrices."""
     table = _table("expert", "norm", "of base", "snr", "overlap", "rho")
-    for t, summary in enumerate(found.experts):
-        rows = [m for m in found.measures if m.norms[t] > 0]
+    for t, summary in enumerate(diagnosis.experts):
+        rows = [m for m in diagnosis.measures if m.norms[t] > 0]
         norm = math.sqrt(math.fsum(m.norms[t] ** 2 for m in rows))
         others = [max((m.subspace_overlap[t][s] for s in range(len(m.norms)) if s != t), default=0.0) for m in rows]
         table.add_row(
@@ -416,15 +414,15 @@ def _on_data(rows: Sequence[DataResidual]) -> Table:
     return table
 
 
-def _contested(found: Diagnosis) -> Table:
+def _contested(diagnosis: Diagnosis) -> Table:
     table = _table("matrix", "rho", "expert", "overlap", "norm/mean")
-    for m in sorted(found.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
+    for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
         worst = max(range(len(m.residual)), key=m.residual.__getitem__)
         pairs = [(s, t) for s in range(len(m.norms)) for t in range(s)]
         table.add_row(
             escape(m.label.replace(".weight", "")),
             f"{m.residual[worst]:.2f}",
-            escape(found.experts[worst].name),
+            escape(diagnosis.experts[worst].name),
             f"{max(m.subspace_overlap[s][t] for s, t in pairs):.2f}" if pairs else "-",
             f"{m.merged_norm / m.mean_norm:.2f}" if m.mean_norm else "-",
         )

@@ -66,16 +66,16 @@ class QuestionFlags:
             images_of(self.images)  # fail before merging
 
         def ask(loaded: Loaded) -> dict[str, Any]:
-            found: dict[str, Any] = {}
+            answers: dict[str, Any] = {}
             if self.prompt:
                 chat = False if self.plain else None
-                found["answers"] = [answer(loaded, p, new_tokens=self.new_tokens, chat=chat) for p in self.prompt]
+                answers["answers"] = [answer(loaded, p, new_tokens=self.new_tokens, chat=chat) for p in self.prompt]
             if self.images:
                 rows = classify(loaded, self.images, classes=split_list(self.classes), template=self.template)
-                found["images"] = [asdict(row) for row in rows]
+                answers["images"] = [asdict(row) for row in rows]
             if scored is not None:
-                found["scores"] = scored.scores(loaded.model)
-            return found
+                answers["scores"] = scored.scores(loaded.model)
+            return answers
 
         return ask
 
@@ -84,7 +84,7 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("out",), set=("statistics", "dtype", "to", "rank"))],
+    fields: Annotated[RecipeFlags, FlagFields(without=("out",), set=("statistics", "dtype", "to", "rank", "drop"))],
     run: Annotated[
         RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"), set=("max_memory",))
     ],
@@ -103,17 +103,17 @@ def try_(
     every expert. Answers are not sampled: the same command gives the same text.
     """
     question.check()
-    recipes = given.recipes(recipe)
+    recipes = fields.recipes(recipe)
     if question.written:
         _show_written(recipes[0], run, question, shown)
         return
     ask = question.asker(recipes[0])
     results = []
     for name, loaded in _models(recipes, run, question, quiet=shown.quiet or shown.json):
-        found = {"model": name, **ask(loaded)}
-        results.append(found)
+        answers = {"model": name, **ask(loaded)}
+        results.append(answers)
         if not shown.json:
-            _print(found, question.prompt or [])
+            _print(answers, question.prompt or [])
     if shown.json:
         print_result("try", {"prompts": question.prompt or [], "models": results})
 
@@ -165,21 +165,21 @@ def _show_written(recipe: Recipe, run: RunSettings, question: QuestionFlags, sho
             console.print(f"  {escape(text)}", soft_wrap=True)
 
 
-def _print(found: dict[str, Any], prompts: Sequence[str]) -> None:
+def _print(answers: dict[str, Any], prompts: Sequence[str]) -> None:
 
-    console.print(f"[bold]{escape(found['model'])}[/bold]")
-    for prompt, text in zip(prompts, found.get("answers", ()), strict=False):
+    console.print(f"[bold]{escape(answers['model'])}[/bold]")
+    for prompt, text in zip(prompts, answers.get("answers", ()), strict=False):
         if len(prompts) > 1:
             console.print(f"  {escape(prompt)}")
         console.print("\n".join(f"  {escape(line)}" for line in str(text).splitlines()) or "  (nothing)")
-    rows = found.get("images", ())
+    rows = answers.get("images", ())
     for row in rows:
         mark = "" if row["folder"] in (None, row["label"]) else "  [yellow]not its folder[/yellow]"
         console.print(f"  {escape(row['image'])}: {escape(row['label'])} ({100 * row['probability']:.0f} %){mark}")
     if known := [r for r in rows if r["folder"] is not None]:
         right = sum(r["folder"] == r["label"] for r in known)
         console.print(f"  {right} of {len(known)} images are in the folder of their class")
-    for task, metrics in found.get("scores", {}).items():
+    for task, metrics in answers.get("scores", {}).items():
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         console.print(f"  {escape(task)}: {escape(shown)}")
 

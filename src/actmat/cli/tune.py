@@ -74,26 +74,21 @@ class SearchFlags:
         if self.limit is not None:
             raise typer.BadParameter("limit needs --score lm-eval:TASK,TASK; samples is the number of inputs")
         if self.score not in get_args(ScoreName):
-            raise typer.BadParameter(
-                f"--score is one of {', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK; got '{self.score}'"
-            )
+            expected = f"{', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK"
+            raise typer.BadParameter(f"--score is one of {expected}; got '{self.score}'")
         return cast("Score", self.score)
 
 
-def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _named_classes(texts: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Expert -> names of its classes; classes without a name apply to all experts."""
     out: dict[str, tuple[str, ...]] = {}
-    for text in given:
+    for text in texts:
         name, listed = split_name(text)
-        path = Path(listed)
-        classes = tuple(
-            split_list(",".join(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else listed)
-        )
         if name and name not in names:
-            raise typer.BadParameter(
-                f"classes are given for '{name}', but no expert has this name; experts: {', '.join(names)}"
-            )
-        out |= dict.fromkeys([name] if name else names, classes)
+            raise typer.BadParameter(f"classes of '{name}': no expert has this name; experts: {', '.join(names)}")
+        if (path := Path(listed)).is_file():
+            listed = ",".join(path.read_text(encoding="utf-8").splitlines())
+        out |= dict.fromkeys([name] if name else names, tuple(split_list(listed)))
     return out
 
 
@@ -101,7 +96,9 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics",))],
+    fields: Annotated[
+        RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics", "drop"))
+    ],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],
     search: SearchFlags,
@@ -125,7 +122,7 @@ def tune(
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import READ, tune_recipe
 
-    (wanted, *_) = given.recipes(recipe)
+    (wanted, *_) = fields.recipes(recipe)
     refuse_no_output([wanted])
     if not asked.data:
         raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=INPUTS, once per expert")
@@ -140,7 +137,7 @@ def tune(
     shared = {n: getattr(search, n) for n in ("minutes", "budget", "least_agreement", "keep_work")}
     names = ("model_class", "model_dtype", "new_tokens")
     shared |= {name: value for name in names if (value := getattr(asked, name)) is not None}
-    score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in given
+    score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in fields
     settings = TuneSettings(score=score, as_adapter=as_adapter, **shared)
     with showing_search(quiet=shown.quiet or shown.json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)

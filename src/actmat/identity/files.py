@@ -99,7 +99,12 @@ class InputFiles:
             tokens, rules = self.reader.found(self.source, path)
             return {"tokens": dict(tokens), **rules}
         file = self.source.fetch(path)
-        value = parse_json(read_bytes(file)) if path.endswith(".json") else None
+        value: Any = None
+        if path.endswith(".json"):
+            try:
+                value = self.reader.config(file)  # the same as for tokens and templates, read once
+            except CheckpointError:  # a list, or none
+                value = parse_json(read_bytes(file))
         if path == MODULES and isinstance(value, list):
             return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in value]}
         if not isinstance(value, Mapping):

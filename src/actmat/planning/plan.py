@@ -20,7 +20,7 @@ from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import commit_of
 from actmat.checkpoints.writing.shards import parse_size
-from actmat.errors import AlignmentError, CheckpointError
+from actmat.errors import AlignmentError, CheckpointError, RecipeError
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
@@ -142,6 +142,7 @@ def build_plan(
         base_config: `config.json` of an adapter's base, if known; it identifies packed projections.
 
     Raises:
+        RecipeError: a method, option or step is unknown; carries all problems, those of the inputs among them.
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
     """
     statistics = statistics or ExpertStatistics.none(recipe.labels)
@@ -160,7 +161,8 @@ def build_plan(
     else:
         problems += base_problems(recipe, base, experts, scope.ignored, chooser)
     merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
-    check(problems or list(idle_problems(recipe.labels, merged)))
+    problems = problems or list(idle_problems(recipe.labels, merged))
+    check(problems, RecipeError if chooser.problems else AlignmentError)
     written = _write(recipe, base, _items(recipe, base, experts, decided), scope, chooser)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     costs = Costs(recipe, base, HOST if is_extracted else room)

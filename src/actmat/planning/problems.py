@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_problems
-from actmat.errors import AlignmentError
+from actmat.errors import AlignmentError, MergeError
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.ties import tied_partner
@@ -17,11 +17,11 @@ from actmat.planning.post import factor_problems, space_input_problems
 from actmat.recipe import Recipe
 
 
-def check(problems: Sequence[str]) -> None:
-    """Raise the problems of a plan, if there are any."""
+def check(problems: Sequence[str], kind: type[MergeError] = AlignmentError) -> None:
+    """Raise the problems of a plan as one error, if there are any."""
     if problems:
         many = "s" * (len(problems) > 1)
-        raise AlignmentError(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
+        raise kind(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
 
 
 def input_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:

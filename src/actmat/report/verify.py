@@ -13,6 +13,7 @@ from actmat.bounds import is_url
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import HASH_NAME, hash_names
 from actmat.checkpoints.marks import with_marks
+from actmat.checkpoints.memory import LABEL
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.untied import untie
@@ -133,6 +134,8 @@ def verify(
         read_from, checked = ManifestInputs(stack, manifest, directory), list[str]()
         if inputs:
             unchecked += _unchecked_inputs(manifest)
+            held = [label for label, place in read_from.places.items() if place.startswith(LABEL)]
+            unchecked += [f"input '{label}': was in memory" for label in held]
             checked = _check_inputs(read_from, directory, problems, progress)
         else:
             unchecked.append(f"inputs {', '.join(read_from.places)}: not requested")
@@ -147,6 +150,8 @@ def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], 
     """Compare all inputs with their recorded hashes; returns the names of the checked ones."""
     checked = []
     for label, place in inputs.places.items():
+        if place.startswith(LABEL):
+            continue
         try:
             stored, expected = inputs.as_read(label), inputs.expected(label)
             problems += _compare(stored.tensors, expected, f"input '{label}' ({place})", progress, partial=True)

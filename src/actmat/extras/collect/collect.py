@@ -106,7 +106,7 @@ def bound(
     adapter: str | Path | None,
     same: Binding | None = None,
 ) -> Iterator[Binding]:
-    """The model bound to its checkpoint and adapter, which are open for the duration.
+    """The model bound to its checkpoint and adapter, which are open for the duration, or longer if given open.
 
     Args:
         same: of the same model with another adapter, which changed no parameter of its own; nothing is compared then.
@@ -119,10 +119,11 @@ def bound(
             return
         if checkpoint is None:
             checkpoint = _named_checkpoint(model)
-        opened = None if checkpoint is None else require_model(locate_in(stack, checkpoint))
+        if checkpoint is not None and not isinstance(checkpoint, Model):
+            checkpoint = require_model(locate_in(stack, checkpoint))
         if adapter is None:
             _check_no_adapter(model)
-        yield bind(model, opened, on_top)
+        yield bind(model, checkpoint, on_top)
 
 
 def _adapter(located: OpenInput) -> Adapter:

@@ -19,6 +19,7 @@ from actmat.bounds import local_path
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import CheckpointError, StatisticsError, did_you_mean, first_of
 from actmat.experts.locate import fields_of, locate, require_model
@@ -38,7 +39,7 @@ class Loaded:
     """A loaded model and its origin."""
 
     model: nn.Module  # in evaluation mode
-    checkpoint: str  # location of the checkpoint
+    checkpoint: str | Model  # location of the checkpoint, or its tensors in memory
     adapter: str | None  # location of the adapter on it, or None
     files: str  # location of tokenizer and image processor: the checkpoint's or the adapter's
     read: dict[str, Any] = field(default_factory=dict, compare=False)  # tokenizer and processor that were loaded
@@ -137,6 +138,7 @@ def switched(loaded: Loaded, location: str) -> Loaded:
     """
     with locate(location) as located:
         assert isinstance(located, Adapter)
+        assert isinstance(loaded.checkpoint, str)
         _check_for_peft(located, location)
     model: Any = loaded.model
     before = model.active_adapter

@@ -48,6 +48,7 @@ from actmat.extras.tune.written import check_written, write_own
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.run.automatic import AUTO
+from actmat.run.locate import Held
 from actmat.settings import RunSettings
 
 FEWEST = 4
@@ -268,7 +269,7 @@ class Asking:
             )
         return rows
 
-    def rivals(self, recipe: Recipe, folder: Path) -> dict[str, RivalMerge]:
+    def rivals(self, recipe: Recipe, folder: Path, held: Held) -> dict[str, RivalMerge]:
         """The merge that `auto` makes without inputs, and the plain average, made in `folder` and compared.
 
         One is missing where it would be large, or cannot be made.
@@ -277,14 +278,14 @@ class Asking:
         for name, method in (("without", AUTO), ("average", "average")) if self.asked else ():
             with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=".rival.", dir=folder) as inside:
                 rival = plain_merge(recipe, method).model_copy(update={"out": str(Path(inside) / name)})
-                plan = plan_recipe(rival)
+                plan = plan_recipe(rival, held=held)
                 compared = next((c for choice, c in rivals.values() if choice == choice_of(plan.recipe)), None)
                 if compared is None and plan.write_bytes > SMALL_BYTES:
                     size = format_size(plan.write_bytes)
                     self.progress.note(f"{plan.recipe.method} is not compared: it would take {size} on the disk")
                     continue
                 if compared is None:
-                    run_recipes([rival], RunSettings(durable=False))
+                    run_recipes([rival], RunSettings(durable=False, held=held))
                     compared = self.compare(str(rival.out), plan.recipe.method, self.asked)
                 rivals[name] = (choice_of(plan.recipe), compared)
         return rivals
@@ -397,7 +398,7 @@ def measure_agreement(
         except StatisticsError as error:
             raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
     compared = asking.compare(place, "the merge", asking.questions)
-    (rows,) = asking.rows([(recipe, compared)], asking.rivals(recipe, place.parent))
+    (rows,) = asking.rows([(recipe, compared)], asking.rivals(recipe, place.parent, {}))
     return rows
 
 

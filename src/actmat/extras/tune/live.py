@@ -7,8 +7,8 @@ a merged adapter is switched onto the base, and its scaling is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,19 +24,25 @@ from actmat.planning.model import MergePlan
 
 @dataclass
 class Loader:
-    """Loads one model after the other, of transformers or as `given` says; adapters of one base are switched on it."""
+    """Loads one model after the other, as `given` says or of transformers; adapters of one base are switched on it.
+
+    Models in memory are `loaded` already, by their places.
+    """
 
     base: str
     model_class: str | None = None
     dtype: str = "float32"
     device: str = "cpu"
     given: Callable[[str], Loaded] | None = None
+    loaded: Mapping[str, Loaded] = field(default_factory=dict)
     on_base: Loaded | None = None
 
     def load(self, place: str) -> Loaded:
         """The model at a place; an adapter that was loaded before it cannot be used any more."""
         if self.given is not None:
             return self.given(place)
+        if place in self.loaded:
+            return self.loaded[place]
         before, self.on_base = self.on_base, None
         can = can_switch(place)
         found = switched(before, place) if before is not None and can else None

@@ -23,6 +23,7 @@ from actmat.extras.collect.data import (
     is_contrastive,
     prepare_data,
 )
+from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.written import MOST
 from actmat.recipe import Recipe
@@ -42,6 +43,7 @@ class InputSettings:
         keep_statistics: keep the folder `OUT.statistics`.
         template: around every text, {} is its place; or expert -> its own.
         as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
+        loaded: models in memory, by the places that recipes give them.
     """
 
     reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
@@ -51,10 +53,11 @@ class InputSettings:
     keep_statistics: bool = False
     template: str | Mapping[str, str] | None = None
     as_adapter: bool = True
+    loaded: Mapping[str, Loaded] = field(default_factory=dict)
 
     def loader(self, base: str, device: str) -> Loader:
         """Loads the models."""
-        return Loader(base, self.model_class, self.model_dtype, device)
+        return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
 
     def source(self, given: Any, *, measured: bool) -> DataOptions:
         """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.

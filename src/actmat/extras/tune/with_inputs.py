@@ -13,15 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.answers import FEW, GUESSES, verdict
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
-from actmat.errors import OutputError, StatisticsError, format_size
-from actmat.experts.locate import locate_in, require_model
+from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
+from actmat.experts.locate import locate_in
 from actmat.experts.lora.adapter import Adapter
+from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.binding import Binding
 from actmat.extras.collect.collect import bound, measured
+from actmat.extras.collect.data import SELF
 from actmat.extras.collect.files import merge_statistics
 from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
@@ -29,7 +34,7 @@ from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
 from actmat.extras.tune.kept import FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_device
-from actmat.extras.tune.progress import MergingProgress, TuneProgress
+from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
 from actmat.foreign import markdown
@@ -39,7 +44,7 @@ from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.report.manifest import write_manifest
 from actmat.run import MergeReport, run_recipes
 from actmat.run.automatic import AUTO
-from actmat.run.locate import Located, locate_inputs
+from actmat.run.locate import Held, Located, locate_inputs
 from actmat.settings import RunSettings
 
 
@@ -70,7 +75,7 @@ def merge_with_inputs(
     outs = [str(r.out) for r in recipes]
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
-    sources = read_inputs(recipes, data, check, settings)
+    sources = read_inputs(recipes, data, check, settings, run.held)
     adapters, folder = sources.as_adapter, Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
     measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
@@ -88,7 +93,7 @@ def merge_with_inputs(
         judged = _judge(recipes, measuring, run, as_adapter=adapters)
         plain = _ready(recipes[0], {}, (), as_adapter=adapters, fewest=0, mute=())
         measuring.work.mkdir(parents=True, exist_ok=True)
-        rivals = asking.rivals(plain, measuring.work)
+        rivals = asking.rivals(plain, measuring.work, run.held)
         chosen = [choose(r, seen, rivals) for r, seen in zip(recipes, judged, strict=True)]
         ready = measuring.ready([r for r, _ in chosen], notes, as_adapter=adapters)
         reports = run_recipes(ready, run, MergingProgress(progress, "merging"), draw=write_html)
@@ -124,9 +129,9 @@ class MergeSources:
     as_adapter: bool
 
 
-def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings) -> MergeSources:
+def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings, held: Held) -> MergeSources:
     """Read the inputs; raises the errors of `read_sources`."""
-    with locate_inputs(recipes[0]) as given, contextlib.ExitStack() as stack:
+    with locate_inputs(recipes[0], held) as given, contextlib.ExitStack() as stack:
         kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
         rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
         specs = _specs_under(given, stack)
@@ -187,11 +192,54 @@ def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, Te
     if base is None:
         place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
         base = locate_in(stack, place or given.recipe.experts[0].path)
-    return require_model(base).specs
+    return {} if isinstance(base, Adapter) else base.specs  # loading says what a file without a base cannot do
 
 
 def _model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
     return sum(s.numel * torch_dtype(dtype).itemsize for s in specs.values() if s.is_floating)
+
+
+def merge_by_arguments(
+    recipe: Recipe,
+    run: RunSettings,
+    data: Any,
+    asked: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+) -> MergeReport:
+    """Merge by inputs of the experts, from the arguments of `actmat.merge`.
+
+    Args:
+        recipe, run: of the merge.
+        data: expert -> its inputs, or "self".
+        asked: `check` and fields of `InputSettings`.
+        modules: those among the inputs in memory, by their places.
+
+    Raises:
+        RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
+    """
+    check, fields = asked.get("check") or {}, {n: value for n, value in asked.items() if n != "check"}
+    odd = [type(d).__name__ for d in (data, check) if not isinstance(d, Mapping) and d != SELF]
+    held = {e.label: e.path for e in recipe.experts if e.path in run.held}
+    loaded = {}
+    for place, opener in run.held.items():
+        model, files = opener(), getattr(modules.get(place), "name_or_path", "")
+        if files and isinstance(model, Model):
+            loaded[place] = Loaded(modules[place], model, None, files)
+    stuck = ", ".join(label for label, place in held.items() if place not in loaded)
+    causes = {
+        f"in memory: {stuck}; only a transformers model that was loaded from a folder runs, with its tokenizer. Fix: "
+        "save_pretrained of model and tokenizer, and give the folders": bool(stuck),
+        "no output given. Fix: out=FOLDER": recipe.out is None,
+        f"data and check: expected expert -> inputs, found {', '.join(odd)}. Fix: {{'NAME': INPUTS, ...}}": bool(odd),
+    }
+    if problems := [text for text, is_found in causes.items() if is_found]:
+        raise RecipeError("A merge by inputs cannot be made of these arguments.", problems)
+    with contextlib.ExitStack() as stack:
+        for expert in loaded.values():
+            stack.enter_context(evaluating(expert.model))
+            fields.setdefault("model_dtype", str(next(expert.model.parameters()).dtype).removeprefix("torch."))
+        settings = InputSettings(loaded=loaded, **fields)
+        return merge_with_inputs([recipe], data, check, settings, run, usual_tune_progress())[0]
 
 
 def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
@@ -200,7 +248,7 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
     Raises:
         RecipeError, StatisticsError: inputs or data that cannot be used.
     """
-    sources = read_inputs([recipe], data, check, settings)
+    sources = read_inputs([recipe], data, check, settings, {})
     checked, kinds, specs = sources.check, sources.kinds, sources.specs
     method = "regmean" if recipe.method == AUTO and kinds else recipe.method
     lines = [f"{method}, with inputs of {len({**sources.data, **checked})} experts"]
