@@ -183,7 +183,7 @@ class Family:
             if self.has_text:
                 _save_tokenizer(folder / name)
         self.plain = {command: self.plan(command, folder / "base", folder / "one") for command in COMMANDS}
-        self.right = self.answers(folder / "one")
+        self.answers(folder / "one")  # raises where the class cannot be asked
 
     def plan(self, command: str, base: Path, expert: Path) -> tuple[set[str], Any]:
         """Notes of a command's plan, and all that it would do."""

@@ -26,11 +26,10 @@ def test_a_change_that_is_not_compared_is_silent(tmp_path: Path, monkeypatch: py
     family = Family(Architecture("transformers", "LlamaForCausalLM", "llama"), tmp_path)
     (tmp_path / "one" / "generation_config.json").write_text('{"eos_token_id": 7}')
     change = Neighbour("generation_config.json", "eos_token_id", lambda folder: None)
-    family.right = ""
     assert family.verdict("merge", "expert", change, tmp_path / "one") == "said"
     monkeypatch.setattr(files, "_unlike", lambda *a: iter(()))
     assert family.verdict("merge", "expert", change, tmp_path / "one") == "harmless"
-    assert family.verdict("merge", "base", change, tmp_path / "one") == "refused"
+    assert family.verdict("merge", "base", change, tmp_path / "one") == "silent"
 
 
 SILENT = {"GroupViTModel": ["merge, expert: tokens, two exchanged"]}
