@@ -42,6 +42,7 @@ from benchmarks.families.tiny import VOCABULARY, Architecture, architectures, bu
 
 SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
+ORIGINAL = {"base": "base", "expert": "one"}
 PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.", "student.")
 TEXT = "w5 w6 w7 <s> w8"
 
@@ -226,13 +227,9 @@ class Family:
         if neighbour.kind == "names" and doing == done:
             return "harmless"
         try:
-            return "harmless" if self.answers(changed) == self.answers(self.folder / _original(side)) else "silent"
+            return "harmless" if self.answers(changed) == self.answers(self.folder / ORIGINAL[side]) else "silent"
         except Exception:  # noqa: BLE001 - whatever the class says of the change
             return "unusable"
-
-
-def _original(side: str) -> str:
-    return "base" if side == "base" else "one"
 
 
 COMMANDS: dict[str, Callable[[Path, Path, Path], Any]] = {
@@ -277,7 +274,7 @@ def check(architecture: Architecture, changes: int, seconds: float = float("inf"
                 break
             side = "base" if number % 3 == 2 else "expert"
             changed = family.folder / "changed"
-            shutil.copytree(family.folder / _original(side), changed, copy_function=os.link)
+            shutil.copytree(family.folder / ORIGINAL[side], changed, copy_function=os.link)
             neighbour.apply(changed)
             for command in COMMANDS:
                 if side == "expert" or command != "average":
