@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 BINARY: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -50,11 +49,9 @@ _position = threading.Lock()
 
 def optional_module(name: str) -> Any:
     """A module of the standard library, or None on a system without it."""
-    try:
-        module: ModuleType = importlib.import_module(name)
-    except ImportError:
-        return None
-    return module
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    return None
 
 
 def usable_cores() -> int:

@@ -1,7 +1,5 @@
 """`model+adapter` as a checkpoint, against PEFT's `merge_and_unload`."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints of torch.distributed.checkpoint: read by ranges, from the metadata on."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from pathlib import Path

@@ -178,6 +178,17 @@ def test_tokens_of_a_gguf_base_are_compared(swapped: bool | None, words: str, tm
     assert bool(swapped) == ("different tokens" in found)
 
 
+@pytest.mark.parametrize(
+    ("number", "said"), [(2, []), (3, ["headers differ in tokenizer.ggml.eos_token_id ('expert.gguf')"])]
+)
+def test_settings_in_headers_that_differ_are_said(number: int, said: list[str], tmp_path: Path) -> None:
+    """Templates, numbers of special tokens, and all else on the tokenizer but lists, which are compared as tokens."""
+    base = write_gguf(tmp_path / "base.gguf", tokenizer__ggml__eos_token_id=2)
+    expert = write_gguf(tmp_path / "expert.gguf", seed=1, tokenizer__ggml__eos_token_id=number)
+    notes = [n.text for n in actmat.plan(base, [expert], method="average").notes if n.text.startswith("headers")]
+    assert notes == [f"{text}: those of the base are written" for text in said]
+
+
 def in_pairs(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Rows as llama.cpp's converter writes them (`LlamaModel.permute`), transcribed for weights and biases."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])

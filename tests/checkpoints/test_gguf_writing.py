@@ -1,7 +1,5 @@
 """GGUF files that are written: read back by the package gguf, by transformers and by our reader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -181,3 +179,19 @@ def test_an_adapter_without_effect_and_one_that_is_not_read(tmp_path: Path) -> N
     config.write_text(json.dumps(fields | {"r": 8}))
     with pytest.raises(MergeError, match="cannot be read as an adapter"):
         actmat.export(tmp_path / "lora", out=tmp_path / "wrong.gguf", to="gguf", like=str(base))
+
+
+@pytest.mark.parametrize("changed", [{}, {"rms_norm_eps": 1e-2}, {"rope_theta": 1e6}])
+def test_metadata_of_another_base_are_not_copied(changed: dict[str, float], tmp_path: Path) -> None:
+    """A file's metadata say what llama.cpp computes: a model that computes otherwise cannot be written with them."""
+    base = write_gguf(tmp_path / "base.gguf", "F16")
+    model = as_checkpoint(base, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rope_parameters": None, **changed}))
+    arguments: dict[str, Any] = {"out": tmp_path / "out.gguf", "to": "gguf", "like": str(base), "type": "f16"}
+    if not changed:
+        actmat.export(model, **arguments)
+        return
+    with pytest.raises(MergeError, match=f"cannot be written with the metadata of .*{next(iter(changed))}.* Fix: "):
+        actmat.export(model, **arguments)
+    assert not (tmp_path / "out.gguf").exists()

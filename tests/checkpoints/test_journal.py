@@ -1,7 +1,5 @@
 """Journals: appended and read by place, whatever is at their end; shards that several processes write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Skipped where llama-cpp-python is not installed: it is built from source, and only here it is needed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings of quantized checkpoints: each is in one list, and what is refused or not known is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Views of a tensor's memory outlive the name of the tensor."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of sentence-transformers: modules with weights are merged by name, as the library itself reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

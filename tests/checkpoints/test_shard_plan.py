@@ -1,7 +1,5 @@
 """Where output tensors go: a pure function of names, shapes and dtypes, readable by the safetensors library."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that go with an output: by rule, deeper ones too, and the others named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stacks: layers of several checkpoints as one checkpoint, in locations, handles, configs and merges."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stacks of layers against the same layers put together in memory, for configs that speak of layers by number."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The writer, the files beside the weights, and content hashes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Experts of another vocabulary: rows are taken by token, in the base's order."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -208,3 +206,27 @@ def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
     without = actmat(["plan", *flags[:4]])
     assert without.code == 1
     assert "another vocabulary" in without.err
+
+
+def add(folder: Path, name: str, values: dict[str, torch.Tensor]) -> None:
+    """Store one more tensor in base and expert."""
+    for place, value in values.items():
+        text = (folder / place / "tokenizer.json").read_text()
+        save_checkpoint(folder / place, {**load_file(folder / place / "model.safetensors"), name: value})
+        (folder / place / "tokenizer.json").write_text(text)
+
+
+@pytest.mark.parametrize("name", ["vocab_projector.bias", "pred_layer.proj.bias", "decoder.bias"])
+def test_every_vector_with_an_entry_per_token_follows_its_tokens(name: str, folder: Path) -> None:
+    """Biases of heads have other names in every family: what is as long as the vocabulary belongs to it."""
+    ours, theirs = torch.arange(20.0), 100 + torch.arange(float(len(EXPERT)))
+    add(folder, name, {"base": ours, "expert": theirs})
+    right = [theirs[EXPERT.index(t)] if t in EXPERT else ours[i] for i, t in enumerate(BASE)]
+    moved = aligned("base", "expert")[1]["expert"].tensors.read(name)
+    assert moved[: len(BASE)].tolist() == [float(value) for value in right]
+
+
+def test_an_axis_of_tokens_without_rows_is_refused(folder: Path) -> None:
+    add(folder, "final_logits_bias", {"base": torch.zeros(1, 20), "expert": torch.zeros(1, len(EXPERT))})
+    with pytest.raises(CheckpointError, match=r"final_logits_bias has an axis of 18 entries, one per token.* Fix: "):
+        aligned("base", "expert")

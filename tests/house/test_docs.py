@@ -1,7 +1,5 @@
 """Documentation is true: every python, bash and console block runs, every internal link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Generated parts of the documentation are up to date; the site builds, and the tutorial runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

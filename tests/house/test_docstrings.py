@@ -1,7 +1,5 @@
 """Dotted names that docstrings and comments put in backticks are names of things that exist."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

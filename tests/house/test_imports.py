@@ -1,7 +1,5 @@
 """`import actmat` and `actmat --help` are fast: nothing heavy is imported before a command needs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Public functions live in `api`; their keyword arguments are typed, as the recipe and the settings have them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import types

@@ -1,8 +1,7 @@
 """The public surface is the recorded one; schemas describe real files; files of other versions are refused."""
 
-from __future__ import annotations
-
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,3 +129,24 @@ def test_files_of_other_versions_are_refused_with_both_numbers(merges: Path, tmp
     path.write_text(path.read_text().replace('"actmat_manifest": 1', '"actmat_manifest": 2', 1))
     with pytest.raises(CheckpointError, match="layout 2; this version of actmat reads layout 1"):
         read_manifest(tmp_path / "model")
+
+
+OF_OTHERS = re.compile(
+    r"\b(vllm|ray|python|pip|cmd|llama-gguf-split|start|zero_to_fp32)\b|force-reinstall|lora|num-cpus|SPELLINGS"
+)
+"""Marks of lines of code about flags of other programs."""
+
+
+def test_flags_that_messages_name_exist() -> None:
+    """A fix that is printed works: no text names a flag that went, but those that say what to type instead."""
+    known = {*re.findall(r"--[a-z][a-z0-9-]+", json.dumps(surface())), "--help", "--help-all"}
+    files = [p for p in (ROOT / "src").rglob("*.py") if p.name not in ("main.py", "flag.py")]
+    named = [
+        (path.relative_to(ROOT).as_posix(), flag)
+        for path in files
+        for line in path.read_text(encoding="utf-8").split("\n")
+        if not OF_OTHERS.search(line)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)
+    ]
+    assert len(named) > 100
+    assert [(path, flag) for path, flag in named if flag not in known] == []

@@ -1,7 +1,5 @@
 """Wheel, sdist and containers hold what is needed; citation and workflows fit; no file tells of a machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

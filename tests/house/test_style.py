@@ -3,8 +3,6 @@
 Ruff counts parameters and branches, and wants docstrings; mypy wants annotations.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 from tests.helpers.repository import PACKAGE, ROOT, module_name, modules, tracked_files, tree, type_names
 
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
-BOUNDS = {"core": 22_650, "src": 41_750, "whole tree": 110_350}
+BOUNDS = {"core": 22_650, "src": 41_750, "whole tree": 110_150}
 """Most lines of code; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by what is
 removed: lower a bound when something goes."""
 

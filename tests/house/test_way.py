@@ -1,7 +1,5 @@
 """The lists of CONTRIBUTING.md ("The way of one merge") against merges: what is listed is called, in that order."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Texts of data: chats through templates of foreign models, tables, byte-order marks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +71,7 @@ FILES = {  # name, text -> rows, or words of the error
     ("q.csv", "text\nwhat is two , or three ?\n"): "q.csv: line 2 has 2 values, but the first line names 1 column",
     ("q.csv", "text,other\nb\n"): "line 2 has 1 values, but the first line names 2 column",
     ("q.csv", "what is two , or three ?\nb\n"): "q.csv: expected a first line that names each column once",
-    ("q.csv", "text;other\nb;c\n"): "found 'text;other'. Fix: pass --text-column",
+    ("q.csv", "text;other\nb;c\n"): "found 'text;other'. Fix: --set text_column=NAME",
     ("q.csv", "text,text\nb,c\n"): "names each column once",
     ("q.csv", 'text\n"b\n'): "unexpected end of data",
     ("q.csv", ""): "is empty",

@@ -85,6 +85,10 @@ class ModelFolder:
         """Tokens by their rows, of a format that stores them in its header; empty for others."""
         return ()
 
+    def header_settings(self) -> Mapping[str, Any]:
+        """Settings of the tokenizer that a format stores in its header: templates, numbers of tokens; else empty."""
+        return {}
+
     def converted_tokenizer(self) -> Mapping[str, str]:
         """Name -> text of a tokenizer's files, made from a header that holds one; takes seconds."""
         return {}

@@ -27,8 +27,7 @@ def is_shown(gained: int, lost: int) -> bool:
     (True, False, True)
     """
     count = gained + lost
-    as_many: int = sum(comb(count, n) for n in range(gained, count + 1))
-    return as_many <= float(CHANCE * 2**count)
+    return sum(comb(count, n) for n in range(gained, count + 1)) <= float(CHANCE * 2**count)
 
 
 def share_words(kept: int, inputs: int) -> str:

@@ -16,7 +16,7 @@ from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.configs import FIX, InputAgreement, agree, words_of
-from actmat.identity.files import FileAgreement, InputFiles, agree_files
+from actmat.identity.files import FileAgreement, InputFiles, agree_files, unequal_keys
 from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
 from actmat.layout.ties import is_output_head, is_token_table
 
@@ -58,10 +58,17 @@ def compare_inputs(
         return InputAgreement(tuple(problems), (*found.problems, *found.notes, *notes, *agreed.notes), {}, agreed.taken)
     full = [(n, e) for n, e in experts if not e.needs_base and e.model.folder.files and base.folder.files]
     if bare := [f"'{label}'" for label, one in full if (one.config is None) != (base.config is None)]:
-        which = "the base" if base.config is None else first_of(bare)
-        notes.append(f"no config.json of {which} is there to be compared. Fix: give the folder of the model")
-    notes += agreed.notes
+        bare = ["the base"] if base.config is None else bare
+        notes.append(f"no config.json of {first_of(bare)} is there to be compared. Fix: give the folder of the model")
+    notes += [*agreed.notes, *_header_notes(every)]
     return InputAgreement((*found.problems, *problems), (*found.notes, *notes), found.configs, agreed.taken)
+
+
+def _header_notes(every: Sequence[tuple[str, Model | Deltas]]) -> list[str]:
+    """A note on settings of tokenizers that headers of weight files hold and that differ; they are written as one."""
+    (first, ours), *others = [(n, s) for n, one in every if (s := _folder(one).header_settings())] or [("", {})]
+    rows = [f"{key} ('{label}')" for label, theirs in others for key in unequal_keys(ours, theirs)]
+    return [f"headers differ in {first_of(rows)}: those of {words_of(first)} are written"] if rows else []
 
 
 def _with_labels(

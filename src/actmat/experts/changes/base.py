@@ -17,6 +17,7 @@ from actmat.checkpoints.keys import Keys
 from actmat.linalg.lowrank import LowRank
 
 
+@dataclass(frozen=True)
 class Change(abc.ABC):
     """Delta of one tensor.
 
@@ -32,11 +33,11 @@ class Change(abc.ABC):
 
     target: str
     stored: tuple[str, ...]
-    kind: str = "linear"
-    rank: int = 0
-    is_optional: bool = False
-    is_turned: bool = False
-    only_straight: bool = False
+    kind = "linear"
+    rank = 0
+    is_optional = False
+    is_turned = False
+    only_straight = False
 
     @property
     @abc.abstractmethod

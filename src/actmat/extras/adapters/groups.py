@@ -75,8 +75,6 @@ def shape_misfit(expected: Sequence[int], shape: Sequence[int]) -> str:
 class OwnDelta(Change):
     """A delta of a known shape, formed from stored tensors without the base."""
 
-    target: str
-    stored: tuple[str, ...]
     scaling: float
     shape: tuple[int, int]
     reads_base = False

@@ -24,8 +24,6 @@ from actmat.extras.adapters.groups import Group, family_keys, group_tensors
 class Scaled(Change):
     """The base's rows or columns times (factor - `unchanged`), where `unchanged` is the neutral factor."""
 
-    target: str
-    stored: tuple[str, ...]
     count: int
     of_inputs: bool
     unchanged: float = 1.0

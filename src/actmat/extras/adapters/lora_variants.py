@@ -43,8 +43,6 @@ _STARTS: dict[str, Literal["pissa", "olora"]] = {"pissa": "pissa", "olora": "olo
 class _Pair(Change):
     """`s B A`."""
 
-    target: str
-    stored: tuple[str, ...]
     module: AdapterModule
     rank: int
     kind: str
@@ -80,8 +78,6 @@ class _Residual(_Pair):
 class _Dora(Change):
     """Pairs with a magnitude per output, or per column of a table."""
 
-    target: str
-    stored: tuple[str, ...]
     module: AdapterModule
     magnitude: str
     kind: str
@@ -105,8 +101,6 @@ class _Dora(Change):
 class _Bias(Change):
     """`s lora_B.bias`, added to the layer's bias."""
 
-    target: str
-    stored: tuple[str, ...]
     scaling: float
     count: int
     kind: str = "bias"
@@ -123,8 +117,6 @@ class _Bias(Change):
 class _Tokens(Change):
     """Replaced rows of a table."""
 
-    target: str
-    stored: tuple[str, ...]
     indices: tuple[int, ...]
     width: int
     kind: str = "tokens"

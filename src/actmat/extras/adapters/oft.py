@@ -24,8 +24,6 @@ from actmat.extras.adapters.groups import family_keys, group_tensors
 
 @dataclass(frozen=True)
 class _Rotation(Change):
-    target: str
-    stored: tuple[str, ...]
     blocks: int  # number of stored blocks
     size: int
     is_shared: bool

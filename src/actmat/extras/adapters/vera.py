@@ -23,8 +23,8 @@ SHARED_A, SHARED_B = "base_model.vera_A", "base_model.vera_B"
 
 @dataclass(frozen=True)
 class _Shared(Change):
-    target: str
-    stored: tuple[str, ...]  # lambda_b, lambda_d, A, B
+    """Factors that all layers share, scaled; `stored`: lambda_b, lambda_d, A, B."""
+
     rows_of_b: int
     width: int  # columns of the shared A
     rank: int

@@ -85,7 +85,7 @@ def _decay(argument: str, text: str) -> float:
     except ValueError:
         decay = math.nan
     if not 0 < decay <= 1:
-        raise RecipeError(f"--weights: expected ema:DECAY with a decay in (0, 1], such as ema:0.9; found '{text[:80]}'")
+        raise RecipeError(f"WEIGHTS: expected ema:DECAY with a decay in (0, 1], such as ema:0.9; found '{text[:80]}'")
     return decay
 
 
@@ -93,11 +93,11 @@ def _listed(text: str, count: int) -> list[float]:
     try:
         weights = [float(piece) for piece in text.split(",")]
     except ValueError:
-        raise RecipeError(f"--weights: expected {FORMS}; found '{text[:80]}'") from None
+        raise RecipeError(f"WEIGHTS: expected {FORMS}; found '{text[:80]}'") from None
     if len(weights) != count:
-        raise RecipeError(f"--weights: expected one number per checkpoint, {count}, found {len(weights)}")
+        raise RecipeError(f"WEIGHTS: expected one number per checkpoint, {count}, found {len(weights)}")
     if not all(map(math.isfinite, weights)) or math.fsum(weights) == 0:
-        raise RecipeError(f"--weights: expected finite numbers with a sum other than 0, found '{text[:80]}'")
+        raise RecipeError(f"WEIGHTS: expected finite numbers with a sum other than 0, found '{text[:80]}'")
     return weights
 
 
@@ -123,7 +123,7 @@ def average_recipe(
     has_numbers = text.strip().partition(":")[0] not in NAMED
     if has_numbers and ordered != list(places):
         raise RecipeError(
-            "--weights lists one number per checkpoint, but the checkpoints are not in step order: "
+            "WEIGHTS lists one number per checkpoint, but the checkpoints are not in step order: "
             f"{', '.join(ordered)}. Fix: give them in this order, or use actmat.average(..., as_given=True)."
         )
     names = distinct_names(ordered)

@@ -272,7 +272,7 @@ def _table(path: Path, options: DataOptions) -> Iterator[Row]:
         if columns and not (named & {*columns} and len({*columns}) == len(columns)):
             raise StatisticsError(
                 f"{path}: expected a first line that names each column once, such as {TEXT_COLUMNS[0]}, found "
-                f"{','.join(columns)[:80]!r}. Fix: pass --text-column, write such a line, or name the file .txt if "
+                f"{','.join(columns)[:80]!r}. Fix: --set text_column=NAME, write such a line, or name the file .txt if "
                 "each line is a text."
             )
         for values in filter(None, lines):

@@ -139,8 +139,6 @@ class _Factors(OwnDelta):
 class _Decomposed(Change):
     """Another change whose outputs are rescaled to stored norms."""
 
-    target: str
-    stored: tuple[str, ...]
     change: Change
     magnitude: str
     count: int

@@ -59,6 +59,10 @@ class GgufFolder(ModelFolder):
             return ()
         return ["" if token == f"[PAD{row}]" else token for row, token in enumerate(listed.texts)]
 
+    def header_settings(self) -> Mapping[str, Any]:
+        """The template, numbers of special tokens and all else on the tokenizer but its lists."""
+        return {k: v for k, v in self.metadata.items() if k.startswith("tokenizer.") and not isinstance(v, SkippedList)}
+
     def converted_tokenizer(self) -> Mapping[str, str]:
         """Name of a file -> text; empty if transformers is missing or cannot convert it, which the output then says."""
         try:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
 from actmat.experts.locate import OpenInput, has_factors, locate, require_model, stored_of
@@ -26,6 +27,8 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
+from actmat.identity.configs import compare_configs, listed
+from actmat.identity.entries import ABSENT
 from actmat.linalg.scaling import FLOAT32_MAX
 
 if TYPE_CHECKING:
@@ -80,23 +83,35 @@ def write_gguf(located: OpenInput, out: Path, *, like: str | None = None, type: 
         raise RecipeError(f"GGUF export needs --like, a GGUF file of the base. {LIKE}.")
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
-    with _pattern(like) as pattern:
+    with _pattern(like) as (pattern, config):
         if isinstance(located, Adapter) and has_factors(located):
             if located.problems:
                 raise CheckpointError(f"{located.location} cannot be read as an adapter.", located.problems)
             return _write(out, pattern, _pieces_of_adapter(located, pattern, type), {"adapter": _alpha(located)})
-        tensors = require_model(located).tensors
-        return _write(out, pattern, _pieces_of_model(tensors, pattern, type), {"file_type": FILE_TYPES[type]})
+        model = require_model(located)
+        _check_settings(model, config, like)
+        return _write(out, pattern, _pieces_of_model(model.tensors, pattern, type), {"file_type": FILE_TYPES[type]})
 
 
 @contextlib.contextmanager
-def _pattern(like: str) -> Iterator[GgufFile]:
-    """Open the pattern; only its header is read."""
+def _pattern(like: str) -> Iterator[tuple[GgufFile, Config | None]]:
+    """Open the pattern, and its config; only its header is read."""
     with locate(like) as located:
         stored = getattr(stored_of(located).tensors, "stored", None)
         if not isinstance(stored, GgufFile):
             raise CheckpointError(f"{like}: --like is not a GGUF file. {LIKE}.")
-        yield stored
+        yield stored, stored_of(located).config
+
+
+def _check_settings(model: Model, config: Config | None, like: str) -> None:
+    """Raise for a model that computes otherwise than the metadata of the pattern say, which are copied."""
+    differences, _ = compare_configs(config or {}, {"the model": model.config or {}})
+    if changing := [d for d in differences if d.kind == "function" and ABSENT not in (d.base, d.expert)]:
+        raise AlignmentError(
+            f"{model.location} cannot be written with the metadata of {like}: {listed(changing, 'there')}. Likely "
+            "cause: the GGUF file of another base. Fix: give that of the model's own base, or convert the output with "
+            "llama.cpp's convert_hf_to_gguf.py"
+        )
 
 
 def _pieces_of_model(tensors: Tensors, pattern: GgufFile, type: str) -> list[_Piece]:

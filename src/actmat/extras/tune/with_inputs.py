@@ -59,7 +59,7 @@ def merge_with_inputs(
     """Merge recipes by inputs of their experts, and compare the answers of each merge with the experts'.
 
     Args:
-        recipes: of one run, see `run_recipes`; `auto` takes `regmean`.
+        recipes: of one run, see `run_recipes`; `auto` takes `regmean`, or its choice without inputs, see `choose`.
         data: expert -> inputs of its task: a data set, one text, a list, or `SELF`; or `SELF` for all.
         check: expert -> inputs that are only compared on, in place of the others.
         settings: of the models.
@@ -262,21 +262,17 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
         lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
     if "gram" in kinds:
         size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
-        lines.append(f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,")
-        lines.append("  removed after the merge")
+        inputs = f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,"
+        lines += [inputs, "  removed after the merge"]
     model = format_size(_model_bytes(specs, settings.model_dtype))
     return [*lines, f"  memory: one model of {model} at a time; nothing was run"]
 
 
 def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
     """Kinds of statistics that the merges use."""
-    found: set[str] = set()
-    for recipe in recipes:
-        if recipe.method != AUTO:
-            found.update(get_method(recipe.method).needs_statistics)
-        elif len(recipe.experts) > 1 and (recipe.base or given.only_adapters):
-            found.add("gram")
-    return frozenset(found)
+    named = {kind for r in recipes if r.method != AUTO for kind in get_method(r.method).needs_statistics}
+    by_auto = any(r.method == AUTO and len(r.experts) > 1 and (r.base or given.only_adapters) for r in recipes)
+    return frozenset(named | {"gram"} if by_auto else named)
 
 
 def deal(data: DataRows, folds: int, *, checks: bool = False) -> list[int | None]:

@@ -125,6 +125,11 @@ class _Joined:
         models = [i.model for i in self.inputs.values()]
         names = {n: tuple(n if m is donor.model else tokenizer.table_in(n, m) for m in models) for n in donor.tables}
         self._check_tables(donor, names, rows)
+        if others := tokenizer.other_axes(donor.model, donor.tables, donor.rows):
+            raise CheckpointError(
+                f"{donor.model.location}: {first_of(others)} has an axis of {donor.rows} entries, one per token, and "
+                "no rows that could follow the tokens. Fix: give experts whose tokenizer is the base's"
+            )
         if rows[: donor.rows] != [((number, row),) for row in range(donor.rows)]:
             self.moved.append(label)
         folders = [f for m in models if (f := m.folder.fetch()) is not None]

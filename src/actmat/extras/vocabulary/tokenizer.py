@@ -13,6 +13,7 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.folder import member
+from actmat.checkpoints.layer_names import split_layer
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.identity.tokens import TOKENIZER, listed_tokens
@@ -84,9 +85,9 @@ def _text(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-HEAD_BIASES = tuple(
-    f"{head}.bias" for head in ("lm_head", "predictions", "predictions.decoder", "lm_head.decoder", "embed_out")
-)
+HEAD_BIASES = ("lm_head.bias", "predictions.bias", "predictions.decoder.bias", "lm_head.decoder.bias", "embed_out.bias")
+"""Biases of heads, known by name where a model is as wide as it has tokens; elsewhere every vector outside of layers
+with an entry per token is one."""
 
 
 def token_tables(model: Model) -> tuple[tuple[str, ...], int]:
@@ -103,12 +104,21 @@ def token_tables(model: Model) -> tuple[tuple[str, ...], int]:
     config = model.config or {}
     levels = (c for c in (config, config.get("text_config")) if isinstance(c, Mapping))
     rows = next((n for c in levels if isinstance(n := c.get("vocab_size"), int) and n in heights), max(heights))
-    names = [
-        s.name
-        for n, s in specs.items()
-        if s.shape[:1] == (rows,) and (is_token_table(n) or is_output_head(n) or n.endswith(HEAD_BIASES))
-    ]
-    return tuple(names), rows
+    tables = {n: s for n, s in specs.items() if s.shape[:1] == (rows,) and (is_token_table(n) or is_output_head(n))}
+    is_told = all(rows not in s.shape[1:] for s in tables.values())
+    vectors = {n: s for n, s in specs.items() if s.shape == (rows,) and split_layer(n) is None}
+    tables |= {n: s for n, s in vectors.items() if is_told or n.endswith(HEAD_BIASES)}
+    return tuple(s.name for n, s in specs.items() if n in tables), rows
+
+
+def other_axes(model: Model, tables: Sequence[str], rows: int) -> list[str]:
+    """Tensors outside of layers with an axis of the length of the vocabulary whose entries no table of rows holds.
+
+    Empty for a model that is as wide as it has tokens, where lengths tell nothing.
+    """
+    is_told = all(rows not in model.specs[n].shape[1:] for n in tables)
+    of_tokens = [n for n, s in model.specs.items() if rows in s.shape and s.is_floating and n not in tables]
+    return [n for n in of_tokens if is_told and split_layer(n) is None]
 
 
 def table_in(name: str, model: Model) -> str:
