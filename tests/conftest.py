@@ -1,7 +1,5 @@
 """Settings of every test, and fixtures that many share."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

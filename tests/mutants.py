@@ -7,8 +7,6 @@ A row of `MUTANTS` is one change of one file and the tests that must see it. The
 if its text is not in the file once, or if its tests fail without it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ number, a number of samples, a file format) may state a number where it is used.
 found something: nobody raises a number, here or there, to make it pass.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

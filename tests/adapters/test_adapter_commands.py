@@ -1,7 +1,5 @@
 """What `inspect`, `plan` and `merge` print about adapters, at 80 columns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

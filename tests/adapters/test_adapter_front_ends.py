@@ -1,7 +1,5 @@
 """Adapters without a base through every front end, and devices that are none."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Adapters on the hub: a stand-in on the loopback serves them, and counts what was asked of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors outside a method's scope that only some adapters train: the mean over those, for every output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens that were added before an adapter was trained: PEFT saves the longer tables, and rows are taken by token."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Mapping

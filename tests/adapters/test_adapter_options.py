@@ -1,7 +1,5 @@
 """Every field of a recipe acts on a merged adapter as it acts on a full model, or is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

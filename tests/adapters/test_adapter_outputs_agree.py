@@ -1,7 +1,5 @@
 """One recipe over adapters, written as an adapter and as a model: the same merge."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path

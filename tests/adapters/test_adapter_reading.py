@@ -1,7 +1,5 @@
 """Adapters of every kind, and what of them is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

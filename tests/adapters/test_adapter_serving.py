@@ -4,8 +4,6 @@ The demands are those of its published sources (`vllm/lora/peft_helper.py`, `vll
 `vllm/lora/utils.py`, `vllm/config/lora.py`, versions 0.6 to 0.22), told again by `refusals` below.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

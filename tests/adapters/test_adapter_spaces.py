@@ -1,7 +1,5 @@
 """Adapters merged in the core space and in their factors: from files, into adapters and models, and as PEFT does it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters merged into an adapter that PEFT loads; test_adapter_outputs_agree.py compares it with the merged model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

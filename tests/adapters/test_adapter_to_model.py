@@ -1,7 +1,5 @@
 """Adapters merged into a full model, alone and together with full experts; PEFT's own merge is the oracle."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

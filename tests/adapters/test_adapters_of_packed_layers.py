@@ -3,8 +3,6 @@
 Deltas are held against naive sums in float64: `scaling * B A` of every layer, written to its rows one by one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

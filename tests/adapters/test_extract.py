@@ -1,7 +1,5 @@
 """Adapters extracted from fine-tuned models: errors against full decompositions, and PEFT's own reload."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

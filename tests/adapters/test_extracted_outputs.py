@@ -1,7 +1,5 @@
 """An extracted adapter is an output as any other: manifest, verification, resuming, diagnosis, URLs, memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters and models as other programs leave them: accepted where they are valid, else named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA files without a config (kohya, diffusers): read as adapters with their own scale, written in every layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters that lost much of their merge to their rank, and merges near zero, are warned of wherever they are told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

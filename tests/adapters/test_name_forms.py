@@ -1,7 +1,5 @@
 """Names of adapters' modules in all their forms: read in one, given to one part of the base, or refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

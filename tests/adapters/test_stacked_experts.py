@@ -1,7 +1,5 @@
 """Adapters of stacked experts: what their factors mean by version of PEFT, by field, and as the user says."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Factors of modules that PEFT does not build: refused with the field, for every way of choosing modules."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

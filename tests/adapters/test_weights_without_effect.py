@@ -1,7 +1,5 @@
 """Weights that cannot matter are said to have no effect, in the plan, the summary and the manifest; others are not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

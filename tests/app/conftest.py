@@ -1,7 +1,5 @@
 """Adapters in a stand-in for the hub, and visitors' jobs that are pointed at it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

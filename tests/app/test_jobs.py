@@ -1,7 +1,5 @@
 """Jobs of the page, each in a process, of the user of this machine and of visitors; limits of visitors."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The page itself, where Gradio is installed: who may open it, and a merge through its own requests."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Files that others wrote: regular, of bounded size and depth, JSON included."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

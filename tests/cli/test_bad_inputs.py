@@ -1,7 +1,5 @@
 """Wrong inputs, recipes or places: one message with every problem, exit 1, nothing written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

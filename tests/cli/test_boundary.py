@@ -1,7 +1,5 @@
 """No command ends in a traceback: an unforeseen error becomes a message, too little memory an error of ours."""
 
-from __future__ import annotations
-
 import errno
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What the commands print and return: help, plan, methods, inspect, verify, exit codes of the command line itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

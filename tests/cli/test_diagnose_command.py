@@ -1,7 +1,5 @@
 """`actmat diagnose` and `actmat merge --diagnose`: what they print, write and return."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

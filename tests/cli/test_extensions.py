@@ -1,7 +1,5 @@
 """Commands of other distributions: found by their entry points, imported when needed, named when they are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 

@@ -1,7 +1,5 @@
 """Flags come from fields: of the recipe's schema, and of dataclasses of settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

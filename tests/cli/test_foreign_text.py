@@ -1,7 +1,5 @@
 """Names, paths and options with control characters, newlines, markup or HTML: nothing of it takes effect."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

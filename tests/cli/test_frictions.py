@@ -1,7 +1,5 @@
 """Small things that new users meet: other names of options, long texts of libraries, notes that repeat what is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """JSON of the commands: the layout of every command is pinned with its version; --quiet and exit codes everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

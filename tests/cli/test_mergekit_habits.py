@@ -1,7 +1,5 @@
 """Habits of mergekit's command line get an error that names ours; misspelt parameters are told at the top."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """Messages name the file, the value and the cause that are to blame."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A flag or a word that is almost right: the error names the right one. One cause is one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

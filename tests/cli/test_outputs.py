@@ -1,7 +1,5 @@
 """Several outputs of one merge are one table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.helpers.merging import actmat

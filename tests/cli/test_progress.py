@@ -1,7 +1,5 @@
 """The progress bar of merging commands, and the default that shows nothing."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

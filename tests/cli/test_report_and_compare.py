@@ -1,7 +1,5 @@
 """Pages of reports, and `actmat compare`: text, files, exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

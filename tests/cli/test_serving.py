@@ -1,7 +1,5 @@
 """`actmat inspect --serve` prints lines that load the output; the Python ones are run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stdout or stderr that is closed, full, or not read any more: merges are complete, and exit codes say so."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

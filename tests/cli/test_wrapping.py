@@ -1,7 +1,5 @@
 """No part of a long foreign name stands at the start of a line, whatever its length, on a terminal or in a pipe."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

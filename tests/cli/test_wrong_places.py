@@ -1,7 +1,5 @@
 """Paths that do not exist, bases that are gone, and a hub that is out of reach, each called by its name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo: its data, its models, and a run of a second from end to end."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex

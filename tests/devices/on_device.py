@@ -5,8 +5,6 @@
 A device gives the host's values up to the rounding of its own products, so outputs are compared within `NEAR`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

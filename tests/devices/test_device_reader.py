@@ -1,7 +1,5 @@
 """Deltas for a device: formed on the host, in memory of the device, with the bits of the host."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Names of devices: what they mean, and everything that is wrong with a text in one message."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

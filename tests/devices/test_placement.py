@@ -1,7 +1,5 @@
 """What a plan places on devices, and that what they merge has the bytes of the host."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The verdict on answers: what is said of rows whose quality is known."""
 
-from __future__ import annotations
-
 import pytest
 from tests.helpers.diagnoses import a_diagnosis
 

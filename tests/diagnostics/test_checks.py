@@ -1,7 +1,5 @@
 """Every check: one constructed case that fires, one that stays clear, one to which it does not apply."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

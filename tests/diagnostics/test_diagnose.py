@@ -1,7 +1,5 @@
 """Whole diagnoses of tiny models: right numbers for every layout and rule, the same model, resumable, within memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

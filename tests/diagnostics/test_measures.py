@@ -1,7 +1,5 @@
 """Every measure against a naive float64 formula, on constructed spectra; dense, probed and factored agree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

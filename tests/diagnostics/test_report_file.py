@@ -1,7 +1,5 @@
 """report.json: what is written is read back, and nothing else is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA of image models as files: merged, converted, compared, with the metadata that still hold."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

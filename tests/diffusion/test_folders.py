@@ -1,7 +1,5 @@
 """Folders of diffusers: single models and whole pipelines, merged into what `from_pretrained` loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA of image and video models in the names of diffusers, kohya and ComfyUI: the same deltas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

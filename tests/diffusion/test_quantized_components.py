@@ -1,7 +1,5 @@
 """Pipelines with components of codes: each is decoded by its own config, and written with that of floats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Merges of single-file checkpoints: one file, its header metadata, and the marks by which loaders know a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Single files of image tools: merged as they are, known by their names, refused together with a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Merges of tiny models of many architectures load, run, and are what a naive float64 loop gives."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

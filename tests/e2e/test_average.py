@@ -1,7 +1,5 @@
 """Averages of checkpoints, merges without a base, and one adapter added to its base (`verify --against`)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The core works without `actmat/extras`, and another distribution adds what extras add, by entry points only."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

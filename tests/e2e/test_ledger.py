@@ -1,7 +1,5 @@
 """The ledger of merged bytes: this checkout equals itself, and a changed byte, file or exit code is a difference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

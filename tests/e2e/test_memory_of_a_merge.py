@@ -1,7 +1,5 @@
 """Peak memory of merges in processes of their own: at most what the plan announces, and not far below."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Configs and headers of inputs are read once in a run, however many decisions depend on them."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

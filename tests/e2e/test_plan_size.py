@@ -1,7 +1,5 @@
 """Planning is linear in the number of tensors: thousands of them take seconds."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What `import actmat` offers: modules, state dicts, adapters, functions and plain matrices as inputs."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Merges of quantized models are those of their dequantized copies."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the fields of a recipe do, pools included, on cases small enough to work out by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

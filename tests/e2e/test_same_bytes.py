@@ -1,7 +1,5 @@
 """The bytes of an output depend only on recipe and inputs, and every byte of an input is read exactly once."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

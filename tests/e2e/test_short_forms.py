@@ -1,7 +1,5 @@
 """Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, a short table, and tqdm's bar."""
 
-from __future__ import annotations
-
 import sys
 from html.parser import HTMLParser
 from pathlib import Path

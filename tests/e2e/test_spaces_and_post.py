@@ -1,7 +1,5 @@
 """Post-processing of whole merges: on every form, in the plan, in the record, the same bytes whoever merges."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """However a checkpoint is stored, the same values give the same merge; the output loads in every dtype and sharding."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inputs that store a layer otherwise than the base: heads apart from the table, experts of a mixture one by one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

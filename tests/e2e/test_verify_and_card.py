@@ -1,7 +1,5 @@
 """Merges by the command line; `actmat verify` finds every change, and only changes; the card says what hubs read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts with tokens of their own: merged, saved with a tokenizer, loaded again, tokenized and run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

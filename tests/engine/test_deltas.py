@@ -1,7 +1,5 @@
 """Deltas as they are read: hashed, subtracted, checked; every byte once."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

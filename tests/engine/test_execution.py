@@ -1,7 +1,5 @@
 """Whole merges in the engine: what a rule sees, surveys, caps, variants, stored values, errors with names."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import math
 import threading

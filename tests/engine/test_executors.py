@@ -1,7 +1,5 @@
 """Executors through the conformance suite: threads, and one in another process that is made here."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import json

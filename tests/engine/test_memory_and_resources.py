@@ -1,7 +1,5 @@
 """Buffers, the memory budget, and what a run may spend."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One suite for all readings and sinks: the formula in float64, rounded once, in range, hashed, unchanged bits kept."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from pathlib import Path

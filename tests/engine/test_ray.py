@@ -1,7 +1,5 @@
 """The executor 'ray' on a real cluster of three nodes of one core each, which all tests of this file share."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

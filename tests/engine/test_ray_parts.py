@@ -1,7 +1,5 @@
 """The parts of the executor 'ray' that need no cluster: batches, sizes of workers, a worker, shared storage."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Base and deltas as rows of one matrix: the entries, hashes and findings of deltas that are read one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

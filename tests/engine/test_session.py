@@ -1,7 +1,5 @@
 """Sessions as values: what another process is given, what it returns, and the bytes that it writes."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import pickle

@@ -1,7 +1,5 @@
 """Norms of a merge from a sample: exact where all is sampled, near where not, the same however the entries arrive."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

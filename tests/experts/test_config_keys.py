@@ -1,7 +1,5 @@
 """No key of a config of PEFT is read in silence: each field is in one list; refused and unknown ones are said."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

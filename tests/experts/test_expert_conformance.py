@@ -1,7 +1,5 @@
 """Every kind of expert against the shipped conformance suite."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

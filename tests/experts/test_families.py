@@ -4,8 +4,6 @@ Deltas are held against `merge_and_unload` on tiny models in float64, to 1e-12 o
 which PEFT initializes in float32 only, to 1e-5.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

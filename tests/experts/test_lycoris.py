@@ -1,7 +1,5 @@
 """Files of LyCORIS: each algorithm against a transcription of the library's formulas, on a UNet and a text encoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

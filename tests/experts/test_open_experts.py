@@ -1,7 +1,5 @@
 """Experts are opened from what a user names, by the first family that claims it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

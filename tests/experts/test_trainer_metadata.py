@@ -1,7 +1,5 @@
 """Metadata of kohya's trainers, LyCORIS and diffusers in files without a config: nothing of it is read in silence."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

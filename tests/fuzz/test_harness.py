@@ -1,7 +1,5 @@
 """The fuzzer keeps its promises, and a few hundred cases of every door."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

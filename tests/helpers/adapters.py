@@ -1,7 +1,5 @@
 """Tiny PEFT adapters with every option, and what PEFT itself makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

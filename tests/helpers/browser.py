@@ -4,8 +4,6 @@ The page is loaded in a frame of a chosen width, so that its own policy on scrip
 script of the frame's parent, reads and clicks. Nothing but the browser itself is needed.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """A tiny CLIP on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

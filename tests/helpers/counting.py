@@ -1,7 +1,5 @@
 """Tensors that count the bytes read through them, to prove that a merge reads every tensor once."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Small inputs for the tests of the demo."""
 
-from __future__ import annotations
-
 import torch
 
 from actmat.extras.demo.model import EncoderConfig

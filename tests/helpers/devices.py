@@ -1,7 +1,5 @@
 """Runs on simulated devices, of tensors that are larger than the chunks of the host."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Measures, rows and whole diagnoses made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from actmat.diagnostics.checks import Facts

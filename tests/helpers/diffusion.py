@@ -1,7 +1,5 @@
 """Tiny models and pipelines of diffusers, made from configs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

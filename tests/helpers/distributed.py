@@ -3,8 +3,6 @@
 python -m tests.helpers.distributed tests/data/dcp/two_ranks
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

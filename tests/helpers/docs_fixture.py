@@ -1,7 +1,5 @@
 """The models that documentation pages find: a tiny Llama, two experts and two adapters of it; models of the demo."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

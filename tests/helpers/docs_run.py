@@ -12,8 +12,6 @@ hashes. A line `...` stands for any lines. A command without shown output is not
 writes the outputs anew.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tiny Llamas whose experts are far enough from their base to answer otherwise, with texts for each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands in forks of this process, which has loaded torch: what a new one needs most of its time for."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

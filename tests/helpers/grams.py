@@ -1,7 +1,5 @@
 """Naive statistics: hooks on modules and loops over single tokens, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

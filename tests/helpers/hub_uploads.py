@@ -12,8 +12,6 @@ As on the hub, all of them want a token, large files are kept by their content, 
 not the head of the branch any more.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A naive float64 oracle of the interference family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

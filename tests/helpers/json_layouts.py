@@ -1,7 +1,5 @@
 """Fields of the JSON of every command, pinned with the version of its layout."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

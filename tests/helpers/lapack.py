@@ -1,7 +1,5 @@
 """Decompositions that fail as LAPACK does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

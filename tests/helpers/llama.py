@@ -1,7 +1,5 @@
 """Tiny Llamas of random numbers on disk, complete enough for transformers: the same bytes every time."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

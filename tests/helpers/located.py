@@ -1,7 +1,5 @@
 """Short forms of `locate` for tests of what it finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

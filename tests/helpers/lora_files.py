@@ -1,7 +1,5 @@
 """Tiny UNets and LoRA files of diffusion models in all layouts, and what diffusers makes of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass

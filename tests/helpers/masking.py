@@ -1,7 +1,5 @@
 """Deltas with the awkward features that masks meet, and naive forms of the rules, entry by entry in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How much memory a call allocates at its peak."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ What is a matrix in each architecture is written down here by hand (`matrices`),
 every entry maps names to the views `O I` of a stored tensor that the matrix rule must see one at a time.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One tensor in a base and in experts, and its reader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Merge models that are open already (in memory, counting), and merge plain tensors on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HTML read strictly: every element closed where it was opened, and what a test asks about."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Plug-ins that exist for one test, without an installed distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

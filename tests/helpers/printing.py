@@ -1,7 +1,5 @@
 """Text on a console, as a terminal shows it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """A web server on 127.0.0.1 for one folder: honors ranges, counts requests, and fails in the ways that servers do."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

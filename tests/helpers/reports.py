@@ -1,7 +1,5 @@
 """Diagnoses that look like those of real merges, made from a formula: any number of experts, layers and tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Merge units through a `Session`: in this process, or in one that was started for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Leading batch axes are allowed. The first letter of a sequence of tensors is its
 size.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The command line in this process: exit codes and output of `actmat ...`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Tiny models of diffusers, and pipelines of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

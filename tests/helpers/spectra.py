@@ -1,7 +1,5 @@
 """Random matrices and low-rank deltas, orthonormal bases, and matrices with a chosen spectrum. float64 unless told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Runs a method over the tensors of a small model in memory, the way an engine does, surveys included."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

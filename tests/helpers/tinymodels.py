@@ -1,7 +1,5 @@
 """Tiny transformers models built from config: what they are in memory, and what lies on disk after a save."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: `O` rows and `I` columns of the tensor.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trained weights that a merge does not read are said, also with --quiet, or refused; so are missing files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Configs of inputs: what changes the function must agree, as the classes of transformers and diffusers read it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configs as their classes read them: types of models x changes, whose right answers come from transformers itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Rows of token tables mean the same token in all inputs, or the merge is refused, or a note says what is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Patterns of others are matched in bounded time, or refused with the reason; they mean what `re` says."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

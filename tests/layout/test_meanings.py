@@ -1,7 +1,5 @@
 """Tensors whose names suggest another meaning than they have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

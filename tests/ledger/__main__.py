@@ -9,8 +9,6 @@ file except texts (manifest, card, report), exit codes, and, as a second list, n
 records. A case must end with its expected exit code in both. The exit status is 1 if anything but records differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

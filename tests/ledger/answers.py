@@ -5,8 +5,6 @@
 Writes `OUT/answers.jsonl`: a line for each case, with its exit code and its leaves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Cases of the ledger by documented functions; each takes the folder of its output and returns what it computed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

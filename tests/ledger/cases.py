@@ -1,7 +1,5 @@
 """The ledger's merges as data: recipes, command lines, and calls of documented functions."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

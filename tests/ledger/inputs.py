@@ -3,8 +3,6 @@
 python -m tests.ledger.inputs FOLDER llama peft ...
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The expected size of a basis, against the sizes that the block iteration really takes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

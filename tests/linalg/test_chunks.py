@@ -1,7 +1,5 @@
 """Places of several deltas: each once, together, whatever hands them over; and room for what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inner products and weighted sums, against one-line float64 formulae, across the chunk boundary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.experts import OnePass

@@ -1,7 +1,5 @@
 """Leading eigenpairs against a full decomposition; adversarial spectra; what must be refused; the same bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Low-rank arithmetic, caps, and joint bases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas, random_lowrank, with_spectrum

@@ -1,7 +1,5 @@
 """Polar factor: against U V^T in float64, with its defining properties, over and below full rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import graded, orthonormal, random_deltas, with_spectrum

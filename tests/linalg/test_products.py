@@ -1,7 +1,5 @@
 """Inner products part by part: blocks in float32 against float64, whatever the length, the size and the layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Singular values and decompositions, and calls that LAPACK fails at first."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """ACTMat against a literal transcription of the paper's equation, and each of its options against its definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.interference import EPS32, naive, self_grams

@@ -1,7 +1,5 @@
 """AdaMerging: the weighted sum, and one training step against autograd and torch's own Adam."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.experts import Experts

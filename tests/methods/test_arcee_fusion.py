@@ -1,7 +1,5 @@
 """Arcee Fusion entry by entry, against the rule in plain Python."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """ASWUDI: the number of directions, and what happens inside and outside them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """CART against a transcription of its equation, and its limits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas

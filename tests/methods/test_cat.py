@@ -1,7 +1,5 @@
 """CAT merging against the paper's optimization problem and a projection at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.experts import Experts

@@ -1,7 +1,5 @@
 """Conformance of every method with its declaration, generated from `METHODS`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Conformance of low-rank forms with the dense ones, and the declared laws of every method."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import typing

@@ -1,7 +1,5 @@
 """The contract: options read from a signature, and errors for values that do not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """CT-Merging against a transcription of its formulae with loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas, random_lowrank

@@ -1,7 +1,5 @@
 """DARE: the law of its masks, and the rules that follow them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DC-Merge against a transcription of its two published programs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import orthonormal, random_deltas, with_spectrum

@@ -1,7 +1,5 @@
 """DELLA: the keep probabilities of its ranks, and what follows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

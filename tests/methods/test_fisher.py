@@ -1,7 +1,5 @@
 """Fisher merging against the entrywise ratio, and what each kind of floor is for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.experts import Experts

@@ -1,7 +1,5 @@
 """No rule depends on the order of a set: two interpreters with other hash seeds give the same bytes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Stages of the interference family: sums over the experts that variants and members share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas

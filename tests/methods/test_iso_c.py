@@ -1,7 +1,5 @@
 """Iso-C against its equation, and below full rank against its invariants."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import graded, random_deltas, with_spectrum

@@ -1,7 +1,5 @@
 """Iso-CTS against a transcription of the paper's algorithm."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

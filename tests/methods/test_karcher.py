@@ -1,7 +1,5 @@
 """The Karcher mean against an iteration on the tensors themselves, and against what defines it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

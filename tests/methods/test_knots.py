@@ -1,7 +1,5 @@
 """KnOTS in both orders against transcriptions, and the survey over several tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas, random_lowrank, seeded

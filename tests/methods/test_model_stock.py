@@ -1,7 +1,5 @@
 """Model Stock against a loop over pairs and filters, in the weights themselves."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

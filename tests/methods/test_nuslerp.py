@@ -1,7 +1,5 @@
 """NuSLERP vector by vector, its ends, and slerp as its special case."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods that keep leading directions only: the same answer from a part of each spectrum as from all of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules for one matrix over batches: shapes, records, retries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas

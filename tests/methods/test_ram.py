@@ -1,7 +1,5 @@
 """RAM entry by entry, against its definition in plain Python."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.experts import Experts

@@ -1,7 +1,5 @@
 """Names tell shapes: every tensor of a numerical function has the axes that its suffix names."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Declared memory and passes of the singular-vector methods, measured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.memory import peak_bytes

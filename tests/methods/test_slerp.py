@@ -1,7 +1,5 @@
 """Spherical interpolation against the textbook formula on the weights themselves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

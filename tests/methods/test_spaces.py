@@ -1,7 +1,5 @@
 """Spaces of adapters and steps of post-processing: transcriptions, laws, forms on factors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SSR-Merge against the authors' router, the least-squares problem, and RegMean."""
 
-from __future__ import annotations
-
 import torch
 from tests.helpers.spectra import gaussian_of
 from tests.tolerances import F64_ORACLE, relative_error

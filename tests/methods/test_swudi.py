@@ -1,7 +1,5 @@
 """SWUDI against the gradient flow that it is the closed form of."""
 
-from __future__ import annotations
-
 import pytest
 from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas

@@ -1,7 +1,5 @@
 """TIES against an entry-by-entry transcription, in its three public variants, per tensor and over a whole model."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ rescaling); the law of the masks is tested in test_dare.py and test_della.py.
 Shapes: `N` samples, `I` in_features.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

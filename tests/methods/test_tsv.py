@@ -1,7 +1,5 @@
 """TSV-M against a transcription of the paper's equations."""
 
-from __future__ import annotations
-
 import torch
 from tests.helpers.spectra import random_deltas, random_lowrank, with_spectrum
 from tests.tolerances import relative_error

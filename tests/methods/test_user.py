@@ -1,7 +1,5 @@
 """A rule from a user's own file."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """WUDI against its objective: stationary points, and the published Adam steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas

@@ -5,8 +5,6 @@
 stored experts take part).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

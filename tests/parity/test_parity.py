@@ -4,8 +4,6 @@ Float32 runs are held to the tolerance of the official float32 result; float64 r
 the official function on float64 inputs, where that exists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Spaces and post-processing against tensors from public code (see golden_post/README.md)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

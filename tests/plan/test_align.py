@@ -1,7 +1,5 @@
 """How tensors of the experts are matched with those of the base, from names and shapes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

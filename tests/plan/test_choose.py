@@ -1,7 +1,5 @@
 """Which rule acts on which tensor: rules in order, keep, scope, weights, depth factors, and words for all of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

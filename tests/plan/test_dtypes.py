@@ -1,7 +1,5 @@
 """dtypes of an output's tensors: what transformers and diffusers keep in float32 is kept under a coarser dtype."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Constants of the planned memory cover what was measured, and are not far above it."""
 
-from __future__ import annotations
-
 import pytest
 
 from actmat.planning.cost import ITEM_BYTES, SOURCE_BYTES

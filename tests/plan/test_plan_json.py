@@ -1,7 +1,5 @@
 """A plan read back from its JSON is the same plan."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Strategies of reading: the plan counts by them, the engine reads by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

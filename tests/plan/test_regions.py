@@ -1,7 +1,5 @@
 """Parts of a tensor: every byte once, in order, whatever the role; the memory they are charged for."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

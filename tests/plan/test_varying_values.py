@@ -1,7 +1,5 @@
 """Weights, options and scales that differ from tensor to tensor: gradients over depth, entries by pattern."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

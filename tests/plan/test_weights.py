@@ -1,7 +1,5 @@
 """A weight means the same on every tensor: each method's elementwise counterpart against its formula in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts of recipes and options that are made to hurt, or are damaged: a recipe, or an error that names the line."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

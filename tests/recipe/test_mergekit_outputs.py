@@ -1,7 +1,5 @@
 """Every configuration of the conformance set gives what mergekit gave, or is refused with a reason."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

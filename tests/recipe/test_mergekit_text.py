@@ -1,7 +1,5 @@
 """Conversion of mergekit's configurations, by text only: structure, levels, filters, notes, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

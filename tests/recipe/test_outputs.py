@@ -1,7 +1,5 @@
 """Kinds of output: what recipes and flags mean, what means nothing, and what the experts decide."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recipes from YAML: lines of mistakes, paths, numbers, overrides, and files made to hurt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

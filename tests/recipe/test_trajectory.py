@@ -1,7 +1,5 @@
 """Order, names and weights of the checkpoints of one run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

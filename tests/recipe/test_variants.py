@@ -1,7 +1,5 @@
 """Variants of a recipe: combinations of methods and option values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

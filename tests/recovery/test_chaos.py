@@ -1,7 +1,5 @@
 """The harness that disturbs merges at random: a few runs, and it sees a writer that breaks its promise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

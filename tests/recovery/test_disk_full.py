@@ -1,7 +1,5 @@
 """A full disk: told with what is free, inputs untouched; what is done is kept, and the same command goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

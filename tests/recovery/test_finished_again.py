@@ -1,7 +1,5 @@
 """A finished merge that is asked for again is verified; `--overwrite` deletes no file that it did not write."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A merge that is killed at any moment leaves nothing that looks finished, and the same command finishes it."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

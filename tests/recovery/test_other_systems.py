@@ -3,8 +3,6 @@
 This shows that nothing depends on them; it does not show that macOS or Windows work.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Every state on the disk that an interruption can leave, made by hand, and what the same command makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

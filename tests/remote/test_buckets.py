@@ -1,7 +1,5 @@
 """Buckets as inputs and outputs: the same bytes as on disk, the order of an upload, and what a stopped one leaves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

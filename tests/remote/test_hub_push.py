@@ -1,7 +1,5 @@
 """Outputs on the hub, `actmat push` and `--out hf://`: the real client library against a stand-in of its API."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

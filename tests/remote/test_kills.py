@@ -1,7 +1,5 @@
 """Merges with inputs or outputs at URLs that are killed, and the same command again: the bytes of one left alone."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

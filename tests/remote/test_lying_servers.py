@@ -1,7 +1,5 @@
 """Servers that lie, in a table for the hub, web servers and S3: refused before it is used, and nothing is written."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Commands on remote inputs: the bytes of a local merge, few requests, resumed merges, adapters, the hub."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints on a web server: what is asked for, how failures are met, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import tempfile

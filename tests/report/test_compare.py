@@ -1,7 +1,5 @@
 """Two merges compared: distances against dense oracles, what differs in recipes, which merges are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The pages in a real browser: nothing complains, nothing sticks out, no name runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

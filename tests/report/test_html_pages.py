@@ -1,7 +1,5 @@
 """The pages as text: well-formed, complete, self-contained, the same every time, safe with any name."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Base and experts that are not what they seem, in every merge: swapped, given twice, one that changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The license of a merged model: from cards, with conflicts named; relations to the inputs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

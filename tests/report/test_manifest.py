@@ -1,7 +1,5 @@
 """A manifest that was tampered with: every edit is a difference or an error of ours, with its place; never a crash."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

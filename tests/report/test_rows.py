@@ -1,7 +1,5 @@
 """Manifests written row by row: the text and the hashes that a manifest in memory would have."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`actmat diagnose MERGED --data`: merged models on disk, asked what their experts are asked."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """Batches that hold pixels and no tokens are recorded as images, whoever measures them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """`actmat statistics` on files: text, images, encoder-decoders, adapters; and what can be wrong with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The diagonal Fisher against one naive backward pass per sample and label."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gram matrices of every kind of layer against loops over single tokens in float64, padding included."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From data to a merged model: equal to the rule on Grams by hand, refused for another model, planned with reasons."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`actmat diagnose MERGED --statistics`: held against the activations themselves, layer by layer."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

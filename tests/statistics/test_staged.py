@@ -1,7 +1,5 @@
 """RegMean++: block by block on what comes through the merged blocks, against its published code; resumed, refused."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable, Iterable

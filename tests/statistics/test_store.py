@@ -1,7 +1,5 @@
 """Statistics files: what is written comes back, sums add up exactly, damaged and hostile files are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

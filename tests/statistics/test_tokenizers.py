@@ -1,7 +1,5 @@
 """Tokenizers without a pad token, of any ids, and of another vocabulary than the model's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

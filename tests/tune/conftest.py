@@ -1,7 +1,5 @@
 """See `tests.helpers.family`."""
 
-from __future__ import annotations
-
 from tests.helpers.family import family
 
 __all__ = ["family"]

@@ -1,7 +1,5 @@
 """Divergences against naive float64, with all classes and with the most probable ones only."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Images with the classes' names through the text encoder, a head for each expert, labels as a score."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

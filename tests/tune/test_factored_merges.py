@@ -1,7 +1,5 @@
 """A search merges adapters into adapters, and switches them onto one base."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scores on benchmarks: lm-eval itself on a task of a local file, and its results in other forms by a stand-in."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Searches that are interrupted where it hurts most: the same call again gives the same, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

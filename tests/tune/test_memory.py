@@ -1,7 +1,5 @@
 """The memory of a search, the device of its models, and the models that become its candidates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of a search: its verdict first, axes that hold all points, nothing that sticks out on a phone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Only the scale of the method that was asked for: `actmat merge --set tune_scale=true` and `actmat.tune_scale`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

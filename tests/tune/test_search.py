@@ -1,7 +1,5 @@
 """The space, the order of trials, budgets, the choice among trials."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

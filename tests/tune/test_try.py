@@ -1,7 +1,5 @@
 """`actmat try`: merges in memory have the bytes of those on disk, and answer as they do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`actmat.tune` and `actmat tune` from end to end, on tiny Llamas."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

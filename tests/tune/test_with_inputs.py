@@ -1,7 +1,5 @@
 """`actmat merge --data` and `--check`: merges by a few inputs of each expert, and the answers that they keep."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

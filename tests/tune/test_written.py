@@ -1,7 +1,5 @@
 """`--data self`: prompts that experts write themselves, which experts are refused, and what is recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A certificate is a proof; a factor is that of the shifted matrix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

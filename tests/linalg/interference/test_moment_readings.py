@@ -1,7 +1,5 @@
 """Readings of the interference solver's moments: Grams of many factors, eigenvalues, coordinates in `S`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules solved on a part of the spectrum: the same answers as on all of it, and on the record."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import with_spectrum

@@ -1,7 +1,5 @@
 """Deltas far from 1: the interference family solves their problem at a size that float32 holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas

@@ -1,7 +1,5 @@
 """Interference solved on dense and on low-rank deltas: formulae, float32, batches, retries."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

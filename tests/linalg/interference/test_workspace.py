@@ -1,7 +1,5 @@
 """The estimate against what a merge really allocates, LAPACK's work space included."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

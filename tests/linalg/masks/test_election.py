@@ -1,7 +1,5 @@
 """Sign election and sums over chunks equal their entry-by-entry forms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

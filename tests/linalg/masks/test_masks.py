@@ -1,7 +1,5 @@
 """Masks by size, at random and by thresholds over streams, against naive forms."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
