@@ -51,4 +51,7 @@ def test_checks_that_guess_are_silent_where_answers_were_measured() -> None:
     checks = [CheckResult(code, "t", "issue", "found", "m", (), 0, "d") for code in ("AM201", "AM402")]
     found = with_answers(a_diagnosis(checks=tuple(checks)), [a_row("a", 8, 8)])
     assert [c.verdict for c in found.checks] == ["found", "muted"]
+    assert found.checks[1].message == "answers were measured, and judge the merge", (
+        "no advice against what was measured"
+    )
     assert found.agreement is not None

@@ -16,6 +16,7 @@ CHANCE = 0.05
 """Largest probability by chance, of the one-sided sign test, of a difference that counts as shown."""
 GUESSES = ("AM401", "AM402", "AM403")
 """Checks that guess from sizes whether a merge is good: silent where its answers were measured."""
+JUDGED = "answers were measured, and judge the merge"
 RIVALS = {"without": "without inputs", "average": "the average"}
 """Fields of a row with another merge -> its name."""
 
@@ -79,10 +80,9 @@ def verdict(rows: Sequence[AgreementRow]) -> str:
 
 
 def with_answers(diagnosis: Diagnosis, rows: Sequence[AgreementRow]) -> Diagnosis:
-    """The diagnosis with answers; checks that guess are silent then."""
-    checks = (
-        replace(c, verdict="muted") if c.code in GUESSES and c.verdict == "found" else c for c in diagnosis.checks
-    )
+    """The diagnosis with answers; checks that guess are silent then, and give no advice."""
+    guesses = [c.code for c in diagnosis.checks if c.code in GUESSES and c.verdict in ("found", "muted")]
+    checks = (replace(c, verdict="muted", message=JUDGED) if c.code in guesses else c for c in diagnosis.checks)
     return replace(diagnosis, agreement=tuple(rows), checks=tuple(checks))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import disk_errors
-from actmat.diagnostics.answers import FEW, GUESSES, verdict
+from actmat.diagnostics.answers import FEW, GUESSES, verdict, with_answers
 from actmat.diagnostics.model import AgreementRow, write_diagnosis
 from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import locate_in
@@ -423,7 +423,7 @@ def _finished(report: MergeReport, rows: tuple[AgreementRow, ...], *, removed: b
     The verdict on the answers is in the manifest, and begins the model card.
     """
     folder, manifest = Path(report.out), dict(report.manifest)
-    diagnosis = None if report.diagnosis is None else dataclasses.replace(report.diagnosis, agreement=rows or None)
+    diagnosis = with_answers(report.diagnosis, rows) if rows and report.diagnosis is not None else report.diagnosis
     card = folder / "README.md"
     with disk_errors(folder):
         if diagnosis is not None:
