@@ -3,6 +3,7 @@
     python -m benchmarks.floor                 # the table of docs/performance.md: about twelve minutes of one core
     python -m benchmarks.floor --all           # also the wide and tall matrices of a 7 B model, and more experts
     python -m benchmarks.floor --only 2048x5632
+    python -m benchmarks.floor --adapters      # the methods that `auto` takes for adapters, on factors: a minute
 
 One thread, processor time. The floor of a row is a sum of single calls of torch on the same shapes, each measured in
 the same process, so that it needs no rate from elsewhere. Calls of the method and of the floor's operations take turns,
@@ -17,6 +18,13 @@ in two to five rounds, and the fastest of each count: a slower minute of the mac
   matrix with M vectors, making them orthonormal (`2 N M^2` operations) and an `eigh` of side M, all in float64: less
   than any method that must find them. Then the kept directions are applied.
 
+* `dc_merge` on whole deltas: of every expert a Gram matrix of the short side, the cheaper of its `eigh` and of its K
+  leading directions, and the product that makes the other vectors; two polar factors of all J = T K vectors by their
+  Gram matrices; a core per expert; the products of the result. All in float64.
+* adapters, of R ranks together: the Gram matrices of both sides, whole (torch has no symmetric product that is cheaper
+  at this size), an SVD of every expert's rank, two polar factors of all kept directions by their SVDs, and one product
+  with each side. All in float64; *float32* is the same floor with everything in float32.
+
 The memory of these sums and of the result is written once. Solves are the cheaper of triangular solves and an inverse
 with a product. `eigh` above a side of 2048 is scaled with the cube of the side. Other passes over the deltas (norms,
 copies) are no part of the floor.
@@ -28,6 +36,7 @@ the workspace that the method declares. What the linear algebra library keeps fo
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import time
@@ -38,13 +47,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.methods.facets import Merged
 from benchmarks.common import program, torch_threads, write_result
 
 COLUMNS = ("model", "shape", "experts", "spectrum", "method", "solver", "kept", "cpu_s", "floor_s", "times_floor",
            "peak_b", "planned_b")  # fmt: skip
-METHODS = ("actmat_ridge", "actmat")
+METHODS = ("actmat_ridge", "actmat", "dc_merge")
+OF_ADAPTERS = ("ct_merging", "dc_merge")
+COLUMNS_OF_ADAPTERS = ("model", "shape", "experts", "rank", "method", "cpu_s", "floor_s", "times_floor", "float32_s")
+ADAPTERS = (("1.1 B", (2048, 2048)), ("1.1 B", (5632, 2048)), ("7 B", (4096, 11008)))
 SPECTRA = ("flat", "power", "low rank")
 LARGEST_EIGH = 2048
 MOST_CALLS = 5
@@ -164,6 +177,13 @@ def eigh(size: int) -> float:
     return cpu_seconds(lambda: torch.linalg.eigh(matrix @ matrix.mT))
 
 
+@cache
+def svd(size: int, dtype: torch.dtype) -> float:
+    """Seconds of one singular value decomposition of a square matrix."""
+    matrix = torch.rand(size, size, dtype=dtype)
+    return cpu_seconds(lambda: torch.linalg.svd(matrix, full_matrices=False))
+
+
 # The floor
 
 
@@ -194,8 +214,32 @@ def spectral(size: int, kept: int, rows: int) -> float:
     return min(min(eigh(size), directions(size, kept)) + applied, factorized + directions(size, size - kept))
 
 
+def merged_cores(shape: tuple[int, int], experts: int) -> float:
+    """Seconds of `dc_merge` on whole deltas."""
+    wide, (short, long) = torch.float64, sorted(shape)
+    kept = short // experts
+    joint = kept * experts
+    spectrum = product(short, short, long, wide) / 2 + min(eigh(short), directions(short, kept))
+    parts = experts * (spectrum + product(long, kept, short, wide))
+    polar = sum(1.5 * product(side, joint, joint, wide) + eigh(joint) for side in shape)
+    cores = experts * (sum(product(joint, kept, side, wide) for side in shape) + product(joint, joint, kept, wide))
+    return parts + polar + cores + product(shape[0], joint, kept, wide) + product(*shape, joint, wide)
+
+
+def factors_seconds(
+    shape: tuple[int, int], experts: int, rank: int, method: str, dtype: torch.dtype = torch.float64
+) -> float:
+    """Seconds of a merge of adapters in the space of their ranks."""
+    total = experts * rank
+    kept = min(total, experts * 16 + 4) if method == "ct_merging" else total
+    sides = sum(product(total, total, side, dtype) + product(side, total, total, dtype) for side in shape)
+    return sides + experts * svd(rank, dtype) + 2 * svd(kept, dtype)
+
+
 def floor_seconds(shape: tuple[int, int], experts: int, method: str, kept: int) -> float:
     """Seconds of the cheapest way; `kept` as recorded."""
+    if method == "dc_merge":
+        return merged_cores(shape, experts)
     rows, width = shape
     ways = []
     for form, seconds in moments(rows, width, experts).items():
@@ -213,6 +257,37 @@ def floor_seconds(shape: tuple[int, int], experts: int, method: str, kept: int) 
 # Rows
 
 
+def fastest(merge: Callable[[], object], floor_of: Callable[[], float]) -> tuple[float, float]:
+    """Smallest seconds of a merge and of its floor, which take turns."""
+    spent = floor = math.inf
+    for number in range(1, MOST_CALLS + 1):
+        spent = min(spent, cpu_seconds(merge))
+        for operation in (product, gram, addition, touch, cholesky, solve, svd):
+            operation.cache_clear()
+        floor = min(floor, floor_of())
+        if number >= FEWEST_ROUNDS and number * spent > ENOUGH_S:
+            break
+    return spent, floor
+
+
+def benchmark_adapters(model: str, shape: tuple[int, int], experts: int, rank: int, method: str) -> dict[str, Any]:
+    """One row of adapters."""
+    rule = get_method(method)
+    assert rule.lowrank is not None
+    merge, options = rule.lowrank.merge, rule.resolve_options({})
+    rng = torch.Generator().manual_seed(0)
+    normal = functools.partial(torch.randn, generator=rng)
+    deltas = [LowRank(normal(shape[0], rank) * 1e-2, normal(rank, shape[1])) for _ in range(experts)]
+    spent, floor = fastest(
+        lambda: merge(deltas, **options), lambda: factors_seconds(shape, experts, rank, torch.float64)
+    )
+    row = {"model": model, "shape": f"{shape[0]}x{shape[1]}", "experts": experts, "rank": rank, "method": method,
+           "cpu_s": spent, "floor_s": floor, "times_floor": spent / floor,
+           "float32_s": factors_seconds(shape, experts, rank, method, torch.float32)}  # fmt: skip
+    print(*(f"{v:.3g}" if isinstance(v, float) else v for v in row.values()), flush=True)
+    return row
+
+
 def benchmark(model: str, shape: tuple[int, int], experts: int, spectrum: str, method: str) -> dict[str, Any]:
     """One row."""
     rule = get_method(method)
@@ -221,18 +296,11 @@ def benchmark(model: str, shape: tuple[int, int], experts: int, spectrum: str, m
     peak = peak_bytes(lambda: answers.append(rule.merge(deltas)))
     stats = answers.pop().stats
     kept = int(stats.get("rank", min(shape[1], experts * shape[0])))
-    spent = floor = math.inf
-    for number in range(1, MOST_CALLS + 1):
-        spent = min(spent, cpu_seconds(lambda: rule.merge(deltas)))
-        for operation in (product, gram, addition, touch, cholesky, solve):
-            operation.cache_clear()
-        floor = min(floor, floor_seconds(shape, experts, method, kept))
-        if number >= FEWEST_ROUNDS and number * spent > ENOUGH_S:
-            break
+    spent, floor = fastest(lambda: rule.merge(deltas), lambda: floor_seconds(shape, experts, method, kept))
     planned = 4 * rule.cost.workspace(shape, experts, rule.resolve_options({}))
     row = {
         "model": model, "shape": f"{shape[0]}x{shape[1]}", "experts": experts, "spectrum": spectrum, "method": method,
-        "solver": stats["solver"], "kept": kept, "cpu_s": spent, "floor_s": floor, "times_floor": spent / floor,
+        "solver": stats.get("solver", ""), "kept": kept, "cpu_s": spent, "floor_s": floor, "times_floor": spent / floor,
         "peak_b": peak, "planned_b": planned, "no_lanczos": stats.get("no_lanczos", ""),
     }  # fmt: skip
     print(*(f"{v:.3g}" if isinstance(v, float) else v for v in row.values()), flush=True)
@@ -255,9 +323,17 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also the rows that take long")
     parser.add_argument("--only", nargs="+", default=[], help="shapes such as 2048x5632")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--adapters", action="store_true", help="adapters, into floor-adapters")
     given = parser.parse_args()
     with torch_threads(1):
         rows: list[dict[str, Any]] = []
+        if given.adapters:
+            rows = [
+                benchmark_adapters(*of, experts, rank, method)
+                for of, experts, rank, method in itertools.product(ADAPTERS, (2, 3, 8), (8, 16, 64), OF_ADAPTERS)
+            ]
+            write_result("floor-adapters", rows, columns=COLUMNS_OF_ADAPTERS, threads=1)
+            return
         for case in cases(given):
             rows.append(benchmark(*case))
             write_result(given.name, rows, columns=COLUMNS, threads=1)

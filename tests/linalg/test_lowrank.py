@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.helpers.spectra import random_deltas, random_lowrank, with_spectrum
+from tests.helpers.spectra import graded, random_deltas, random_lowrank, with_spectrum
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.extras.research.joint import joint_basis
@@ -11,6 +11,7 @@ from actmat.linalg.lowrank import (
     LowRank,
     frobenius_norm,
     inner_products,
+    orthonormal,
     padded,
     truncate,
     truncate_dense,
@@ -27,6 +28,21 @@ def factors(*shape: int, rank: int, seed: int = 0) -> LowRank:
         torch.randn(*batch, rows, rank, generator=rng, dtype=torch.float64),
         torch.randn(*batch, rank, columns, generator=rng, dtype=torch.float64),
     )
+
+
+@pytest.mark.parametrize(("condition", "dtype"), [(10, torch.float32), (1e6, torch.float32), (10, torch.float64)])
+@pytest.mark.parametrize("zero", [False, True])
+def test_bases_of_well_conditioned_columns_come_from_their_gram_matrix(condition, dtype, zero, monkeypatch):
+    columns = graded(60, 8, condition) * torch.logspace(-6, 6, 8, dtype=torch.float64)  # columns of any size
+    columns[:, 3] *= not zero
+    calls, reflected = [], torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda matrix: calls.append(matrix) or reflected(matrix))
+    basis, r_NN = orthonormal(columns.to(dtype))
+    assert bool(calls) == (condition > 10 or zero or dtype == torch.float64)
+    q_MN = basis.dense()
+    assert relative_error(q_MN.mT @ q_MN, torch.eye(8, dtype=torch.float64)) < 1e-9
+    assert relative_error(q_MN @ r_NN, columns.to(dtype).double()) < F64_IDENTITY
+    assert relative_error(basis.times(r_NN), q_MN @ r_NN) < F64_IDENTITY
 
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (3, 8, 6), (2, 30)])

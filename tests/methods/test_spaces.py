@@ -55,7 +55,7 @@ def test_the_core_loses_nothing() -> None:
         assert bases.cores_PQ[0].shape == (min(10, sum(ranks)), min(14, sum(ranks)))
         for pair, core in zip(pairs, bases.cores_PQ, strict=True):
             assert distance(bases.lift(core).dense(), pair.dense()) <= F64_ORACLE
-        for basis in (bases.p_OP, bases.q_IQ):
+        for basis in (bases.left.dense(), bases.right.dense()):
             torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1], dtype=torch.float64))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 PANELLED_FROM = 512
@@ -42,3 +43,11 @@ def mirror(gram_II: Tensor) -> None:
     """Copy the blocks above the diagonal to below it."""
     for panel in gram_panels(gram_II.shape[-1]):
         gram_II[panel.stop :, panel] = gram_II[panel, panel.stop :].mT
+
+
+def column_gram(a_RI: Tensor) -> Tensor:
+    """`A^T A`, whole, in the dtype of `A`."""
+    gram_II = torch.zeros(a_RI.shape[-1], a_RI.shape[-1], dtype=a_RI.dtype, device=a_RI.device)
+    add_gram(gram_II, a_RI)
+    mirror(gram_II)
+    return gram_II

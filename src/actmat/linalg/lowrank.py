@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from actmat.linalg.gram import column_gram
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 
 BLOCKS = 3
@@ -20,6 +21,10 @@ BLOCKS = 3
 
 SPARE = 8
 """Directions of a block beyond those that are kept."""
+
+WELL_CONDITIONED = 1e7
+"""Bound on the condition number of a Gram matrix with a unit diagonal, up to which its Cholesky factor makes bases:
+they are orthonormal to `eps64` times it, `1e-9`, far below the rounding of factors in float32."""
 
 FEW_OF = 256
 """Short side from which a matrix is truncated in a Krylov space; below it, the whole decomposition is cheap."""
@@ -38,6 +43,11 @@ class LowRank:
         return torch.Size([*self.b_OR.shape[:-1], self.a_RI.shape[-1]])
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the factors."""
+        return self.b_OR.dtype
+
+    @property
     def rank(self) -> int:
         """Number of columns of `b`: an upper bound of the matrix's rank."""
         return int(self.b_OR.shape[-1])
@@ -52,32 +62,78 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class CommonBases:
-    """`D_t = p_OP @ cores_PQ[t] @ q_IQ.mT` for all `t`, with orthonormal columns in `p_OP` and `q_IQ`."""
+class Basis:
+    """Orthonormal columns, as `columns_MN @ change_NN`: products with them need not form them."""
 
-    p_OP: Tensor
-    q_IQ: Tensor
-    cores_PQ: tuple[Tensor, ...]
+    columns_MN: Tensor
+    change_NN: Tensor
+
+    def dense(self) -> Tensor:
+        """The columns themselves, `M N`."""
+        return self.columns_MN @ self.change_NN
+
+    def times(self, core_NK: Tensor) -> Tensor:
+        """Their combinations by a small matrix, `M K`."""
+        return self.columns_MN @ (self.change_NN @ core_NK)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonBases:
+    """`D_t = P @ cores[t] @ Q^T` for all `t`: orthonormal bases of columns and rows, and factors of the deltas."""
+
+    left: Basis
+    right: Basis
+    cores: tuple[LowRank, ...]
+
+    @property
+    def cores_PQ(self) -> tuple[Tensor, ...]:
+        """The cores as matrices."""
+        return tuple(core.dense() for core in self.cores)
 
     def lift(self, core_PQ: Tensor) -> LowRank:
-        """The full-size matrix of a small one: `p @ core @ q^T`, in the shorter of the two factored forms."""
+        """The full-size matrix of a small one: `P @ core @ Q^T`, in the shorter of the two factored forms."""
         if core_PQ.shape[-2] <= core_PQ.shape[-1]:
-            return LowRank(self.p_OP, core_PQ @ self.q_IQ.mT)
-        return LowRank(self.p_OP @ core_PQ, self.q_IQ.mT)
+            return LowRank(self.left.dense(), self.right.times(core_PQ.mT).mT)
+        return LowRank(self.left.times(core_PQ), self.right.dense().mT)
 
 
 def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
-    """Orthonormal bases of the joint column and row spaces, and every delta in them, exactly.
+    """Orthonormal bases of the joint column and row spaces, and every delta in them, exactly; in float64.
 
-    `p = orth([b_1 ... b_T])`, `q = orth([a_1^T ... a_T^T])` by QR (no rank decision is taken: where the columns are
+    `P = orth([b_1 ... b_T])`, `Q = orth([a_1^T ... a_T^T])` by QR (no rank decision is taken: where the columns are
     dependent, QR fills up with arbitrary orthonormal columns and the cores are zero there).
     Any method that commutes with orthogonal changes of basis on both sides may then be applied to the cores.
     Cost `O((O + I) r'^2)` with `r' = sum_t R_t`.
     """
-    p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in deltas], dim=-1)).Q
-    q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
-    cores = tuple((p_OP.mT @ d.b_OR) @ (d.a_RI @ q_IQ) for d in deltas)
-    return CommonBases(p_OP, q_IQ, cores)
+    ranks = [d.rank for d in deltas]
+    left, b_PR = orthonormal(torch.cat([d.b_OR for d in deltas], dim=-1))
+    right, a_QR = orthonormal(torch.cat([d.a_RI for d in deltas], dim=-2).mT)
+    cores = map(LowRank, torch.split(b_PR, ranks, dim=-1), torch.split(a_QR.mT, ranks, dim=-2))
+    return CommonBases(left, right, tuple(cores))
+
+
+def orthonormal(columns_MN: Tensor) -> tuple[Basis, Tensor]:
+    """`Q`, `R` of a QR decomposition, in float64.
+
+    Of well-conditioned columns in a narrower dtype, `R` is the Cholesky factor of their Gram matrix, which is cheaper
+    than reflections. For the scaled `G = L L^T`, `cond(G) <= tr(G) ||L^-1||_F^2` is a bound, not an estimate.
+    """
+    exact_MN, count = columns_MN.to(torch.float64), columns_MN.shape[-1]
+    if columns_MN.dtype != torch.float64 and exact_MN.dim() == 2 and len(exact_MN) >= 2 * count:
+        gram_NN = column_gram(exact_MN)
+        norm_N = gram_NN.diagonal().sqrt()
+        factor_NN, info = torch.linalg.cholesky_ex(gram_NN / torch.outer(norm_N, norm_N))
+        if info == 0:
+            identity_NN = torch.eye(count, dtype=torch.float64, device=exact_MN.device)
+            inverse_NN = torch.linalg.solve_triangular(factor_NN, identity_NN, upper=False)
+            if count * torch.linalg.matrix_norm(inverse_NN) ** 2 <= WELL_CONDITIONED:
+                return Basis(exact_MN, (inverse_NN / norm_N).mT), factor_NN.mT * norm_N
+    q_MN, r_NN = torch.linalg.qr(exact_MN)
+    return _as_is(q_MN), r_NN
+
+
+def _as_is(q_MN: Tensor) -> Basis:
+    return Basis(q_MN, torch.eye(q_MN.shape[-1], dtype=q_MN.dtype, device=q_MN.device))
 
 
 def core_bases(deltas: Sequence[LowRank]) -> tuple[CommonBases, Retries]:
@@ -91,8 +147,8 @@ def core_bases(deltas: Sequence[LowRank]) -> tuple[CommonBases, Retries]:
     left = economy_svd(torch.cat([d.b_OR for d in spanning], dim=-1))
     right = economy_svd(torch.cat([d.a_RI for d in spanning], dim=-2))
     p_OP, q_IQ = left.u_MR, right.vh_RN.mT
-    cores = tuple((p_OP.mT @ d.b_OR) @ (d.a_RI @ q_IQ) for d in deltas)
-    return CommonBases(p_OP, q_IQ, cores), left.retries + right.retries
+    cores = tuple(LowRank(p_OP.mT @ d.b_OR, d.a_RI @ q_IQ) for d in deltas)
+    return CommonBases(_as_is(p_OP), _as_is(q_IQ), cores), left.retries + right.retries
 
 
 def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank:

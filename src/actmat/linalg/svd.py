@@ -15,9 +15,7 @@ compute dtype does not decide the rank.
 **Two routes.** With `eps = 2^-53`, `kappa_i = s_1 / s_i`:
 
 * *orthogonal*: QR of the long side when `L >= 2 S`, then LAPACK's SVD, in float64. Backward stable: the error of
-  `s_i` is about `eps s_1`. Used for float64 accuracy. Where few triplets of a large matrix are requested and it has no
-  more (cores of adapters), the SVD is that of `Q^T A`, `Q` an orthonormal basis of random combinations of its columns,
-  which is taken only if `A - Q Q^T A` is found to be rounding.
+  `s_i` is about `eps s_1`. Used for float64 accuracy; of factors, only the core of their rank is decomposed.
 * *gram*: `G = A A^T` (`S x S`) formed and decomposed in float64. The eigenvalues carry an error of about `eps s_1^2`,
   so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
   `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
@@ -32,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from torch import Tensor
 from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.krylov import SMALLEST, Largest, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
+from actmat.linalg.lowrank import LowRank, orthogonal_core
 
 RANK_RTOL = 2.0**-20
 """Relative singular value at or below which a direction is rounding, in float32 and float64 alike."""
@@ -46,16 +46,12 @@ RANK_RTOL = 2.0**-20
 GRAM_RTOL = 2.0**-22
 """Smallest cut-off that the Gram route resolves: the root of the error of its zero eigenvalues, with a margin."""
 
-FEW_OF = 256
-"""Short side from which a matrix may be found to have few directions; below it, the whole decomposition is cheap."""
-
-SPARE = 8
-"""Random combinations of columns beyond the requested directions: `Q` misses nothing of lower rank with probability
-one, and is well conditioned."""
-
 COLUMNS = 2048
 """Columns of the long side that are widened to float64 at a time. Fixed, so that results do not depend on memory."""
 
+
+MatrixForm: TypeAlias = Tensor | LowRank
+"""A matrix as it is, or as its factors."""
 
 Way = tuple[int, str]
 """Size of the Krylov basis that a part of the triplets came from, or 0; and why a requested part was not used."""
@@ -96,14 +92,14 @@ def part_stats(ways: Iterable[Way]) -> dict[str, float | int | str | bool]:
 
 
 def thin_svd(
-    matrix_OI: Tensor,
+    matrix_OI: MatrixForm,
     *,
     k: int | None = None,
     accuracy: torch.dtype | None = None,
     rtol: float = RANK_RTOL,
     floor: Tensor | float = 0.0,
 ) -> ThinSVD:
-    """The top `k` singular triplets on the numerical range.
+    """The top `k` singular triplets on the numerical range; of factors, from the core of their rank.
 
     Args:
         k: triplets wanted; all `min(O, I)` when None or larger.
@@ -114,10 +110,18 @@ def thin_svd(
     Raises:
         NumericalError: the matrix is not finite, or its decomposition did not converge.
     """
+    if isinstance(matrix_OI, LowRank):
+        core_PQ, left_OP, right_IQ = orthogonal_core(matrix_OI)
+        core = thin_svd(core_PQ, k=k, rtol=rtol, floor=floor)
+        size = min(*matrix_OI.shape[-2:], *([] if k is None else [k]))
+        u_OK, s_K, v_IK = (
+            torch.nn.functional.pad(side, (0, size - core.s_K.shape[-1]))
+            for side in (left_OP @ core.u_OK, core.s_K, right_IQ @ core.v_IK)
+        )
+        return replace(core, u_OK=u_OK, s_K=s_K, v_IK=v_IK)
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
-    few = None if k is None else _of_few_directions(matrix_OI, k)
-    u_OS, s_S, v_IS, retries = few or orthogonal_svd(matrix_OI)
+    u_OS, s_S, v_IS, retries = orthogonal_svd(matrix_OI)
     s_S, rank = numerical_range(s_S, rtol, floor)
     s_K = s_S[..., :k]
     on_1K = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
@@ -134,7 +138,7 @@ def svd_workspace(rows: int, columns: int) -> int:
     return 12 * short * short + 4 * short * long
 
 
-def accuracy_of(matrix: Tensor) -> torch.dtype:
+def accuracy_of(matrix: MatrixForm) -> torch.dtype:
     """float64 for float64, float32 for everything narrower."""
     return torch.float64 if matrix.dtype == torch.float64 else torch.float32
 
@@ -168,24 +172,6 @@ def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, Retries]:
     q_OS, r_SI = torch.linalg.qr(wide_OI)
     u_SS, s_S, vh_SI, retries = economy_svd(r_SI)
     return q_OS @ u_SS, s_S, vh_SI.mT, retries
-
-
-def _of_few_directions(matrix_OI: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Retries] | None:
-    """`u, s, v, retries` of a float64 matrix that has at most `k` directions, up to rounding; None if it has more."""
-    rows, columns = matrix_OI.shape[-2:]
-    size = k + SPARE
-    if matrix_OI.dim() > 2 or min(rows, columns) < max(FEW_OF, 4 * size):
-        return None
-    matrix_OI = matrix_OI.to(torch.float64)
-    mix_IS = torch.randn(columns, size, generator=torch.Generator().manual_seed(columns), dtype=torch.float64)
-    q_OS = torch.linalg.qr(matrix_OI @ mix_IS.to(matrix_OI.device)).Q
-    inner_SI = q_OS.mT @ matrix_OI
-    rest_OI = torch.addmm(matrix_OI, q_OS, inner_SI, alpha=-1.0)
-    rounding = torch.finfo(torch.float64).eps * columns**0.5 * torch.linalg.matrix_norm(matrix_OI)
-    if not bool(torch.linalg.matrix_norm(rest_OI) <= rounding):  # also not finite: the whole decomposition says so
-        return None
-    u_SS, s_S, v_IS, retries = orthogonal_svd(inner_SI)
-    return q_OS @ u_SS, s_S, v_IS, retries
 
 
 def short_gram(matrix_OI: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.singular import join_parts, orthogonalized_sum
-from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, MatrixForm, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, products
@@ -25,7 +25,7 @@ TIE = 1e-4
 
 
 def merge(
-    deltas: Sequence[Tensor],
+    deltas: Sequence[MatrixForm],
     shape: KnownShape = None,
     *,
     k: Annotated[int, Bounds(low=1)] = 16,
@@ -55,7 +55,7 @@ def merge(
     return Merged(value.to(deltas[0].dtype), stats)
 
 
-def _merge(deltas: Sequence[Tensor], *, k: int, common: int, rtol: float) -> OneMatrix:
+def _merge(deltas: Sequence[MatrixForm], *, k: int, common: int, rtol: float) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
     accuracy, parts = accuracy_of(deltas[0]), [thin_svd(delta, k=min(k, *delta.shape), rtol=rtol) for delta in deltas]
     u_OJ, s_J, v_IJ = join_parts(parts)
@@ -100,6 +100,6 @@ CT_MERGING = MergeMethod(
     merge,
     "matrix",
     laws=LINEAR_LAWS,
-    lowrank=in_cores(merge),
+    lowrank=in_cores(merge, factored=True),
     cost=MethodCost(workspace=_workspace, flops=products(1)),
 )

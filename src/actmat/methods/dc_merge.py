@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actmat.linalg.singular import join_parts, slots_per_expert, trim_parts
 from actmat.linalg.singular import polar_factor as polar
-from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, MatrixForm, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, PlanChecks, products
@@ -25,7 +25,7 @@ Smoothing = Literal["none", "mean", "linear"]
 
 
 def merge(
-    deltas: Sequence[Tensor],
+    deltas: Sequence[MatrixForm],
     shape: KnownShape = None,
     *,
     density: Fraction = 1e-3,
@@ -90,12 +90,12 @@ def _sizes(shape: Sequence[int], n_experts: int, k: int | None, density: float) 
 
 
 def _merge(
-    deltas: Sequence[Tensor], *, slots: int, entries: int, smoothing: Smoothing, rho: float, rtol: float
+    deltas: Sequence[MatrixForm], *, slots: int, entries: int, smoothing: Smoothing, rho: float, rtol: float
 ) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
     accuracy = accuracy_of(deltas[0])
     if slots == 0:
-        return OneMatrix(torch.zeros_like(deltas[0], dtype=torch.float64), {"entries_kept": 0})
+        return OneMatrix(torch.zeros(deltas[0].shape, dtype=torch.float64), {"entries_kept": 0})
     count = len(deltas)
     parts = trim_parts([thin_svd(delta, k=slots, rtol=rtol) for delta in deltas])
     u_OJ, _, v_IJ = join_parts(parts)
@@ -148,7 +148,7 @@ DC_MERGE = MergeMethod(
     merge,
     "matrix",
     laws=LINEAR_LAWS,
-    lowrank=in_cores(merge),
+    lowrank=in_cores(merge, factored=True),
     cost=MethodCost(workspace=_workspace, flops=products(4, once=12)),
     plan=PlanChecks(
         "a single expert is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "

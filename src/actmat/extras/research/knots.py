@@ -119,8 +119,8 @@ def merge_lowrank(  # noqa: PLR0913 - as above
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
         value_RQ, found, ways = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
-        value_RI, retries = value_RQ @ bases.q_IQ.mT, retries + found
-    value = LowRank(bases.p_OP @ _outer(basis, order), value_RI)
+        value_RI, retries = bases.right.times(value_RQ.mT).mT, retries + found
+    value = LowRank(bases.left.times(_outer(basis, order)), value_RI)
     return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries, ways))
 
 
@@ -135,13 +135,13 @@ def _dense_parts(
 def _lowrank_parts(
     deltas: Sequence[LowRank], order: Order, atol: float | None, rtol: float
 ) -> tuple[CommonBases, JointBasis, list[Tensor]]:
-    bases = common_bases([d.to(torch.float64) for d in deltas])
+    bases = common_bases(deltas)
     return bases, *_dense_parts(bases.cores_PQ, order, atol, rtol)
 
 
 def _expanded(part_RQ: Tensor, bases: CommonBases, like: LowRank) -> Tensor:
     """Coordinates over the inputs, `R x I`, rounded as in the dense merge."""
-    return (part_RQ @ bases.q_IQ.mT).to(like.b_OR.dtype)
+    return bases.right.times(part_RQ.mT).mT.to(like.b_OR.dtype)
 
 
 def _outer(basis: JointBasis, order: Order) -> Tensor:

@@ -82,7 +82,7 @@ SSR = MergeMethod(
     merge,
     "matrix",
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
-    lowrank=in_cores(merge, site_of=lambda deltas: ((bases := common_bases(deltas)), bases.q_IQ)),
+    lowrank=in_cores(merge, site_of=lambda deltas: ((bases := common_bases(deltas)), bases.right.dense())),
     cost=MethodCost(workspace=_workspace, flops=_flops),
     needs_statistics=("gram",),
 )

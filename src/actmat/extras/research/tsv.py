@@ -15,7 +15,16 @@ from torch import Tensor
 
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join_parts, orthogonalized_sum, slots_per_expert, trim_parts
-from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
+from actmat.linalg.svd import (
+    RANK_RTOL,
+    MatrixForm,
+    ThinSVD,
+    accuracy_of,
+    orthogonal_svd,
+    part_stats,
+    svd_workspace,
+    thin_svd,
+)
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
 from actmat.methods.facets import Access, Merged, MethodCost, products
@@ -27,7 +36,7 @@ _NEEDS_NULL_SPACE = (
 
 
 def merge(
-    deltas: Sequence[Tensor],
+    deltas: Sequence[MatrixForm],
     shape: KnownShape = None,
     *,
     weights: Weights = None,
@@ -61,7 +70,7 @@ def merge(
     for delta_OI, weight in zip(deltas, shares, strict=True):
         slots = _slots(shape or delta_OI.shape, len(deltas), k, min_k)
         if slots == 0:
-            return Merged(torch.zeros_like(delta_OI), {"k": 0, "rank_min": 0, "rank_max": 0})
+            return Merged(torch.zeros(delta_OI.shape, dtype=delta_OI.dtype), {"k": 0, "rank_min": 0, "rank_max": 0})
         parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
     assert parts, "a merge has at least one expert"
     left_OJ, right_JI, retries = orthogonalized_sum(*join_parts(trim_parts(parts)), accuracy=accuracy_of(delta_OI))
@@ -77,9 +86,10 @@ def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> i
     return min(wanted, *shape[-2:])
 
 
-def _triplets(delta_OI: Tensor, slots: int, rank_aware: bool, rtol: float) -> ThinSVD:
+def _triplets(delta_OI: MatrixForm, slots: int, rank_aware: bool, rtol: float) -> ThinSVD:
     if rank_aware:
         return thin_svd(delta_OI, k=slots, rtol=rtol)
+    assert isinstance(delta_OI, Tensor), "factors are refused"
     u, s, v, retries = orthogonal_svd(delta_OI)
     rank = torch.full(s.shape[:-1], s.shape[-1])
     # Copies, so that the full bases are freed before the next expert is read.
@@ -103,7 +113,7 @@ TSV = MergeMethod(
     merge,
     "matrix",
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE)),
+    lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE), factored=True),
     access=Access(one_pass=True),
     cost=MethodCost(workspace=_workspace, flops=products(4, once=10)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method

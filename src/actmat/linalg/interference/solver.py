@@ -162,15 +162,14 @@ def solve_lowrank(
 
     The rule does not trim: the largest entries depend on the basis, so there is no exact short form.
     """
-    exact = [d.to(torch.float64) for d in deltas]
-    bases = common_bases(exact)
+    exact, bases = [d.to(torch.float64) for d in deltas], common_bases(deltas)
     factors = None
     if rule.estimator.center:
         # (b - 1 mean(b)) a: centering acts on the rows of b. Its Gram needs only the R of b's QR, and q.
         centered = (d.b_OR - d.b_OR.mean(dim=-2, keepdim=True) for d in exact)
+        rows = bases.cores[0].shape[-1]
         factors = [
-            _padded(torch.linalg.qr(b).R @ (d.a_RI @ bases.q_IQ), bases.q_IQ.shape[-1])
-            for b, d in zip(centered, exact, strict=True)
+            _padded(torch.linalg.qr(b).R @ core.a_RI, rows) for b, core in zip(centered, bases.cores, strict=True)
         ]
     state = prepare(bases.cores_PQ, rule, weights=weights, factors=factors, width=deltas[0].shape[-1])
     core_PQ, stats = finish(state, rule, consume=True)

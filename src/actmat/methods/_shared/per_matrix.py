@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
-from actmat.linalg.svd import Way, part_stats
+from actmat.linalg.svd import MatrixForm, Way, part_stats
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
 KnownShape = Sequence[int] | None
@@ -37,16 +37,19 @@ class OneMatrix:
     ways: Sequence[Way] = ()
 
 
-def each_matrix(rule: Callable[[Sequence[Tensor]], OneMatrix], tensors: Sequence[Tensor]) -> tuple[Tensor, MatrixStats]:
+def each_matrix(
+    rule: Callable[[Sequence[Any]], OneMatrix], tensors: Sequence[MatrixForm]
+) -> tuple[Tensor, MatrixStats]:
     """`rule` of every `O x I` matrix of the batch, as a list with one of each tensor, and one record of all.
 
     >>> each_matrix(lambda ds: OneMatrix(ds[0] + ds[1], {"n": 1}), [torch.ones(2, 1, 1)] * 2)[1]
     {'n': 2}
     """
     first = tensors[0]
-    merged = [rule(items) for items in zip(*(t.reshape(-1, *t.shape[-2:]) for t in tensors), strict=True)]
+    matrices = ([t] if isinstance(t, LowRank) else t.reshape(-1, *t.shape[-2:]) for t in tensors)
+    merged = [rule(items) for items in zip(*matrices, strict=True)]
     if not merged:
-        return torch.zeros_like(first), {}
+        return torch.zeros(first.shape, dtype=first.dtype), {}
     values = [f.value_OI for f in merged]
     value = values[0] if len(values) == 1 else torch.stack(values)
     return value.reshape(first.shape[:-2] + values[0].shape), _record(merged)
@@ -65,6 +68,7 @@ def in_cores(
     merge: Callable[..., Merged],
     refused: tuple[str, Any, str] | None = None,
     *,
+    factored: bool = False,
     site_of: Callable[[Sequence[LowRank]], tuple[CommonBases, Any]] | None = None,
 ) -> LowRankForm:
     """The exact low-rank form of a method that commutes with rotations of rows and columns: a merge of small cores.
@@ -73,7 +77,8 @@ def in_cores(
         merge: `(deltas, site=None, *, <needs>, <options>)`. Called with float64 cores of the common bases; `site` is
             information about the layer that the cores lack; by default, the shape of its matrix.
         refused: option, value, and the reason why that value has no low-rank form.
-        site_of: `(deltas) -> (bases, site)`, of float64 deltas; the last cores of the bases may be of other matrices.
+        factored: the merge begins with decompositions (`thin_svd`), and takes cores of one matrix as their factors.
+        site_of: `(deltas) -> (bases, site)`; the last cores of the bases may be of other matrices.
     """
 
     @functools.wraps(merge, assigned=())
@@ -81,9 +86,9 @@ def in_cores(
         """The same merge on the cores of the common bases; sizes come from the full shape. Exact, in float64."""
         if refused is not None and arguments.get(refused[0]) == refused[1]:
             raise ValueError(refused[2])
-        exact = [d.to(torch.float64) for d in deltas]
-        bases, site = (common_bases(exact), exact[0].shape) if site_of is None else site_of(exact)
-        merged = merge(bases.cores_PQ[: len(deltas)], site, **arguments)
+        bases, site = (common_bases(deltas), deltas[0].shape) if site_of is None else site_of(deltas)
+        cores = bases.cores if factored and deltas[0].b_OR.dim() == 2 else bases.cores_PQ
+        merged = merge(cores[: len(deltas)], site, **arguments)
         return MergedLowRank(bases.lift(merged.value).to(deltas[0].b_OR.dtype), merged.stats)
 
     def why_not(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:
