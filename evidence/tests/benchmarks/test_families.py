@@ -89,7 +89,8 @@ def test_every_class_that_can_be_built() -> None:
     failed = []
     for architecture in architectures():
         row = check(architecture)
-        refused = "config.json ties and that differ" in str(row.get("why"))  # two parameters, whatever the config says
+        why = str(row.get("why"))  # two parameters, whatever the config says; a list that every load of LeViT appends to
+        refused = "config.json ties and that differ" in why or "what the model computes differ: down_ops" in why
         if (row["stage"] in ("merged", "failed") and not refused) or row.get("wrong"):
             failed.append(row)
     assert failed == []
