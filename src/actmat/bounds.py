@@ -81,25 +81,25 @@ def local_path(text: str | Path, *, error: type[MergeError] = CheckpointError) -
     Raises:
         MergeError: empty, too long, not UTF-8, with a NUL, or in the home of an unknown user; of the type `error`.
     """
-    given = str(text)
+    path = str(text)
     try:
-        encoded = given.encode()
+        encoded = path.encode()
     except UnicodeEncodeError:
-        shown = given.encode("utf-8", "backslashreplace").decode()[:200]
+        shown = path.encode("utf-8", "backslashreplace").decode()[:200]
         raise error(f"{shown}: expected a path in UTF-8, found other bytes. Fix: rename the file.") from None
-    if not given or "\0" in given:
-        raise error(f"expected a path, found {given[:200]!r}")
+    if not path or "\0" in path:
+        raise error(f"expected a path, found {path[:200]!r}")
     if len(encoded) > MAX_PATH_BYTES or any(len(part) > 255 for part in encoded.split(b"/")):
         raise error(
-            f"{given[:60]}...: the path is too long ({len(encoded)} bytes; a name takes at most 255, a path "
+            f"{path[:60]}...: the path is too long ({len(encoded)} bytes; a name takes at most 255, a path "
             f"{MAX_PATH_BYTES}). Fix: correct or shorten it."
         )
     try:
-        return Path(given).expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        user = given.partition("/")[0]
-        raise error(f"{given}: there is no user '{user.removeprefix('~')}' on this machine. Fix: write the full path, "
-                    f"or ./{given} for a folder of that name.") from None  # fmt: skip
+        user = path.partition("/")[0]
+        raise error(f"{path}: there is no user '{user.removeprefix('~')}' on this machine. Fix: write the full path, "
+                    f"or ./{path} for a folder of that name.") from None  # fmt: skip
 
 
 def list_folder(folder: Path, *, error: type[MergeError] = CheckpointError) -> list[str]:

@@ -89,7 +89,7 @@ def test_every_class_that_can_be_built() -> None:
     failed = []
     for architecture in architectures():
         row = check(architecture)
-        why = str(row.get("why"))  # two parameters, whatever the config says; a list that every load of LeViT appends to
+        why = str(row.get("why"))  # two parameters, whatever the config says; a list that grows with every load
         refused = "config.json ties and that differ" in why or "what the model computes differ: down_ops" in why
         if (row["stage"] in ("merged", "failed") and not refused) or row.get("wrong"):
             failed.append(row)

@@ -154,17 +154,17 @@ def sort_side_files(
     for top, paths in folders.items():
         if (why := _why_not_folder(top, paths, top in parts or top in modules)) is not None:
             left_out[f"{top}/"] = why
-    kept = []
+    copied = []
     for path in sorted(set(sizes) - set(merged)):
         top, slash, _ = path.partition("/")
         if slash and f"{top}/" in left_out:
             continue
         why = _why_not_file(path, sizes[path])
         if why is None:
-            kept.append(path)
+            copied.append(path)
         elif why.text:
             left_out[path] = why
-    return SideFiles(tuple(kept), dict(sorted(left_out.items())), tuple(sorted(modules)))
+    return SideFiles(tuple(copied), dict(sorted(left_out.items())), tuple(sorted(modules)))
 
 
 def _why_not_folder(top: str, paths: list[str], is_part: bool) -> Note | None:

@@ -210,8 +210,8 @@ def with_identity(delta_OI: Tensor) -> LowRank:
     """The delta times an identity of its short side, float64."""
     delta_OI = delta_OI.to(torch.float64)
     rows, columns = delta_OI.shape[-2:]
-    one = torch.eye(min(rows, columns), dtype=delta_OI.dtype).expand(*delta_OI.shape[:-2], -1, -1)
-    return LowRank(delta_OI, one) if columns <= rows else LowRank(one, delta_OI)
+    identity = torch.eye(min(rows, columns), dtype=delta_OI.dtype).expand(*delta_OI.shape[:-2], -1, -1)
+    return LowRank(delta_OI, identity) if columns <= rows else LowRank(identity, delta_OI)
 
 
 def truncate_dense(delta_OI: Tensor, rank: int) -> Truncated:

@@ -198,8 +198,8 @@ class CallTemplate:
     def varies(self) -> bool:
         """True if anything differs from tensor to tensor."""
         weights = self.weights is not None and self.weights.varies
-        own = any(isinstance(v, tuple) for mine in self.own for v in mine.values())
-        return bool(self._varying) or own or isinstance(self.scale, tuple) or weights
+        of_experts = any(isinstance(v, tuple) for mine in self.own for v in mine.values())
+        return bool(self._varying) or of_experts or isinstance(self.scale, tuple) or weights
 
     def at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
         """The call for the tensor `name`, and the words for its individual values.
@@ -225,8 +225,8 @@ class CallTemplate:
 
     def patterns(self) -> list[tuple[str, str]]:
         """See `patterns_in`; without those of the weights."""
-        own = {f"{n} of expert {k + 1}": v for k, mine in enumerate(self.own) for n, v in mine.items()}
-        return patterns_in({f"option '{n}'": v for n, v in self.options.items()} | own | {"scale": self.scale})
+        of_experts = {f"{n} of expert {k + 1}": v for k, mine in enumerate(self.own) for n, v in mine.items()}
+        return patterns_in({f"option '{n}'": v for n, v in self.options.items()} | of_experts | {"scale": self.scale})
 
     @classmethod
     def make(

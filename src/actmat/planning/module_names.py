@@ -67,14 +67,15 @@ def _split(module: str) -> tuple[Prefix, str]:
 
 def _related(of_adapters: Sequence[set[Prefix]]) -> frozenset[Prefix]:
     """Heads of different adapters that may be names of one thing: equal but for what models add, or one ends so."""
-    found: set[Prefix] = set()
-    for one, two in combinations(sorted(set().union(*of_adapters)), 2):
-        if any({one, two} <= own for own in of_adapters):
+    related: set[Prefix] = set()
+    for first, second in combinations(sorted(set().union(*of_adapters)), 2):
+        if any({first, second} <= prefixes for prefixes in of_adapters):
             continue  # one model has both
-        is_end = one[len(one) - len(two) :] == two if len(one) > len(two) else two[len(two) - len(one) :] == one
-        if is_end or _bare(one) == _bare(two):
-            found |= {one, two}
-    return frozenset(found)
+        short, long = sorted((first, second), key=len)
+        is_end = long[len(long) - len(short) :] == short
+        if is_end or _bare(first) == _bare(second):
+            related |= {first, second}
+    return frozenset(related)
 
 
 def _bare(head: Prefix) -> Prefix:

@@ -134,8 +134,8 @@ def scaled_content(
     """
     known = {k: fields[k] for k in ("r", "rank_pattern", "alpha_pattern") if k in fields}
     config, problems = parse_adapter_config({"peft_type": "LORA", "lora_alpha": fields.get("alpha", 8), **known})
-    groups, extras, found = group_tensors(specs, roles, family)
-    problems += found
+    groups, extras, scale_problems = group_tensors(specs, roles, family)
+    problems += scale_problems
     changes: list[Change] = []
     for group in groups:
         try:

@@ -197,14 +197,14 @@ def _read_tokens(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> 
 
 
 def _of_tables(
-    tables: Mapping[str, str], specs: Mapping[str, TensorSpec], given: Any, problems: list[str]
+    tables: Mapping[str, str], specs: Mapping[str, TensorSpec], value: Any, problems: list[str]
 ) -> list[Change]:
     """Changes of tables, with rows from the config: for all tables, or by module name suffix."""
     out: list[Change] = []
     for module, stored in tables.items():
-        rows = given
-        if isinstance(given, Mapping):
-            rows = next((v for k, v in given.items() if module == k or module.endswith(f".{k}")), None)
+        rows = value
+        if isinstance(value, Mapping):
+            rows = next((v for k, v in value.items() if module == k or module.endswith(f".{k}")), None)
         shape = specs[stored].shape
         is_list = isinstance(rows, Sequence) and all(isinstance(i, int) and i >= 0 for i in rows)
         if not is_list or not rows or len(shape) != 2 or len(rows) != shape[0]:

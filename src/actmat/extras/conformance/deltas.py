@@ -112,9 +112,9 @@ class DeltasConformance(abc.ABC):
                 _assert_near(_tuned(expert, base, name), tuned[name], self.tolerance, f"{name!r}")
                 if expert.source(name).kind == "zero":
                     assert torch.equal(base.tensors.read(name), tuned[name]), f"{name!r} is changed, its source is zero"
-            given = [tuned[name] for name in expert.specs]
+            expected = [tuned[name] for name in expert.specs]
             for name in tuned.keys() - expert.specs.keys():
-                assert any(torch.equal(tuned[name], t) for t in given), f"{name!r} is given under no name"
+                assert any(torch.equal(tuned[name], t) for t in expected), f"{name!r} is given under no name"
 
     def test_stored_tensors_are_read_in_ranges(self, tmp_path: Path) -> None:
         """`read` gives the spec's shape and dtype, `read_into` any range of its bytes."""
@@ -205,8 +205,8 @@ class DeltasConformance(abc.ABC):
         with self.opened(tmp_path / "seed1") as (_, expert, _), concurrent.futures.ThreadPoolExecutor(8) as pool:
             expected = {name: _content(expert, name) for name in expert.specs}
             names = list(expected) * 4
-            for name, found in zip(names, pool.map(functools.partial(_content, expert), names), strict=True):
-                assert found == expected[name], f"{name!r} was mixed up"
+            for name, content in zip(names, pool.map(functools.partial(_content, expert), names), strict=True):
+                assert content == expected[name], f"{name!r} was mixed up"
 
     def test_close_ends_reading_and_may_be_called_twice(self, tmp_path: Path) -> None:
         """After `close`, reading and forming raise `ValueError`, as for a closed file; specs stay."""
@@ -275,8 +275,8 @@ def _all_calls(expert: Deltas, source: DeltaSource) -> list[tuple[str, Callable[
 
 def _not_given(expert: Deltas, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
     """The requests that a source of this kind does not serve."""
-    given = {"stored": ("read", "read_into"), "zero": ("dense", "content", "factors"), "formed": ("dense", "content")}
-    served = (*given[source.kind], *(["factors"] if source.rank else []))
+    methods = {"stored": ("read", "read_into"), "zero": ("dense", "content", "factors"), "formed": ("dense", "content")}
+    served = (*methods[source.kind], *(["factors"] if source.rank else []))
     return [(what, call) for what, call in _all_calls(expert, source) if what not in served]
 
 

@@ -135,8 +135,8 @@ class TensorsConformance(abc.ABC):
         tensors = {f"t{i}": torch.full((257,), float(i)) for i in range(16)}
         with self.store(tensors, tmp_path) as opened, ThreadPoolExecutor(8) as pool:
             names = list(tensors) * 6
-            for name, found in zip(names, pool.map(opened.read, names), strict=True):
-                assert torch.equal(found, tensors[name]), f"{name!r} was mixed up"
+            for name, read in zip(names, pool.map(opened.read, names), strict=True):
+                assert torch.equal(read, tensors[name]), f"{name!r} was mixed up"
 
     def test_identity_is_stable(self, tmp_path: Path) -> None:
         """`identity` is the same before and after reading."""

@@ -123,7 +123,7 @@ def _rows(
         row_of("majority", "majority", majority, expert),
         row_of("base", "base", base, expert),
         row_of("experts", "expert", expert, expert),
-        *(row_of(path.name, "merged", found, expert) for path, found in zip(models[1:], merged, strict=True)),
+        *(row_of(path.name, "merged", scores, expert) for path, scores in zip(models[1:], merged, strict=True)),
     ]
 
 

@@ -126,9 +126,9 @@ def train_base(settings: DemoSettings, seed: int) -> Encoder:
 
 def fit_heads(base: Encoder, data: Mapping[str, Split], settings: DemoSettings) -> dict[str, Head]:
     """Fit the frozen head of every task on its training images."""
-    given = {"ridge": settings.ridge, "scale": settings.logit_scale}
+    options = {"ridge": settings.ridge, "scale": settings.logit_scale}
     train = {task.name: (data[task.name].train, task.n_classes) for task in TASKS}
-    return {name: fit_head(features(base, t.images_NHW), t.labels_N, n, **given) for name, (t, n) in train.items()}
+    return {name: fit_head(features(base, t.images_NHW), t.labels_N, n, **options) for name, (t, n) in train.items()}
 
 
 def finetune(expert: Encoder, head: Head, examples: Examples, schedule: DemoSchedule, order: torch.Generator) -> None:

@@ -141,11 +141,11 @@ def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
-        found = GGMLQuantizationType(tensor.type)
+        type = GGMLQuantizationType(tensor.type)
     except ValueError:
         return "", 1, 1
-    name = found.name if found.name in PLAIN or found.name in QUANTIZED else ""
-    return name, *GGML_QUANT_SIZES[found]
+    name = type.name if type.name in PLAIN or type.name in QUANTIZED else ""
+    return name, *GGML_QUANT_SIZES[type]
 
 
 def _stored_specs(header: GgufHeader, label: str, size: int, location: str) -> dict[str, TensorSpec]:
@@ -231,12 +231,12 @@ def _open(source: Source) -> Model:
     Raises:
         CheckpointError: there are several files, the package gguf is missing, or a file cannot be read.
     """
-    found = [name for name in source.weights if name.endswith(SUFFIX)]
-    parts = parts_of(source.named or (found or [""])[0])
-    if source.named is None and found != parts:
-        missing = [name for name in parts if name not in found]
+    listed = [name for name in source.weights if name.endswith(SUFFIX)]
+    parts = parts_of(source.named or (listed or [""])[0])
+    if source.named is None and listed != parts:
+        missing = [name for name in parts if name not in listed]
         raise CheckpointError(
-            f"{source.location}: expected one GGUF file, or all parts of one, found {', '.join(found[:8])}"
+            f"{source.location}: expected one GGUF file, or all parts of one, found {', '.join(listed[:8])}"
             + (f" without {missing[0]}" if len(parts) > 1 and missing else "")
             + ". Fix: give the path of one file, or fetch the missing parts."
         )

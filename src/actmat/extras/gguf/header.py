@@ -97,10 +97,10 @@ class _Cursor:
 
     def length(self, most: int, what: str) -> int:
         """Read the next length; raise if above `most`."""
-        found = int(self.number("Q"))
-        if found > most:
-            raise _Damaged(f"{what} {found}, more than {most}")
-        return found
+        size = int(self.number("Q"))
+        if size > most:
+            raise _Damaged(f"{what} {size}, more than {most}")
+        return size
 
     def _check(self, length: int) -> None:
         if length > self._size - self.position:
@@ -138,12 +138,12 @@ def _header(cursor: _Cursor) -> GgufHeader:
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= BLOCK:
         raise _Damaged(f"an alignment of {str(alignment)[:40]}")
-    found = [_tensor(cursor) for _ in range(n_tensors)]
+    tensors = [_tensor(cursor) for _ in range(n_tensors)]
     start = -(-cursor.position // alignment) * alignment
-    names = {t.name for t in found}
-    if len(names) < len(found):
+    names = {t.name for t in tensors}
+    if len(names) < len(tensors):
         raise _Damaged("a tensor twice")
-    return GgufHeader(metadata, tuple(GgufEntry(t.name, t.shape, t.type, start + t.offset) for t in found))
+    return GgufHeader(metadata, tuple(GgufEntry(t.name, t.shape, t.type, start + t.offset) for t in tensors))
 
 
 def _tensor(cursor: _Cursor) -> GgufEntry:
@@ -189,11 +189,11 @@ def parts_of(name: str) -> list[str]:
     >>> parts_of("m-00002-of-00002.gguf")
     ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
     """
-    found = PART.fullmatch(name)
-    count = 0 if found is None else int(found["count"])
-    if found is None or not 1 <= count <= MOST_PARTS:
+    match = PART.fullmatch(name)
+    count = 0 if match is None else int(match["count"])
+    if match is None or not 1 <= count <= MOST_PARTS:
         return [name]
-    return [f"{found['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1)]
+    return [f"{match['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1)]
 
 
 def joined(headers: Sequence[GgufHeader], location: str) -> GgufHeader:
@@ -204,11 +204,11 @@ def joined(headers: Sequence[GgufHeader], location: str) -> GgufHeader:
     """
     problems = []
     for number, header in enumerate(headers):
-        said, own = _number(header, "split.count", 1), _number(header, "split.no", 0)
+        said, place = _number(header, "split.count", 1), _number(header, "split.no", 0)
         if max(1, said) != len(headers):
             problems.append(f"file {number + 1} belongs to {said} parts, but {len(headers)} are present")
-        elif own != number:
-            problems.append(f"file {number + 1} is numbered {own + 1} in its header")
+        elif place != number:
+            problems.append(f"file {number + 1} is numbered {place + 1} in its header")
     first = headers[0]
     tensors = tuple(t for header in headers for t in header.tensors)
     if len({t.name for t in tensors}) < len(tensors):
@@ -226,5 +226,5 @@ def joined(headers: Sequence[GgufHeader], location: str) -> GgufHeader:
 
 
 def _number(header: GgufHeader, key: str, default: int) -> int:
-    found: Any = header.metadata.get(key, default)
-    return found if isinstance(found, int) else -1
+    value: Any = header.metadata.get(key, default)
+    return value if isinstance(value, int) else -1

@@ -76,14 +76,14 @@ def names_of(header: GgufHeader, location: str) -> dict[str, str]:
     architecture, layers = architecture_of(header, location), header.metadata.get(f"{_arch(header)}.block_count")
     if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
         raise CheckpointError(f"{location}: expected a number of layers in the metadata, found {str(layers)[:40]}")
-    found = get_tensor_name_map(next(k for k, v in MODEL_ARCH_NAMES.items() if v == architecture), layers)
+    table = get_tensor_name_map(next(k for k, v in MODEL_ARCH_NAMES.items() if v == architecture), layers)
     known: dict[str, str] = {}
     for stem in (
         *OUTSIDE,
         *(f"model.layers.{i}.{inner}" for i in range(layers) for inner in (*INSIDE, *OTHERS.get(architecture, ()))),
     ):
-        there = found.get_name(stem)
-        known |= {f"{there}.{part}": f"{stem}.{part}" for part in ("weight", "bias") if there is not None}
+        name_there = table.get_name(stem)
+        known |= {f"{name_there}.{part}": f"{stem}.{part}" for part in ("weight", "bias") if name_there is not None}
     strange = [t.name for t in header.tensors if t.name not in known and t.name not in UNUSED]
     if strange:
         raise CheckpointError(
@@ -100,12 +100,12 @@ def architecture_of(header: GgufHeader, location: str) -> str:
     Raises:
         CheckpointError: the architecture is not supported.
     """
-    if (found := _arch(header)) not in ARCHITECTURES:
+    if (architecture := _arch(header)) not in ARCHITECTURES:
         raise CheckpointError(
-            f"{location}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found {found[:80]!r}: its tensors may "
-            "be in another order than in transformers. Fix: give the safetensors it was converted from."
+            f"{location}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found {architecture[:80]!r}: its tensors "
+            "may be in another order than in transformers. Fix: give the safetensors it was converted from."
         )
-    return found
+    return architecture
 
 
 def rotated_heads(header: GgufHeader, name: str) -> int:
@@ -113,8 +113,8 @@ def rotated_heads(header: GgufHeader, name: str) -> int:
     if _arch(header) != "llama" or not (".attn_q." in name or ".attn_k." in name):
         return 0
     heads = header.metadata.get("llama.attention.head_count")
-    own = header.metadata.get("llama.attention.head_count_kv", heads) if ".attn_k." in name else heads
-    return own if isinstance(own, int) and own > 0 else -1
+    heads_of_layer = header.metadata.get("llama.attention.head_count_kv", heads) if ".attn_k." in name else heads
+    return heads_of_layer if isinstance(heads_of_layer, int) and heads_of_layer > 0 else -1
 
 
 def added(header: GgufHeader, name: str) -> float:
@@ -143,8 +143,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     stated = {f"{architecture}.{k}": field for k, field in CONFIG_KEYS.items()} | TOKENS
     config |= {f: v for k, f in stated.items() if isinstance(v := header.metadata.get(k), int | float)}
     tokens: Mapping[str, Any] = header.metadata
-    if "vocab_size" not in config and isinstance(found := tokens.get(VOCABULARY), SkippedList):
-        config["vocab_size"] = found.count
+    if "vocab_size" not in config and isinstance(skipped := tokens.get(VOCABULARY), SkippedList):
+        config["vocab_size"] = skipped.count
     if architecture == "llama":
         config |= {field: True for field, layers in BIASES.items() if _has_biases(header, layers) is not False}
     tied = all(t.name != "output.weight" for t in header.tensors)
@@ -153,10 +153,10 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 def _has_biases(header: GgufHeader, layers: Sequence[str]) -> bool | None:
     """True if these layers have a bias in all blocks, False if in no block, else None."""
-    there = {t.name for t in header.tensors}
-    blocks = {name.split(".")[1] for name in there if name.startswith("blk.")}
-    found = {f"blk.{block}.{layer}.bias" in there for block in blocks for layer in layers}
-    return None if len(found) > 1 else True in found
+    names = {t.name for t in header.tensors}
+    blocks = {name.split(".")[1] for name in names if name.startswith("blk.")}
+    present = {f"blk.{block}.{layer}.bias" in names for block in blocks for layer in layers}
+    return None if len(present) > 1 else True in present
 
 
 def _arch(header: GgufHeader) -> str:

@@ -156,25 +156,25 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
     Raises:
         AlignmentError: modules that a llama.cpp adapter cannot hold; all are listed.
     """
-    names = {there: name for name, there in names_of(pattern.gguf, pattern.location).items()}
+    names = {entry: name for name, entry in names_of(pattern.gguf, pattern.location).items()}
     stored = {t.name: t for t in pattern.gguf.tensors}
     pieces, problems = [], [f"'{n}' was trained in full" for n in adapter.extras]
     alpha = _alpha(adapter)
     for name, module in adapter.modules.items():
-        there = stored.get(names.get(f"{name}.weight", ""))
-        if there is None or module.kind != "linear" or module.bias is not None:
-            why = "has no counterpart in the pattern" if there is None else "is not plain LoRA of a linear layer"
+        entry = stored.get(names.get(f"{name}.weight", ""))
+        if entry is None or module.kind != "linear" or module.bias is not None:
+            why = "has no counterpart in the pattern" if entry is None else "is not plain LoRA of a linear layer"
             problems.append(f"'{name}' {why}")
             continue
-        if tuple(module.shape) != there.shape:
-            problems.append(f"'{name}' is {list(module.shape)} here and {list(there.shape)} in the pattern")
+        if tuple(module.shape) != entry.shape:
+            problems.append(f"'{name}' is {list(module.shape)} here and {list(entry.shape)} in the pattern")
             continue
         factor = module.scaling * module.rank / alpha
-        order = rows_in_file(pattern.gguf, there)
+        order = rows_in_file(pattern.gguf, entry)
         own = "F16" if type == "f16" else "F32"  # factors are small, and ranks do not fill blocks
         a, b = _factor(adapter, module.a, 1.0, None), _factor(adapter, module.b, factor, order)
-        pieces.append(_piece(f"{there.name}.lora_a", own, (module.rank, module.shape[1]), a))
-        pieces.append(_piece(f"{there.name}.lora_b", own, (module.shape[0], module.rank), b))
+        pieces.append(_piece(f"{entry.name}.lora_a", own, (module.rank, module.shape[1]), a))
+        pieces.append(_piece(f"{entry.name}.lora_b", own, (module.shape[0], module.rank), b))
     if problems:
         raise AlignmentError(
             f"{adapter.location} cannot be written as a llama.cpp adapter. Fix: merge it into its base "

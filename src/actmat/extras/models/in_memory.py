@@ -99,9 +99,9 @@ class MemoryMerge:
         base = self.module
         if not isinstance(base, nn.Module) or getattr(base, "is_quantized", False) or self.plan.output != "model":
             return self.load().model
-        own = (*base.named_parameters(remove_duplicate=False), *base.named_buffers(remove_duplicate=False))
+        stored = (*base.named_parameters(remove_duplicate=False), *base.named_buffers(remove_duplicate=False))
         merged: dict[int, Any] = {}  # stands for the parameters, which are not copied
-        for name, old in own:
+        for name, old in stored:
             if name in self.tensors:
                 new = self.tensors[name].to(old.device)
                 merged[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

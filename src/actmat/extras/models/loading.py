@@ -246,9 +246,9 @@ def load_tensors(
             Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
             with quiet_peft() as peft:
                 model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
-                found = peft.set_peft_model_state_dict(model, dict(tensors))
-            if found.unexpected_keys:
-                raise StatisticsError(f"PEFT finds no module for {found.unexpected_keys[0]} in {location}")
+                result = peft.set_peft_model_state_dict(model, dict(tensors))
+            if result.unexpected_keys:
+                raise StatisticsError(f"PEFT finds no module for {result.unexpected_keys[0]} in {location}")
             return Loaded(model.to(device).eval(), location, None, files)
         if architecture is None or "model_type" not in config:
             raise StatisticsError(_unnamed(location))
@@ -278,7 +278,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     path, revision = (None, {}) if "state_dict" in more else local_files(location)
     try:
         with _silent(transformers):
-            model, found = kind.from_pretrained(
+            model, info = kind.from_pretrained(
                 path, dtype=torch_dtype(dtype), output_loading_info=True, **revision, **more
             )
     except (OSError, ValueError) as error:
@@ -286,7 +286,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
             f"{location}: transformers {transformers.__version__} cannot load it as {model_class}: {in_brief(error)}. "
             "Fix: pass another class (--set model_class=...), or install a version of transformers that knows the model"
         ) from error
-    missing = sorted(found.get("missing_keys") or ())
+    missing = sorted(info.get("missing_keys") or ())
     if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
         return _load(location, model_class, dtype, **more, **{POOLING: False})
     if missing:

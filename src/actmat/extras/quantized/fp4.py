@@ -52,8 +52,8 @@ def _find(packed: TensorSpec, headers: Headers) -> Fp4Tensor | str | None:
     scale, overall = headers.specs.get(f"{name}_scale"), headers.specs.get(f"{name}_global_scale")
     kinds = {"float8_e4m3fn": ("NVFP4", NV_GROUP), "uint8": ("MXFP4", MX_GROUP)}
     if scale is None or scale.dtype not in kinds:
-        found = "none" if scale is None else f"{scale.dtype}"
-        return f"expected scales '{name}_scale' of float8_e4m3fn (NVFP4) or uint8 (MXFP4), found {found}"
+        dtype = "none" if scale is None else f"{scale.dtype}"
+        return f"expected scales '{name}_scale' of float8_e4m3fn (NVFP4) or uint8 (MXFP4), found {dtype}"
     if f"{name}_zero_point" in headers.specs:
         return f"4-bit floats with zero points ('{name}_zero_point') are not supported"
     kind, group = kinds[scale.dtype]

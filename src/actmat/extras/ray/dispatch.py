@@ -260,9 +260,9 @@ class Dispatcher:
         """Raise if the workers' torch uses different vector instructions, so that last bits may differ."""
         self._processors.setdefault(answer.processor, answer.where)
         if len(self._processors) > 1:
-            found = ", ".join(f"{node} has {name}" for name, node in self._processors.items())
+            listed = ", ".join(f"{node} has {name}" for name, node in self._processors.items())
             raise MergeError(
-                f"The nodes have different processors: {found}. The bytes of the output would depend on which node "
+                f"The nodes have different processors: {listed}. The bytes of the output would depend on which node "
                 "merged which tensor. Fix: nodes of one kind, or ATEN_CPU_CAPABILITY=avx2 in the environment of all."
             )
 

@@ -55,13 +55,13 @@ def storage_problems(tokens: Mapping[Path, str], node: str) -> list[str]:
     for folder, token in tokens.items():
         path = _token_path(folder)
         try:
-            found = path.read_text(encoding="ascii", errors="replace")
+            text = path.read_text(encoding="ascii", errors="replace")
         except OSError as error:
-            found = ""
+            text = ""
             said = error.strerror or type(error).__name__
         else:
             said = "its content differs"
-        if found != token:
+        if text != token:
             problems.append(f"node {node} does not see the output's folder {folder}: {path}: {said}")
     return problems
 

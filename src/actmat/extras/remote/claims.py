@@ -36,10 +36,10 @@ class RemoteFile:
     etag: str
 
 
-def changed(what: str, found: str) -> CheckpointError:
+def changed(what: str, now: str) -> CheckpointError:
     """The error for a file whose version changed."""
     return CheckpointError(
-        f"{what}: the file changed since it was opened: {found}. Likely cause: an upload in progress. Fix: wait until "
+        f"{what}: the file changed since it was opened: {now}. Likely cause: an upload in progress. Fix: wait until "
         "it is finished, then run again."
     )
 
@@ -54,7 +54,7 @@ def check_same(what: str, before: RemoteFile, now: RemoteFile) -> None:
         raise changed(what, f"{before.size} bytes, version {before.etag}; now {now.size} bytes, version {now.etag}")
 
 
-def check_commit(what: str, found: object, wanted: str = "") -> str:
+def check_commit(what: str, commit: object, wanted: str = "") -> str:
     """The commit that a hub states.
 
     Args:
@@ -69,13 +69,13 @@ def check_commit(what: str, found: object, wanted: str = "") -> str:
     Raises:
         CheckpointError: not a commit, or another one than the commit that was asked for.
     """
-    if not isinstance(found, str) or COMMIT.fullmatch(found) is None:
+    if not isinstance(commit, str) or COMMIT.fullmatch(commit) is None:
         raise CheckpointError(
-            f"{what}: expected a commit of 40 hexadecimal digits from the hub, found {shown(found)}. {TRUST}"
+            f"{what}: expected a commit of 40 hexadecimal digits from the hub, found {shown(commit)}. {TRUST}"
         )
-    if COMMIT.fullmatch(wanted) and found != wanted:
-        raise CheckpointError(f"{what}: asked the hub for commit {wanted}, it answered with commit {found}. {TRUST}")
-    return found
+    if COMMIT.fullmatch(wanted) and commit != wanted:
+        raise CheckpointError(f"{what}: asked the hub for commit {wanted}, it answered with commit {commit}. {TRUST}")
+    return commit
 
 
 def stated_file(where: str, name: str, size: object, version: object) -> RemoteFile:
@@ -179,8 +179,8 @@ def check_download(what: str, path: Path, pinned: RemoteFile) -> None:
         CheckpointError: another content.
     """
     size = path.stat().st_size
-    found, wanted = f"{size} bytes", f"{pinned.size or size} bytes"
-    if found == wanted and SHA256.fullmatch(pinned.etag):
-        found, wanted = f"SHA-256 {sha256_file(path)}", f"SHA-256 {pinned.etag}"
-    if found != wanted:
-        raise CheckpointError(f"{what}: as downloaded is not what the hub announced: {found}, not {wanted}. {TRUST}")
+    actual, wanted = f"{size} bytes", f"{pinned.size or size} bytes"
+    if actual == wanted and SHA256.fullmatch(pinned.etag):
+        actual, wanted = f"SHA-256 {sha256_file(path)}", f"SHA-256 {pinned.etag}"
+    if actual != wanted:
+        raise CheckpointError(f"{what}: as downloaded is not what the hub announced: {actual}, not {wanted}. {TRUST}")

@@ -44,9 +44,9 @@ class HttpStore(Store):
         url = f"{self.url}/{quote(name)}"
         with ranged(url, offset, length, self._login) as answer:
             size = _size(answer, url, offset, length)
-            found = stated_file(self.url, name, size, _version(answer, url))
-            check_same(url, pinned or found, found)
-            return found, read_body(answer, min(length, size - offset))
+            file = stated_file(self.url, name, size, _version(answer, url))
+            check_same(url, pinned or file, file)
+            return file, read_body(answer, min(length, size - offset))
 
 
 def _size(answer: Any, url: str, offset: int, length: int) -> int:

@@ -75,5 +75,5 @@ def _telling_path(row: Mapping[str, Any]) -> str:
     location, near = str(row["location"]), str(row.get("from_here") or "")
     if any(os.path.isabs(part.strip()) for part in location.split("+")):
         return location
-    named, given = ([n for n in PurePath(place).parts if n != ".."] for place in (near, location))
-    return near if named and named != given[-len(named) :] else ""
+    named, parts = ([n for n in PurePath(place).parts if n != ".."] for place in (near, location))
+    return near if named and named != parts[-len(named) :] else ""

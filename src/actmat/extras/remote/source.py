@@ -86,18 +86,18 @@ class RemoteSource(RemoteFiles):
         listed = retried(store.list, location)
         self.can_list, self.notes = listed is not None, store.notes
         if listed is None:
-            found = self._probe(MODEL_NAMES) or self._probe(TORCH_NAMES)
+            model_files = self._probe(MODEL_NAMES) or self._probe(TORCH_NAMES)
         else:
-            found = list(listed)
+            model_files = list(listed)
             for file in listed.values():
                 self._pin(file)
-        if not found:
+        if not model_files:
             raise CheckpointError(
                 f"{location}: expected a model or an adapter, found nothing there. "
                 + ("" if listed is not None else f"Requested: {', '.join((*MODEL_NAMES, *TORCH_NAMES))}. ")
                 + "Fix: correct the URL, log in, or give the URL of the weight file."
             )
-        self.names = sorted({*found, *([named] if named else [])})
+        self.names = sorted({*model_files, *([named] if named else [])})
 
     can_list = False
 
@@ -148,10 +148,10 @@ class RemoteSource(RemoteFiles):
         if self.named is not None and not self.named.endswith(INDEX_SUFFIX):
             return SideFiles()
         sizes = {name: self.file(name).size for name in (*self.names, *self._others)}
-        found = side_files_in(sizes, merged, self.fetch)
+        sorted_files = side_files_in(sizes, merged, self.fetch)
         if self.can_list:
-            return found
-        return replace(found, left_out={**found.left_out, "(other files)": UNLISTED})
+            return sorted_files
+        return replace(sorted_files, left_out={**sorted_files.left_out, "(other files)": UNLISTED})
 
     @cached_property
     def _others(self) -> list[str]:

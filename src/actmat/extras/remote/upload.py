@@ -109,18 +109,18 @@ class UploadStaging(RemoteStaging):
     def send(self, names: Collection[str]) -> None:
         """Send the files in the order given in the module's docstring."""
         files = self._list()
-        own, sent = self._own(files), self._sent(files)
-        mark = {"actmat_upload": FORMAT, "files": sorted({*names, *own})}
+        ours, sent = self._own(files), self._sent(files)
+        mark = {"actmat_upload": FORMAT, "files": sorted({*names, *ours})}
         self._put_json(MARK_NAME, mark)
-        for name in sorted(own - sent.keys() - {MARK_NAME}, key=_rank, reverse=True):
+        for name in sorted(ours - sent.keys() - {MARK_NAME}, key=_rank, reverse=True):
             self._call(functools.partial(self._store.delete, [name]), self.url)
         first = min((n for n in names if n.endswith(WEIGHTS)), default="")
         for name in sorted(names - sent.keys(), key=lambda n: (_rank(n), n == first, n)):
             if name == MANIFEST_NAME:
                 self._check_sent(sent)
-            found = self._put(self.path / name, name)
+            stored = self._put(self.path / name, name)
             if name.endswith(WEIGHTS):
-                sent[name] = found
+                sent[name] = stored
                 shards = {n: [f.size, f.etag] for n, f in sent.items()}
                 with disk_errors(self._sent_path):
                     self._sent_path.write_text(json.dumps({"fingerprint": self.fingerprint, "shards": shards}))
@@ -129,10 +129,10 @@ class UploadStaging(RemoteStaging):
 
     def _sent(self, files: Mapping[str, RemoteFile]) -> dict[str, RemoteFile]:
         """Shards sent by an earlier run of the same plan that are still unchanged."""
-        found: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         if self._sent_path.exists():
-            found = read_object(self._sent_path, error=OutputError)
-        listed = found.get("shards", {}) if found.get("fingerprint") == self.fingerprint else {}
+            record = read_object(self._sent_path, error=OutputError)
+        listed = record.get("shards", {}) if record.get("fingerprint") == self.fingerprint else {}
         return {n: files[n] for n, row in listed.items() if n in files and [files[n].size, files[n].etag] == row}
 
     def _check_sent(self, sent: Mapping[str, RemoteFile]) -> None:

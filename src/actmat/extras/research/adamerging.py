@@ -50,8 +50,8 @@ def merge(
     learned = None if statistics is None else statistics.get("coefficient")
     if learned is not None and coefficients is not None:
         raise ValueError("adamerging: give task-wise 'coefficients' or layer-wise statistics, not both")
-    given = coefficients if learned is None else learned
-    share = [initial] * len(deltas) if given is None else [float(c) for c in given]
+    factors = coefficients if learned is None else learned
+    share = [initial] * len(deltas) if factors is None else [float(c) for c in factors]
     if len(share) != len(deltas):
         raise ValueError(f"adamerging: {len(share)} coefficients for {len(deltas)} experts; give one per expert")
     return Merged(one_pass_sum(deltas, share))

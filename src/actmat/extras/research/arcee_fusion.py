@@ -42,9 +42,9 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, spread: Annotated[float, Bo
     importance = (p * (p / q).log()).sum(-1, keepdim=True) * deltas[0].abs()
     sorted_N = importance.reshape(-1).sort().values
     first, middle, third = (float(sorted_N[math.floor(k / 4 * (len(sorted_N) - 1))]) for k in (1, 2, 3))
-    kept = importance >= middle + spread * (third - first)
-    stats = {"kept_fraction": float(kept.double().mean())}
-    return Merged(torch.where(kept, deltas[0], torch.zeros_like(deltas[0])), stats)
+    is_important = importance >= middle + spread * (third - first)
+    stats = {"kept_fraction": float(is_important.double().mean())}
+    return Merged(torch.where(is_important, deltas[0], torch.zeros_like(deltas[0])), stats)
 
 
 ARCEE_FUSION = MergeMethod(

@@ -88,9 +88,9 @@ def bands(deltas: Sequence[Tensor], densities: Sequence[float], gammas: Sequence
     total = math.prod(shape_and_dtype(deltas)[0])
     ranks = []
     for density, gamma in zip(densities, gammas, strict=True):
-        kept = int(density * total)
-        dropped = min(int(gamma * total), total - kept)
-        ranks.append([kept + dropped, dropped])
+        count = int(density * total)
+        dropped = min(int(gamma * total), total - count)
+        ranks.append([count + dropped, dropped])
     return [Band(low, high) for (low, _), (high, _) in top_trims(deltas, ranks, exact=True)]
 
 

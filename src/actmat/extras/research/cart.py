@@ -48,20 +48,20 @@ def merge(
     Source:
         J. Choi et al., "Revisiting Weight Averaging for Model Merging", 2024, arXiv:2412.12153.
     """
-    kept = kept_directions(shape or deltas[0].shape, rank, rounding)
+    directions = kept_directions(shape or deltas[0].shape, rank, rounding)
     mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
-    out_OI, retries, found = mean_OI.clone(), Retries(), 0
+    out_OI, retries, largest = mean_OI.clone(), Retries(), 0
     ways: list[Way] = []
     for delta_OI in deltas:
         # The distance of an expert from an average of equal ones is rounding: judge it by the delta, not by itself.
         floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
-        part = thin_svd(delta_OI - mean_OI, k=kept, rtol=rtol, floor=floor)
+        part = thin_svd(delta_OI - mean_OI, k=directions, rtol=rtol, floor=floor)
         left_OK = (part.u_OK * (scaling * part.s_K).unsqueeze(-2)).to(out_OI.dtype)
         out_OI += left_OK @ part.v_IK.mT.to(out_OI.dtype)
         retries += part.retries
         ways.append(part.way)
-        found = max(found, int(part.rank.clamp_max(kept).max())) if part.rank.numel() else found
-    return Merged(out_OI, {"k": kept, "rank_max": found, **part_stats(ways), **retry_stats(retries)})
+        largest = max(largest, int(part.rank.clamp_max(directions).max())) if part.rank.numel() else largest
+    return Merged(out_OI, {"k": directions, "rank_max": largest, **part_stats(ways), **retry_stats(retries)})
 
 
 def kept_directions(shape: Sequence[int], rank: float, rounding: Rounding) -> int:
@@ -76,10 +76,10 @@ def kept_directions(shape: Sequence[int], rank: float, rounding: Rounding) -> in
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
-    kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
+    directions = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
     # The mean, the result, a distance and a product; triplets in float64 and in the compute dtype.
-    one = 4 * rows * columns + 5 * kept * (rows + columns) + svd_workspace(rows, columns)
-    return math.prod(batch) * one
+    of_one = 4 * rows * columns + 5 * directions * (rows + columns) + svd_workspace(rows, columns)
+    return math.prod(batch) * of_one
 
 
 CART = MergeMethod(

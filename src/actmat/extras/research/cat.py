@@ -98,10 +98,10 @@ def removal_basis(
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, n_out, n_in = shape
     rank = min(int(options.get("rank", 2)), n_out)
-    one = 3 * n_out * n_in + n_in * n_in + 6 * n_out * n_out + 3 * n_experts * rank * n_out
+    of_one = 3 * n_out * n_in + n_in * n_in + 6 * n_out * n_out + 3 * n_experts * rank * n_out
     # 3 O I: result, product, a delta brought near 1; 6 O^2: the conflict, its symmetric part, eigenvectors and
     # LAPACK's work space
-    return math.prod(batch) * one
+    return math.prod(batch) * of_one
 
 
 def _flops(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:

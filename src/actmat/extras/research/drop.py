@@ -75,8 +75,8 @@ class Drop:
             fresh_G = gaps_G.clamp_max_(2.0**48).long().cumsum(0).add_(self._last_extra)
             self._extra_E = torch.cat([self._extra_E, fresh_G])
             self._last_extra = int(fresh_G[-1])
-        found = int(torch.searchsorted(self._extra_E, stop))
-        extra_E, self._extra_E = self._extra_E[:found], self._extra_E[found:]
+        position = int(torch.searchsorted(self._extra_E, stop))
+        extra_E, self._extra_E = self._extra_E[:position], self._extra_E[position:]
         return extra_E
 
 

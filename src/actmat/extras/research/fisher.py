@@ -48,8 +48,8 @@ def merge(
     share = [1.0] * len(deltas) if weights is None else list(weights)
     top: Tensor | None = None
     threshold = floor if floor_unit == "absolute" else 0.0
-    for delta, fisher, given in zip(deltas, statistics["fisher"], share, strict=True):
-        weight = given
+    for delta, fisher, share_of_expert in zip(deltas, statistics["fisher"], share, strict=True):
+        weight = share_of_expert
         own_floor = floor if floor_unit == "absolute" else floor * float(fisher.mean())
         if normalize == "tensor":
             weight = weight / (float(torch.linalg.vector_norm(fisher)) + own_floor + _NOWHERE)
@@ -67,9 +67,9 @@ def merge(
     assert top is not None, "a merge has at least one expert"
     if floor_use == "add":
         return Merged(top.div_(bottom))
-    kept = bottom > threshold
-    value = torch.where(kept, top / bottom.where(kept, 1.0), 0.0)
-    return Merged(value, {"entries_dropped": int(kept.numel() - kept.count_nonzero())})
+    is_measured = bottom > threshold
+    value = torch.where(is_measured, top / bottom.where(is_measured, 1.0), 0.0)
+    return Merged(value, {"entries_dropped": int(is_measured.numel() - is_measured.count_nonzero())})
 
 
 FISHER = MergeMethod(

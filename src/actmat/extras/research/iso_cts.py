@@ -64,13 +64,13 @@ def merge(
     u_OJ, s_J, v_IJ = join_parts([*parts, common])
     level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
     left_OJ, right_JI, retries = orthogonalized_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy_of(total_OI))
-    found = (common, *parts)
+    decomposed = (common, *parts)
     stats: dict[str, float | int | str | bool] = {
         "common": n_common,
         "per_expert": n_task,
         "common_rank_min": int(common.rank.min()),
-        **part_stats(p.way for p in found),
-        **retry_stats((*retries, *(name for p in found for name in p.retries))),
+        **part_stats(p.way for p in decomposed),
+        **retry_stats((*retries, *(name for p in decomposed for name in p.retries))),
     }
     return Merged(left_OJ.to(total_OI.dtype) @ right_JI.to(total_OI.dtype), stats)
 

@@ -82,10 +82,10 @@ def joint_basis(
         u_OR, s_R, retries = svd.u_OK, svd.s_K, svd.retries
     floor = torch.where((s_R > atol).any(-1), atol, 0.0) if atol_spares_small else atol
     s_R, rank = numerical_range(s_R, rtol, floor)
-    kept = int(rank.max())
-    s_R = s_R[..., :kept]
+    size = int(rank.max())
+    s_R = s_R[..., :size]
     on_R = s_R > 0
-    return JointBasis(u_OR[..., :kept] * on_R.unsqueeze(-2), s_R, on_R, retries)
+    return JointBasis(u_OR[..., :size] * on_R.unsqueeze(-2), s_R, on_R, retries)
 
 
 def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def merge(
     """
     basis = deltas if of == "deltas" else prepend(given_base("karcher", base), deltas)
     gram_BB = inner_products(basis)
-    found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base, of=of)
-    return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
+    combination = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base, of=of)
+    return Merged(weighted_sum(basis, combination.coefficients, empty_result(deltas)), combination.stats)
 
 
 def combine(
@@ -62,8 +62,8 @@ def combine(
         if include_base:
             raise ValueError("karcher: include_base needs of='weights'; the base has no delta")
         gram_BB = torch.nn.functional.pad(gram_BB, (1, 0, 1, 0))  # with a base of zero, the weights are the deltas
-        found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=False, of="weights")
-        return Combination(found.coefficients[1:], found.stats)
+        combination = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=False, of="weights")
+        return Combination(combination.coefficients[1:], combination.stats)
     n_experts = len(gram_BB) - 1
     share = [1.0] * n_experts if weights is None else list(weights)
     if problem := _weights_problem({}, share):
@@ -126,8 +126,8 @@ def _length(cosine_KK: Tensor, vector_K: Tensor) -> float:
 
 
 def _weights_problem(options: Mapping[str, Any], weights: Sequence[float]) -> str | None:
-    found = ", ".join(f"{w:g}" for w in weights)
-    return None if sum(weights) > 0 else f"expected weights with a positive sum, found {found}"
+    listed = ", ".join(f"{w:g}" for w in weights)
+    return None if sum(weights) > 0 else f"expected weights with a positive sum, found {listed}"
 
 
 KARCHER = MergeMethod(

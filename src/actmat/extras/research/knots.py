@@ -87,8 +87,8 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     if rule in ELEMENTWISE:
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator)
     else:
-        value_RI, found, ways = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
-        retries += found
+        value_RI, repeats, ways = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
+        retries += repeats
     dtype = deltas[0].dtype
     return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries, ways))
 
@@ -118,8 +118,8 @@ def merge_lowrank(  # noqa: PLR0913 - as above
         parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
-        value_RQ, found, ways = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
-        value_RI, retries = bases.right.times(value_RQ.mT).mT, retries + found
+        value_RQ, repeats, ways = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
+        value_RI, retries = bases.right.times(value_RQ.mT).mT, retries + repeats
     value = LowRank(bases.left.times(_outer(basis, order)), value_RI)
     return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries, ways))
 
@@ -157,16 +157,16 @@ def _by_entry(
     survey: Sequence[float] | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    kept = _density(rule, density)
+    share = _density(rule, density)
     if rule == "dare":
         if generator is None:
             raise ValueError('knots: rule="dare" draws random masks and needs a generator; give a seed')
-        scale = 1 / kept if kept > 0 else 1.0
-        return masked_sum(parts_RI, drops([kept] * len(parts_RI), generator), [scale] * len(parts_RI))
+        scale = 1 / share if share > 0 else 1.0
+        return masked_sum(parts_RI, drops([share] * len(parts_RI), generator), [scale] * len(parts_RI))
     if survey is not None and trim == "global":
         cuts = list(survey)
     else:
-        rank = _kept(kept, parts_RI[0][on_R].numel())
+        rank = _kept(share, parts_RI[0][on_R].numel())
         cuts = [kth_magnitudes([part_RI[on_R].reshape(-1)], [[rank]])[0][0].value for part_RI in parts_RI]
     ones = [1.0] * len(parts_RI)
     masks = [Trim.at(cut, parts_RI[0].dtype) for cut in cuts]
@@ -230,17 +230,17 @@ def _observe(state: TrimSurvey, deltas: Sequence[Tensor] | Sequence[LowRank], op
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
-    kept = min(rows, n_experts * columns)
+    rank = min(rows, n_experts * columns)
     # Coordinates of all experts; while merging, a few more of their size (one expert's kept rows and the result, or
     # triplets in float64).
-    coordinates = n_experts * kept * columns
-    inner = coordinates + 7 * kept * (kept + columns) + svd_workspace(kept, columns)
-    matrix = max(inner + 2 * rows * (kept + columns), svd_workspace(rows, n_experts * columns))
+    coordinates = n_experts * rank * columns
+    inner = coordinates + 7 * rank * (rank + columns) + svd_workspace(rank, columns)
+    matrix = max(inner + 2 * rows * (rank + columns), svd_workspace(rows, n_experts * columns))
     scratch = 0
     if options["rule"] in ELEMENTWISE:
-        scratch = election_workspace(kept * columns, n_experts)
+        scratch = election_workspace(rank * columns, n_experts)
         if options["rule"] == "ties" and options["trim"] == "tensor":
-            scratch = max(scratch, selection_workspace(kept * columns))
+            scratch = max(scratch, selection_workspace(rank * columns))
     return math.prod(batch) * matrix + scratch
 
 

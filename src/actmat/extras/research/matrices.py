@@ -65,13 +65,13 @@ def merge_layer(
         return _checked(merged.to(dense[0].dtype), chosen.name, dense)
 
 
-def _as_tensors(given: Any) -> Any:
+def _as_tensors(value: Any) -> Any:
     """Arrays as tensors, in lists and pairs too; anything else unchanged."""
-    if isinstance(given, Mapping):
-        return {name: _as_tensors(found) for name, found in given.items()}
-    if isinstance(given, list | tuple):
-        return type(given)(map(_as_tensors, given))
-    return torch.tensor(given.__array__()) if not isinstance(given, Tensor) and hasattr(given, "__array__") else given
+    if isinstance(value, Mapping):
+        return {name: _as_tensors(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_tensors, value))
+    return torch.tensor(value.__array__()) if not isinstance(value, Tensor) and hasattr(value, "__array__") else value
 
 
 def _automatic(
@@ -122,11 +122,11 @@ def _steps(post: str | Sequence[str | Mapping[str, Any]]) -> list[Step]:
         RecipeError: an unknown step or option.
     """
     out: list[Step] = []
-    for given in [post] if isinstance(post, str) else post:
+    for entry in [post] if isinstance(post, str) else post:
         try:
-            ref = PostRef.model_validate(given)
+            ref = PostRef.model_validate(entry)
         except ValueError as error:
-            raise RecipeError(f"merge_matrices: post={given!r} is no step: {error}") from None
+            raise RecipeError(f"merge_matrices: post={entry!r} is no step: {error}") from None
         step = get_step(ref.name)
         out.append((step, step.resolve_options(ref.options)))
     return out
@@ -220,8 +220,8 @@ def _merge(
     layers = [[d.reshape(-1, *d.shape[-2:])[i] for d in deltas] for i in range(batch.numel())] if batch else [deltas]
     values = []
     for layer in layers:
-        found = _survey(survey, layer, options)
-        values.append(method.merge(layer, **{**needs, "survey": found}, **options).value)
+        surveyed = _survey(survey, layer, options)
+        values.append(method.merge(layer, **{**needs, "survey": surveyed}, **options).value)
     return torch.stack(values).reshape(deltas[0].shape)
 
 

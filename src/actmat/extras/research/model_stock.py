@@ -40,8 +40,8 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
     """
     if filter_wise and len(deltas) > 1 and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)
-    found = combine(inner_products(deltas))
-    return Merged(weighted_sum(deltas, found.coefficients), found.stats)
+    combination = combine(inner_products(deltas))
+    return Merged(weighted_sum(deltas, combination.coefficients), combination.stats)
 
 
 def combine(gram_TT: Tensor, *, filter_wise: bool = False) -> Combination:

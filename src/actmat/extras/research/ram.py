@@ -45,8 +45,8 @@ def merge(
         alone = changed & (counts == 1)
         n_alone, n_changed = int(alone.sum()), int(changed.sum())
         ratio = (n_changed - n_alone) / max(n_alone, epsilon) if n_alone or epsilon else math.inf
-        own = torch.where(alone, delta * (1.0 + amplify * min(ratio, most)), delta / counts.clamp(min=1))
-        value += own.mul_(changed)
+        alone_OI = torch.where(alone, delta * (1.0 + amplify * min(ratio, most)), delta / counts.clamp(min=1))
+        value += alone_OI.mul_(changed)
     return Merged(value, {"shared_fraction": float((counts > 1).double().mean())})
 
 

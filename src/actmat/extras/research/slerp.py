@@ -35,8 +35,8 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_abov
         K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
     """
     basis = prepend(given_base("slerp", base), deltas)
-    found = combine(inner_products(basis), t=t, linear_above=linear_above)
-    return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
+    combination = combine(inner_products(basis), t=t, linear_above=linear_above)
+    return Merged(weighted_sum(basis, combination.coefficients, empty_result(deltas)), combination.stats)
 
 
 def combine(gram_BB: Tensor, *, t: float, linear_above: float) -> Combination:

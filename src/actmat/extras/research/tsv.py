@@ -74,8 +74,8 @@ def merge(
         parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
     assert parts, "a merge has at least one expert"
     left_OJ, right_JI, retries = orthogonalized_sum(*join_parts(trim_parts(parts)), accuracy=accuracy_of(delta_OI))
-    kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
-    ranks = {"rank_min": int(kept.min()), "rank_max": int(kept.max())}
+    rank_T = torch.stack([p.rank.clamp_max(slots) for p in parts])
+    ranks = {"rank_min": int(rank_T.min()), "rank_max": int(rank_T.max())}
     retries += tuple(name for part in parts for name in part.retries)
     stats = {"k": slots, **ranks, **part_stats(p.way for p in parts), **retry_stats(retries)}
     return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), stats)

@@ -193,8 +193,8 @@ class _ConfigStack:
         for key in dict.fromkeys(k for p in self.parts for k in p.filled):
             values = [p.filled.get(key) for p in self.parts]
             if key == "per_layer_config" and any(values):
-                found = [_of_layer(p.filled.get(key), i) for p, i in self._layers]
-                yield key, {str(n): v for n, v in enumerate(found) if v}
+                of_layers = [_of_layer(p.filled.get(key), i) for p, i in self._layers]
+                yield key, {str(n): v for n, v in enumerate(of_layers) if v}
             elif _NUMBERS.search(key) and any(isinstance(v, list) for v in values):
                 yield key, [n for n, (p, i) in enumerate(self._layers) if i in (p.filled.get(key) or ())]
 
@@ -273,8 +273,8 @@ class _ConfigStack:
                 )
 
 
-def _of_layer(found: Any, number: int) -> Any:
-    return found.get(str(number), found.get(number)) if isinstance(found, Mapping) else None
+def _of_layer(value: Any, number: int) -> Any:
+    return value.get(str(number), value.get(number)) if isinstance(value, Mapping) else None
 
 
 def _period_of(wanted: Sequence[bool], period: int, key: str) -> tuple[int, int]:

@@ -63,14 +63,14 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
     models = list({id(m): m for m in [first, *(model for model, _ in origins.values())]}.values())
     number = {id(model): k for k, model in enumerate(models)}
     specs = {
-        name: replace(model.specs[own], name=name, file=f"{model.location}/{model.specs[own].file}")
-        for name, (model, own) in origins.items()
+        name: replace(model.specs[source], name=name, file=f"{model.location}/{model.specs[source].file}")
+        for name, (model, source) in origins.items()
     }
-    stored = {(id(model), own): name for name, (model, own) in reversed(origins.items())}
-    shared = {n: stored.get((id(model), model.tensors.aliases.get(own, ""))) for n, (model, own) in origins.items()}
+    stored = {(id(model), source): name for name, (model, source) in reversed(origins.items())}
+    shared = {n: stored.get((id(m), m.tensors.aliases.get(source, ""))) for n, (m, source) in origins.items()}
     tensors = Composed(
         [model.tensors for model in models],
-        {name: whole(model.specs[own], number[id(model)]) for name, (model, own) in origins.items()},
+        {name: whole(model.specs[source], number[id(model)]) for name, (model, source) in origins.items()},
         specs,
         {name: target for name, target in shared.items() if target is not None},
         location=location,

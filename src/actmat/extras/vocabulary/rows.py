@@ -130,15 +130,15 @@ class TokenRows(View):
         """Row `number` of a run: zeros, a row, or a mean, which is computed in float64."""
         if run.sources == OWN_MEAN:
             return self._own_mean(spec)
-        found = [
+        rows = [
             self._source_row(spec.name, k, row + (number if len(run.sources) == 1 else 0)) for k, row in run.sources
         ]
-        if len(found) == 1:
-            return found[0]
+        if len(rows) == 1:
+            return rows[0]
         total = torch.zeros(spec.shape[1:] or (1,), dtype=torch.float64)
-        for row in found:
+        for row in rows:
             total += row.double().view(total.shape)
-        return total / max(1, len(found))
+        return total / max(1, len(rows))
 
     def _source_row(self, table: str, k: int, row: int) -> Tensor:
         name = self._tables[table][k]

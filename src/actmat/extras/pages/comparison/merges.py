@@ -44,8 +44,8 @@ def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -
     if kinds[0] != kinds[1]:
         raise AlignmentError(headline, [f"{n} is a merged {k}" for n, k in zip(names, kinds, strict=True)])
     if first["hash"] != second["hash"]:
-        found = f"{names[0]} has {first['hash']}, {names[1]} has {second['hash']}"
-        raise AlignmentError(headline, [f"the inputs have hashes of different kinds: {found}; merge one again"])
+        hashes = f"{names[0]} has {first['hash']}, {names[1]} has {second['hash']}"
+        raise AlignmentError(headline, [f"the inputs have hashes of different kinds: {hashes}; merge one again"])
     pairs, problems = _matched(first, second, names)
     problems = [*_base_problems(first, second, names), *problems, *_item_problems(first, second, names)]
     if problems:
@@ -60,10 +60,10 @@ def _matched(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple
     problems = []
     for expert in first["experts"]:
         candidates = sorted(left.values(), key=lambda e: e["name"] != expert["name"])
-        found = next((e["name"] for e in candidates if _same(expert, e, first, second)), None)
-        if found is not None:
-            pairs.append((expert["name"], found))
-            del left[found]
+        partner = next((e["name"] for e in candidates if _same(expert, e, first, second)), None)
+        if partner is not None:
+            pairs.append((expert["name"], partner))
+            del left[partner]
         else:
             problems.append(f"expert '{expert['name']}' of {names[0]} {_reason(expert, first, second, names[1])}")
     problems += [f"expert '{n}' of {names[1]} is not in {names[0]}" for n in left if not _named(first, n)]
@@ -112,9 +112,9 @@ def _item_problems(first: Manifest, second: Manifest, names: tuple[str, str]) ->
     mine, other = ({n: tuple(r["shape"]) for n, r in items_of(m).items()} for m in (first, second))
     word = "module" if first.get("kind") == "adapter" else "tensor"
 
-    def only(here: Collection[str], there: Collection[str], name: str) -> list[str]:
-        found = [n for n in here if n not in there]
-        return [f"{len(found)} {word}(s) are only in {name} ({first_of(found)})"] if found else []
+    def only(names: Collection[str], others: Collection[str], name: str) -> list[str]:
+        missing = [n for n in names if n not in others]
+        return [f"{len(missing)} {word}(s) are only in {name} ({first_of(missing)})"] if missing else []
 
     shapes = _differing(mine, other)
     said = [f"{len(shapes)} {word}(s) have different shapes ({first_of(shapes)})"] if shapes else []
@@ -157,8 +157,8 @@ class OpenedMerge:
 
         The dtype is included because small integers and zeros can have equal bytes in two dtypes.
         """
-        found, stored = self.items[item].get("hash"), self.tensors.specs.get(item)
-        return None if found is None or stored is None else (found, stored.dtype)
+        recorded, stored = self.items[item].get("hash"), self.tensors.specs.get(item)
+        return None if recorded is None or stored is None else (recorded, stored.dtype)
 
     def action(self, item: str) -> str:
         """`copy`, `tie`, ..., or the name of the method used."""
@@ -334,14 +334,14 @@ def _tensors(
     """Differences of all items of the outputs, in the order of the first."""
     if problems := [*one.missing(), *two.missing()]:
         raise CheckpointError("An output differs from its manifest; 'actmat verify' lists the differences.", problems)
-    found = []
+    differences = []
     with _opened_base((one, two), notes) as base:
         for name in one.items:
             if one.action(name) == two.action(name) == "tie":
                 continue
-            found.append(_difference(one, two, base, name))
-            progress(len(found), len(one.items))
-    return found
+            differences.append(_difference(one, two, base, name))
+            progress(len(differences), len(one.items))
+    return differences
 
 
 def _difference(one: OpenedMerge, two: OpenedMerge, base: Tensors | None, name: str) -> model.TensorDifference:
@@ -425,8 +425,8 @@ def _by_expert(experts: ExpertNames, *values: Mapping[str, float]) -> tuple[mode
 def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[model.Difference, ...]:
     """Checks with different outcomes, ordered by code."""
     one, two = ({f"{c.code} {c.title}": _outcome(c) for c in r.checks} for r in (first, second))
-    found = (model.Difference(c, one.get(c), two.get(c)) for c in sorted(one | two))
-    return tuple(c for c in found if c.first != c.second)
+    pairs = (model.Difference(c, one.get(c), two.get(c)) for c in sorted(one | two))
+    return tuple(c for c in pairs if c.first != c.second)
 
 
 def _outcome(check: CheckResult) -> str:

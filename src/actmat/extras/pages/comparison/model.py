@@ -146,9 +146,9 @@ class MergeComparison:
     @property
     def differing(self) -> tuple[TensorDifference, ...]:
         """Differing tensors, the largest relative distance first, or the largest distance without a base."""
-        found = [t for t in self.tensors if not t.same]
-        known = all(t.relative is not None for t in found)
-        return tuple(sorted(found, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
+        changed = [t for t in self.tensors if not t.same]
+        known = all(t.relative is not None for t in changed)
+        return tuple(sorted(changed, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
 
     @property
     def in_other_dtypes(self) -> int:

@@ -28,13 +28,14 @@ MOST_KINDS = 14
 
 def render_html(diagnosis: Diagnosis) -> str:
     """Render the report of a diagnosis as one HTML page; equal diagnoses give equal pages."""
-    found = sorted((c for c in diagnosis.checks if c.verdict == "found"), key=lambda c: (c.severity != "issue", c.code))
+    raised = (c for c in diagnosis.checks if c.verdict == "found")
+    issues = sorted(raised, key=lambda c: (c.severity != "issue", c.code))
     return render(
         "report.html",
         d=diagnosis,
-        found=found,
+        found=issues,
         others=[c for c in diagnosis.checks if c.verdict != "found"],
-        off=next((c for c in found if c.code in SIZE_CODES), None),
+        off=next((c for c in issues if c.code in SIZE_CODES), None),
         measure=measure_answers(diagnosis),
         verdict=verdict(diagnosis.agreement or ()),
         kept=kept_words,
@@ -146,10 +147,10 @@ def _pairs(
 
 def layers_of(measures: Sequence[MatrixRow]) -> dict[int | None, list[MatrixRow]]:
     """Matrices by depth; matrices without a depth come last."""
-    found: dict[int | None, list[MatrixRow]] = {}
+    layers: dict[int | None, list[MatrixRow]] = {}
     for m in sorted(measures, key=lambda m: (m.layer is None, m.layer or 0)):
-        found.setdefault(m.layer, []).append(m)
-    return found
+        layers.setdefault(m.layer, []).append(m)
+    return layers
 
 
 def _label(depth: int | None) -> str:
@@ -208,16 +209,16 @@ def _kind_strips(
     kinds: dict[str, dict[int | None, MatrixRow]] = {}
     for m in sorted(measures, key=lambda m: -m.contested):
         kinds.setdefault(charts.kind_of(m.name, m.part), {}).setdefault(m.layer, m)
-    for kind, found in list(kinds.items())[:MOST_KINDS]:
+    for kind, rows in list(kinds.items())[:MOST_KINDS]:
         cells = [
             charts.HeatCell(
                 scale.level(w.contested), f"{w.label}: {names[w.residual.index(w.contested)]}, ρ {w.contested:.2f}"
             )
-            if (w := found.get(depth))
+            if (w := rows.get(depth))
             else None
             for depth in depths
         ]
-        yield charts.Strip(kind, cells, scales.residual_text(max(m.contested for m in found.values())))
+        yield charts.Strip(kind, cells, scales.residual_text(max(m.contested for m in rows.values())))
 
 
 # Size

@@ -79,10 +79,10 @@ class HeatScale:
 
 def spread(values: Iterable[float]) -> tuple[float, float] | None:
     """Smallest and largest value if all are alike, else None; None also for no values."""
-    found = list(values)
-    if not found or max(found) - min(found) >= ALIKE:
+    numbers = list(values)
+    if not numbers or max(numbers) - min(numbers) >= ALIKE:
         return None
-    return min(found), max(found)
+    return min(numbers), max(numbers)
 
 
 def diverging(value: float) -> str:

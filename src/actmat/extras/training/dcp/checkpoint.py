@@ -46,12 +46,12 @@ class DcpFiles(TensorFiles):
 
     def __init__(self, source: Source, files: Source) -> None:
         path = files.fetch(METADATA)
-        found = read_metadata(read_bytes(path, most=MAX_METADATA_BYTES), f"{source.location}: {METADATA}")
-        part = model_part(found.tensors, found.paths, source.location)
-        used = {c.file for fqn in part.names.values() for c in found.tensors[fqn].chunks}
+        metadata = read_metadata(read_bytes(path, most=MAX_METADATA_BYTES), f"{source.location}: {METADATA}")
+        part = model_part(metadata.tensors, metadata.paths, source.location)
+        used = {c.file for fqn in part.names.values() for c in metadata.tensors[fqn].chunks}
         super().__init__(source, [METADATA, *sorted(used)])
         self._folder = files
-        self._stored = {name: found.tensors[fqn] for name, fqn in part.names.items()}
+        self._stored = {name: metadata.tensors[fqn] for name, fqn in part.names.items()}
         self._items: dict[tuple[str, int], DcpItem] = {}
         self.notes = part.notes
         self.specs = MappingProxyType(self._specs())
