@@ -43,6 +43,7 @@ def test_bases_of_well_conditioned_columns_come_from_their_gram_matrix(condition
     assert relative_error(q_MN.mT @ q_MN, torch.eye(8, dtype=torch.float64)) < 1e-9
     assert relative_error(q_MN @ r_NN, columns.to(dtype).double()) < F64_IDENTITY
     assert relative_error(basis.times(r_NN), q_MN @ r_NN) < F64_IDENTITY
+    assert relative_error(basis.rows(r_NN), r_NN @ q_MN.mT) < F64_IDENTITY
 
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (3, 8, 6), (2, 30)])

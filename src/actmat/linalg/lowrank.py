@@ -63,18 +63,22 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Orthonormal columns, as `columns_MN @ change_NN`: products with them need not form them."""
+    """Orthonormal columns `Q = columns_MN @ change_NN`, which products with a small matrix need not form."""
 
     columns_MN: Tensor
-    change_NN: Tensor
+    change_NN: Tensor | None = None
 
     def dense(self) -> Tensor:
-        """The columns themselves, `M N`."""
-        return self.columns_MN @ self.change_NN
+        """`Q`."""
+        return self.columns_MN if self.change_NN is None else self.columns_MN @ self.change_NN
 
     def times(self, core_NK: Tensor) -> Tensor:
-        """Their combinations by a small matrix, `M K`."""
-        return self.columns_MN @ (self.change_NN @ core_NK)
+        """`Q @ core`."""
+        return self.columns_MN @ (core_NK if self.change_NN is None else self.change_NN @ core_NK)
+
+    def rows(self, core_KN: Tensor) -> Tensor:
+        """`core @ Q^T`."""
+        return (core_KN if self.change_NN is None else core_KN @ self.change_NN.mT) @ self.columns_MN.mT
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class CommonBases:
     def lift(self, core_PQ: Tensor) -> LowRank:
         """The full-size matrix of a small one: `P @ core @ Q^T`, in the shorter of the two factored forms."""
         if core_PQ.shape[-2] <= core_PQ.shape[-1]:
-            return LowRank(self.left.dense(), self.right.times(core_PQ.mT).mT)
+            return LowRank(self.left.dense(), self.right.rows(core_PQ))
         return LowRank(self.left.times(core_PQ), self.right.dense().mT)
 
 
@@ -129,11 +133,7 @@ def orthonormal(columns_MN: Tensor) -> tuple[Basis, Tensor]:
             if count * torch.linalg.matrix_norm(inverse_NN) ** 2 <= WELL_CONDITIONED:
                 return Basis(exact_MN, (inverse_NN / norm_N).mT), factor_NN.mT * norm_N
     q_MN, r_NN = torch.linalg.qr(exact_MN)
-    return _as_is(q_MN), r_NN
-
-
-def _as_is(q_MN: Tensor) -> Basis:
-    return Basis(q_MN, torch.eye(q_MN.shape[-1], dtype=q_MN.dtype, device=q_MN.device))
+    return Basis(q_MN), r_NN
 
 
 def core_bases(deltas: Sequence[LowRank]) -> tuple[CommonBases, Retries]:
@@ -148,7 +148,7 @@ def core_bases(deltas: Sequence[LowRank]) -> tuple[CommonBases, Retries]:
     right = economy_svd(torch.cat([d.a_RI for d in spanning], dim=-2))
     p_OP, q_IQ = left.u_MR, right.vh_RN.mT
     cores = tuple(LowRank(p_OP.mT @ d.b_OR, d.a_RI @ q_IQ) for d in deltas)
-    return CommonBases(_as_is(p_OP), _as_is(q_IQ), cores), left.retries + right.retries
+    return CommonBases(Basis(p_OP), Basis(q_IQ), cores), left.retries + right.retries
 
 
 def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank:

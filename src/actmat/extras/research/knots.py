@@ -119,7 +119,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
         value_RQ, repeats, ways = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
-        value_RI, retries = bases.right.times(value_RQ.mT).mT, retries + repeats
+        value_RI, retries = bases.right.rows(value_RQ), retries + repeats
     value = LowRank(bases.left.times(_outer(basis, order)), value_RI)
     return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries, ways))
 
@@ -141,7 +141,7 @@ def _lowrank_parts(
 
 def _expanded(part_RQ: Tensor, bases: CommonBases, like: LowRank) -> Tensor:
     """Coordinates over the inputs, `R x I`, rounded as in the dense merge."""
-    return bases.right.times(part_RQ.mT).mT.to(like.b_OR.dtype)
+    return bases.right.rows(part_RQ).to(like.b_OR.dtype)
 
 
 def _outer(basis: JointBasis, order: Order) -> Tensor:
