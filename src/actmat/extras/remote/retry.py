@@ -84,16 +84,37 @@ def read_body(answer: Any, length: int) -> bytes:
             f"{str(answer.url)[:200]}: asked for the bytes of a file, the server sent them with the encoding "
             f"'{coding[:40]}'. Fix: download the folder and give it, or use a server that honors Accept-Encoding."
         )
-    out, began = bytearray(), time.monotonic()
-    for chunk in answer.iter_raw():
-        out += chunk
-        if len(out) >= length:
-            return bytes(out[:length])
-        if (passed := time.monotonic() - began) > PATIENCE and len(out) < SLOWEST * passed:
-            raise TransientError(f"only {len(out)} of {length} bytes came in {passed:.0f} s")
-    if len(out) < length:
-        raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
-    return bytes(out)
+    out = bytearray()
+    with _paced(answer.extensions["network_stream"]):
+        for chunk in answer.iter_raw():
+            out += chunk
+            if len(out) >= length:
+                return bytes(out[:length])
+    raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
+
+
+@contextmanager
+def _paced(stream: Any) -> Iterator[None]:
+    """A connection that breaks when it is too slow, also between the chunks that the HTTP client passes on.
+
+    Raises:
+        TransientError: in place of the next bytes.
+    """
+    receive, count, began = stream.read, 0, time.monotonic()
+
+    def read(*arguments: Any, **options: Any) -> bytes:
+        nonlocal count
+        if (passed := time.monotonic() - began) > PATIENCE and count < SLOWEST * passed:
+            raise TransientError(f"only {count} bytes came in {passed:.0f} s")
+        data: bytes = receive(*arguments, **options)
+        count += len(data)
+        return data
+
+    stream.read = read
+    try:
+        yield
+    finally:
+        del stream.read
 
 
 @contextmanager
