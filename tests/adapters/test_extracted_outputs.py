@@ -72,15 +72,6 @@ def test_verification_finds_changed_bytes(file: str, words: str, place: Path, ou
     assert merged(place, out).was_finished
 
 
-def test_an_older_output_is_replaced_if_asked_for(place: Path, tmp_path: Path) -> None:
-    merged(place, tmp_path / "out")
-    with pytest.raises(OutputError, match="--overwrite"):
-        merged(place, tmp_path / "out", rank=2)
-    report = merged(place, tmp_path / "out", rank=2, overwrite=True)
-    assert load_file(tmp_path / "out" / FILE)[f"base_model.model.{Q[:-7]}.lora_A.weight"].shape[0] == 2
-    assert verify(report.out).ok
-
-
 def test_a_run_that_fails_while_tensors_are_joined_keeps_them(
     place: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,20 +111,6 @@ def test_tensors_and_config_are_those_that_transformers_loads(kind: str, archite
             assert config[field] == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), field
 
 
-def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    base = write_gguf(tmp_path / "base.gguf")
-    with open_model(base) as checkpoint:
-        tensors = {n: checkpoint.tensors.read(n) for n in checkpoint.specs}
-    changed = {n: (t.float() * 1.5).to(t.dtype) for n, t in tensors.items()}
-    expert = save_model(tmp_path / "expert", changed, None)
-    merge(base, [expert], out=tmp_path / "out", method="average")
-    state = loaded_whole(AutoModelForCausalLM, tmp_path / "out").state_dict()
-    for name, tensor in changed.items():
-        assert torch.allclose(state[name].float(), tensor.float(), rtol=1e-2), name
-
-
 def test_a_gguf_runs_as_the_checkpoint_that_is_merged(tmp_path: Path) -> None:
     special = {f"tokenizer__ggml__{k}_token_id": 1 for k in ("bos", "eos", "padding")}
     loaded = load_model(str(write_gguf(tmp_path / "base.gguf", **special)))

@@ -206,16 +206,6 @@ def test_an_output_that_is_not_empty(family: Family) -> None:
     assert [p.name for p in family.out.iterdir()] == ["mine.txt"]
 
 
-def test_overwrite_replaces_an_earlier_merge(family: Family) -> None:
-    assert actmat(family.argv("--method", "average")).code == 0
-    before = weights(family.out).read_bytes()
-    assert actmat(family.argv()).code == 1
-    assert weights(family.out).read_bytes() == before
-    assert actmat(family.argv("--scale", "0.5", "--overwrite")).code == 0
-    assert weights(family.out).read_bytes() != before
-    assert hidden(family.root) == []
-
-
 @pytest.mark.parametrize("place", ["base", "expert0", "base/inside", "."])
 def test_an_output_on_an_input(family: Family, place: str) -> None:
     before = weights(family.base).read_bytes()

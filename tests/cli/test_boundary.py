@@ -15,7 +15,6 @@ from tests.helpers.merging import actmat as run
 import actmat.report.verify  # noqa: F401 - to be replaced in sys.modules, where its function does not hide it
 from actmat.engine import session
 from actmat.errors import MergeError, memory_errors
-from actmat.run.output import Output
 from actmat.version import __version__
 
 
@@ -38,18 +37,6 @@ def test_an_unforeseen_error_says_where_and_how_to_report_it(monkeypatch: pytest
     assert "'actmat inspect' of the base" in done.err
     assert "Traceback" not in done.err
     assert "\x1b" not in done.err
-
-
-def test_after_a_bug_the_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = Family.make(tmp_path / "family")
-    argv = family.argv()
-    with monkeypatch.context() as broken:
-        broken.setattr(Output, "finish", raising(KeyError("layers")))
-        done = run(argv)
-    assert done.code == 3
-    assert "this is a bug: KeyError: 'layers'" in done.err
-    assert (family.root / ".out.actmat-partial").is_dir(), "finished tensors are kept"
-    assert run(argv).code == 0
 
 
 MEMORY = {

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, hidden
+from tests.helpers.merging import EMBEDDING, NORM, Q0, Family, actmat, hidden
 
 import actmat as actmat_package
 from actmat.methods import all_methods
@@ -16,14 +15,6 @@ from actmat.planning import MergePlan
 from actmat.version import __version__
 
 COMMANDS = ("merge", "plan", "diagnose", "compare", "methods", "inspect", "verify", "demo")
-
-
-@pytest.mark.parametrize("command", [(), *((c,) for c in COMMANDS)])
-def test_help_exits_with_zero_and_fits_80_columns(command: tuple[str, ...]) -> None:
-    outcome = actmat([*command, "--help"])
-    assert outcome.code == 0
-    assert "Usage" in outcome.out
-    assert max(len(line) for line in outcome.out.splitlines()) <= 80
 
 
 def test_the_help_lists_every_command_and_the_exit_codes() -> None:
@@ -126,17 +117,6 @@ def test_the_printed_plan_fits_80_columns(family: Family, flags: tuple[str, ...]
     assert "actmat acts on matrices" not in outcome.out
     assert "7 tensors: 4 merge, 3 average" in outcome.out
     assert max(len(line) for line in outcome.out.splitlines()) <= 80
-
-
-def test_a_plan_that_cannot_be_done_lists_everything(family: Family) -> None:
-    family.change(family.experts[0], lambda t: t.pop(Q0))
-    family.change(family.experts[1], lambda t: t.update({UP0: torch.zeros(3, 3)}))
-    before = sorted(family.root.rglob("*"))
-    outcome = actmat(family.argv("--method", "tie", "--keep", "nothing*", command="plan"))
-    assert (outcome.code, outcome.out) == (1, "")
-    for words in ("4 problems", Q0, UP0, "'tie'", "'nothing*'"):
-        assert words in outcome.err
-    assert sorted(family.root.rglob("*")) == before
 
 
 def test_methods_lists_all() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 from pydantic import Field
-from tests.helpers.merging import NORM, Family, actmat
+from tests.helpers.merging import actmat
 from typer.testing import CliRunner
 
 from actmat.cli.diagnose import OF_OUTPUT, diagnose
@@ -224,16 +224,6 @@ def test_flags_replace_fields_of_the_file_and_others_stay(tmp_path: Path) -> Non
     assert (kept.ties, kept.scale, kept.seed, kept.options) == (False, 0.5, 3, {"density": 0.3})
     (changed,) = RecipeFlags({"ties": True, "scale": 0.0, "options": ["trim=x"]}).recipes(file)
     assert (changed.ties, changed.scale, changed.options) == (True, 0.0, {"density": 0.3, "trim": "x"})
-
-
-def test_a_switch_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
-    family = Family.make(tmp_path, layers=1)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(f"base: {family.base}\nexperts: [{family.experts[0]}]\nties: false\nkeep: [{NORM}]\n")
-    for flags, expected in ([], False), (["--set", "ties=true"], True), (["--set", "ties=false"], False):
-        outcome = actmat(["plan", str(file), "--json", "--full", *flags])
-        assert outcome.code == 0, outcome
-        assert ('"ties": false' not in outcome.out) == expected
 
 
 def test_experts_have_names_weights_and_statistics() -> None:

@@ -49,8 +49,9 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     for text, codes in ((page, exits), (shared, COMMON)):
         for code, meaning in codes.items():
             assert f"| {code} | {meaning}" in text, f"run python -m docs.generate: {home} {code}"
-    told = " ".join(actmat([*name.split(), "--help"]).out.split())
-    assert f"Exit codes: 0 {exits[0]}; 1 ".replace("`", "") in told
+    shown = actmat([*name.split(), "--help"]).out
+    assert f"Exit codes: 0 {exits[0]}; 1 ".replace("`", "") in " ".join(shown.split())
+    assert max(len(line) for line in shown.splitlines()) <= 80
 
 
 @pytest.fixture(scope="module")

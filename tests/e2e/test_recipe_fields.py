@@ -11,6 +11,7 @@ from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, F32_SOLVE, relative_e
 from torch import Tensor
 
 import actmat
+from actmat.planning import regions
 
 # What the fields of a recipe do, on cases small enough to work out by hand.
 
@@ -73,13 +74,6 @@ def test_scale_is_for_the_method_alone(tmp_path: Path) -> None:
     assert close(found[NORM.format(0)], sum(deltas(NORM.format(0))) / 2, F32_ELEMENTWISE)
 
 
-def test_weights(tmp_path: Path) -> None:
-    found, _ = merged(tmp_path, method="average", weights=[3.0, 1.0])
-    for name in BASE:
-        first, second = deltas(name)
-        assert close(found[name], 0.75 * first + 0.25 * second, F32_ELEMENTWISE)
-
-
 def test_keep_copies_the_base(tmp_path: Path) -> None:
     found, report = merged(tmp_path, keep=["lm_head.*", "layers.1.*"])
     kept = {n for n in BASE if n.startswith(("lm_head", "layers.1."))}
@@ -133,8 +127,9 @@ def test_lines_scales_by_depth(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cap", "factor"), [("mean", 1.0), ("sum", 2.0), (0.5, 0.5)])
-@pytest.mark.parametrize("method", ["task_arithmetic", "actmat", "ties"])
-def test_norm_cap(cap: Any, factor: float, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["task_arithmetic", "actmat", "ties", "dare"])
+def test_norm_cap(cap: Any, factor: float, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "CHUNK", 16)  # an elementwise rule would otherwise be capped piece by piece
     options = {"scaling": 5.0} if method == "task_arithmetic" else {}
     free, _ = merged(tmp_path / "free", method=method, options=options)
     found, report = merged(tmp_path / "capped", method=method, options=options, postprocess={"norm_cap": cap})

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.counting import CountingTensors
 from tests.helpers.models import perturbed
 from tests.helpers.open_merges import counted, merge_open, merge_tensors, output, same_bytes
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
-import actmat
 from actmat.engine.reader import ItemReader
 from actmat.errors import RecipeError
 from actmat.planning import regions
@@ -88,14 +85,6 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
     assert [n for n in wanted if not same_bytes(found[n], wanted[n])] == []
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("name", ["average", "actmat", "dare", "ties, global", "tsv", "karcher"])
-def test_number_of_workers(
-    name: str, workers: int, family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    assert_same(merged(family, tmp_path, RECIPES[name], workers=workers)[0], alone[name])
-
-
 def test_deltas_held_or_read_again_between_two_passes(
     family: Family,
     alone: dict[str, dict[str, Tensor]],
@@ -152,22 +141,6 @@ def test_order_of_storage(family: Family, alone: dict[str, dict[str, Tensor]], t
     turned = {n: start[n] for n in reversed(start)}, [{n: e[n] for n in sorted(e)} for e in experts]
     for name in ("actmat", "dare"):
         assert_same(merged(turned, tmp_path / name, RECIPES[name])[0], alone[name])
-
-
-def test_shards_of_the_experts(family: Family, tmp_path: Path) -> None:
-    start, experts = family
-    contents = set()
-    for shards in (1, 3, 7):
-        folder = tmp_path / str(shards)
-        places = []
-        for number, tensors in enumerate(experts):
-            (folder / f"expert{number}").mkdir(parents=True)
-            save_sharded(tensors, folder / f"expert{number}", shards=shards)
-            places.append(folder / f"expert{number}")
-        save_file(start, folder / "base.safetensors")
-        report = actmat.merge(folder / "base.safetensors", places, out=folder / "out", durable=False)
-        contents.add(report.manifest["output"]["content"])
-    assert len(contents) == 1
 
 
 def test_a_second_run_gives_the_same_manifest(family: Family, tmp_path: Path) -> None:

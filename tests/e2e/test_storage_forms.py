@@ -184,31 +184,6 @@ def test_half_precision_is_rounded_once(models: Models, tmp_path: Path) -> None:
     assert relative_error(logits, LLAMA.output(model)) < F32_FORWARD
 
 
-def test_compute_dtype_changes_digits_only(models: Models, tmp_path: Path) -> None:
-    base, first, second = models
-    places = [plain(first, _made(tmp_path / "a")), plain(second, _made(tmp_path / "b"))]
-    outs = {
-        kind: stored(
-            actmat.merge(
-                base,
-                places,
-                out=tmp_path / kind,
-                method="actmat",
-                threads=1,
-                durable=False,
-                dtype="float64",
-                compute_dtype=kind,
-            ).out
-        )
-        for kind in ("float32", "float64")
-    }
-    name = "model.layers.0.mlp.down_proj.weight"
-    error = relative_error(outs["float32"][name], outs["float64"][name])
-    assert 0 < error < F32_FORWARD
-    exact = naive_merge(stored(base), [first, second], LLAMA.views, method="actmat")[name]
-    assert relative_error(outs["float64"][name], exact) < F32_ELEMENTWISE * 1e-3
-
-
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder

@@ -1,15 +1,12 @@
 """Executors through the conformance suite: threads, and one in another process that is made here."""
 
-import concurrent.futures
-import dataclasses
 import json
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.executor_suite import ExecutorConformance, survey_in
+from tests.helpers.executor_suite import ExecutorConformance
 from tests.helpers.merging import Family, contents
 
 import actmat
@@ -23,7 +20,7 @@ from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
-from actmat.errors import MergeError, RecipeError
+from actmat.errors import RecipeError
 from actmat.extras.conformance.deltas import _other_process
 from actmat.planning.model import Item
 
@@ -72,113 +69,6 @@ class TestReversedInAnotherProcess(ExecutorConformance):
         return ReversedExecutor(inputs, writers, resources)
 
 
-class HereExecutor:
-    """One session in this process."""
-
-    def __init__(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> None:
-        del resources
-        self._inputs, self._writers = inputs, writers
-
-    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
-        return survey_in(self.session(spec))
-
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        session = self.session(spec)
-        for unit in units:
-            yield session.merge(unit)
-
-    def session(self, spec: SessionSpec) -> Session:
-        return Session(spec, self._inputs, self._writers)
-
-
-class SurveysHalf(HereExecutor):
-    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
-        def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
-            state = fork()
-            for item in items[::2]:
-                self.session(spec).observe(item, state)
-            return [state]
-
-        return run_surveys(spec.plans, observe)
-
-
-class ForgetsObservers(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        yield from super().run(dataclasses.replace(spec, observers=None), units)
-
-
-class SkipsAUnit(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        yield from super().run(spec, units[1:])
-
-
-class RepeatsAUnit(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        yield from super().run(spec, [*units, units[0]])
-
-
-class StopsAtFindings(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        for result in super().run(spec, units):
-            yield result
-            if result.findings.fatal:
-                return
-
-
-class GoesOnAfterAnError(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        errors = []
-        for unit in units:
-            try:
-                yield self.session(spec).merge(unit)
-            except MergeError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-
-class GoesOnAfterTheEnd(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        session = self.session(spec)
-
-        def slowly(unit: Unit) -> UnitResult:
-            time.sleep(0.02)
-            return session.merge(unit)
-
-        for future in [pool.submit(slowly, unit) for unit in units]:
-            yield future.result()
-
-
-class KeepsResults(HereExecutor):
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        yield from list(super().run(spec, units))
-
-
-@pytest.mark.parametrize(
-    ("broken", "clause", "message"),
-    [
-        (SurveysHalf, "surveys_of_the_whole_model", "other results of surveys"),
-        (ForgetsObservers, "observers_give_the_same_measures", "another record"),
-        (SkipsAUnit, "full_checkpoints_and_variants", "not one result per unit"),
-        (RepeatsAUnit, "full_checkpoints_and_variants", "two records of"),
-        (StopsAtFindings, "all_findings_are_reported", "not one result per unit"),
-        (GoesOnAfterAnError, "an_error_is_raised_and_ends_the_run", "were started for 1 workers"),
-        (GoesOnAfterTheEnd, "a_closed_run_can_be_resumed", "started after the end"),
-        (KeepsResults, "results_are_not_kept", "results are kept"),
-    ],
-)
-def test_a_broken_executor_fails_its_clause(
-    tmp_path: Path, broken: type[HereExecutor], clause: str, message: str
-) -> None:
-    class Suite(ExecutorConformance):
-        def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
-            return broken(inputs, writers, resources)
-
-    with pytest.raises(AssertionError, match=message):
-        getattr(Suite(), f"test_{clause}")(tmp_path)
-
-
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "EXECUTORS", {**EXECUTORS, "reversed": ReversedExecutor})
@@ -194,6 +84,7 @@ def test_a_run_names_its_executor(tmp_path: Path, *, diagnose: bool) -> None:
         "diagnose": diagnose,
         "durable": False,
         "overwrite": True,
+        "max_shard_size": "2kB",
         "out": family.out,
     }
     actmat.merge(family.base, family.experts, threads=1, **fields)

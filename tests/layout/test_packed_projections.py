@@ -102,20 +102,6 @@ def test_the_up_block_scales_out_and_the_gate_block_does_not(family: str) -> Non
     assert not torch.allclose(output(model), before, rtol=1e-2)
 
 
-def test_multihead_attention_without_config() -> None:
-    torch.manual_seed(0)
-    attention = nn.MultiheadAttention(12, 3, batch_first=True)
-    (layout,) = [
-        v for k, v in resolve_layout(specs_of(attention.state_dict()), None).tensors.items() if "in_proj_w" in k
-    ]
-    x = torch.randn(1, 4, 12)
-    with torch.no_grad():
-        values = layout.to_matrices(attention.in_proj_weight)[2]
-        attention.in_proj_weight[:24] = 0  # equal scores: every output is the mean value, projected
-        expected = attention.out_proj(nn.functional.linear(x, values).mean(1, keepdim=True)).expand(1, 4, 12)
-        torch.testing.assert_close(attention(x, x, x)[0], expected)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "granitemoe", "gpt_oss"])
 def test_stacked_experts_compute_what_their_module_computes(family: str) -> None:
     model = build(family)

@@ -101,21 +101,6 @@ def test_batch_norm_statistics_are_vectors_and_counters_are_buffers(tmp_path: Pa
             assert layout.role is Role.BUFFER
 
 
-def test_a_plain_torch_encoder_without_config() -> None:
-    layer = nn.TransformerEncoderLayer(d_model=16, nhead=4, dim_feedforward=24)
-    state = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).state_dict()
-    resolved = resolve_layout(specs_of(state), None)
-    assert resolved.family is None
-    packed = resolved.tensors["layers.1.self_attn.in_proj_weight"]
-    assert packed.role is Role.FUSED_LINEAR
-    assert [(b.name, b.start, b.stop) for b in packed.blocks] == [("q", 0, 16), ("k", 16, 32), ("v", 32, 48)]
-    assert packed.reason == "packed q, k, v (thirds), 48 rows, name ends in in_proj_weight"
-    for name in ("self_attn.out_proj.weight", "linear1.weight", "linear2.weight"):
-        layout = resolved.tensors[f"layers.0.{name}"]
-        assert (layout.role, layout.orientation) == (Role.LINEAR, "OI")
-    assert resolved.tensors["layers.0.self_attn.in_proj_bias"].role is Role.VECTOR
-
-
 def test_recurrent_layers_split_into_gates() -> None:
     state = nn.LSTM(6, 5).state_dict() | {f"gru.{k}": v for k, v in nn.GRU(6, 5).state_dict().items()}
     layouts = resolve_layout(specs_of(state), None).tensors

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from tests.helpers.experts import Experts
-from tests.helpers.spectra import orthogonal
 from tests.tolerances import F32_SOLVE, relative_error
 from torch import Tensor
 
-from actmat.extras.research.cat import merge, removal_basis
+from actmat.extras.research.cat import merge
 
 
 @pytest.fixture
@@ -42,20 +41,6 @@ def test_three_experts_lose_the_span_of_the_other_bases(
     out = merge(given.deltas, statistics=given.statistics, rank=rank, tradeoff=tradeoff)
     assert relative_error(out.value, expected) < bound
     assert out.stats["directions_removed"] == sum(b.shape[1] for b in bases)
-
-
-def test_the_basis_maximizes_the_conflict(experts: Experts) -> None:
-    grams = experts.statistics["gram"]
-    best, _ = removal_basis(experts.deltas, grams, 0, 2, 0.5)
-
-    def conflict(basis: Tensor) -> float:
-        parts = [
-            basis.T @ experts.deltas[i] @ (grams[0] - 0.5 * grams[i]) @ experts.deltas[i].T @ basis for i in (1, 2)
-        ]
-        return float(sum(p.diagonal().sum() for p in parts))
-
-    for seed in range(20):
-        assert conflict(orthogonal(8, seed)[:, :2]) <= conflict(best) + 1e-12
 
 
 def test_without_conflict_it_is_the_sum(experts: Experts) -> None:

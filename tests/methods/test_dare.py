@@ -20,19 +20,6 @@ def masked(deltas: list[Tensor], t: int, **given: Any) -> Tensor:
     return call(DARE, deltas, weights=weights, rule="linear", **given)
 
 
-def test_expectation_is_the_delta() -> None:
-    """Over S draws the mean of an entry lies around x with variance x^2 p / (q S)."""
-    draws, density = 2000, 0.1
-    (delta,) = random_deltas(1, 12, 12)
-    total = torch.zeros_like(delta)
-    for seed in range(draws):
-        total += call(DARE, [delta], seed=seed, density=density, rule="linear")
-    z = (total / draws - delta) / (delta.abs() * math.sqrt((1 - density) / (density * draws)))
-    assert float(z.abs().max()) < 4.5, "the largest of 144 standard normal numbers"
-    assert abs(float(z.mean())) < 4 / math.sqrt(z.numel())
-    assert float(z.std()) == pytest.approx(1, abs=4 / math.sqrt(2 * z.numel()))
-
-
 def test_masks_of_experts_and_seeds_are_independent() -> None:
     n = 40_000
     deltas = [torch.ones(n), torch.ones(n)]

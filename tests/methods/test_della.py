@@ -28,14 +28,6 @@ def test_keep_probabilities_grow_with_rank_within_each_row() -> None:
     assert float(z.std()) == pytest.approx(1, abs=4 / math.sqrt(2 * z.numel()))
 
 
-def test_zero_epsilon_is_dare() -> None:
-    (delta,) = random_deltas(1, 50_000)
-    out = call(DELLA, [delta], density=0.2, epsilon=0.0, **PLAIN)
-    kept = out != 0
-    assert abs(int(kept.sum()) - 10_000) < 5 * math.sqrt(50_000 * 0.2 * 0.8)
-    assert torch.allclose(out[kept], delta[kept] / 0.2, rtol=1e-13, atol=0)
-
-
 def test_full_density_is_the_identity_and_none_is_zero() -> None:
     (delta,) = random_deltas(1, 8, 9)
     assert torch.equal(call(DELLA, [delta], density=1.0), delta)

@@ -49,24 +49,6 @@ def test_weights_and_the_base_as_a_point() -> None:
     assert relative_error(out, naive(points, [2 / 6, 1 / 6, 3 / 6], 10, 1e-5) - experts.base) < 1e-9
 
 
-def test_two_points_meet_half_way() -> None:
-    cosine = math.cos(1.0)
-    mean, _ = sphere_mean(
-        torch.tensor([[1.0, cosine], [cosine, 1.0]], dtype=torch.float64), torch.tensor([0.5, 0.5]).double(), 50, 1e-12
-    )
-    expected = 1 / (2 * math.cos(0.5))
-    assert mean.tolist() == pytest.approx([expected, expected], abs=1e-12)
-
-
-def test_at_the_mean_the_pulls_cancel() -> None:
-    units = torch.nn.functional.normalize(torch.eye(4, dtype=torch.float64)[:3] + 0.4, dim=1)
-    alpha = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    mean = sphere_mean(units @ units.mT, alpha, 200, 1e-13)[0] @ units
-    angle = (units @ mean).clamp(-1, 1).acos().unsqueeze(1)
-    pulls = alpha.unsqueeze(1) * angle / angle.sin() * (units - angle.cos() * mean)
-    assert float(pulls.sum(0).norm()) < 1e-11
-
-
 def test_opposite_points_start_from_the_first() -> None:
     mean, _ = sphere_mean(
         torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).double(), torch.tensor([0.5, 0.5]).double(), 10, 1e-5

@@ -104,11 +104,6 @@ def test_normalize_trace_makes_the_number_of_tokens_irrelevant():
     )
 
 
-def test_equal_grams_give_the_average():
-    gram, deltas = given(inputs(1, 20, 6))["gram"][0], random_deltas(3, 9, 6)
-    assert relative_error(merge(deltas, statistics={"gram": [gram] * 3}).value, sum(deltas) / 3) < 1e-12
-
-
 def test_statistics_in_another_dtype_are_converted():
     grams, deltas = given(inputs(2, 20, 6))["gram"], random_deltas(2, 9, 6)
     found = merge(deltas, statistics={"gram": [g.float() for g in grams]}).value

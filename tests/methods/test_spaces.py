@@ -78,33 +78,6 @@ def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> No
             assert distance(found, full) <= F64_ORACLE
 
 
-def test_ties_in_the_core_is_ties_on_the_cores() -> None:
-    pairs = adapters()
-    b, a = torch.cat([b for b, _ in pairs], 1), torch.cat([a for _, a in pairs], 0)
-    u, v = torch.linalg.svd(b, full_matrices=False)[0], torch.linalg.svd(a, full_matrices=False)[2].mT
-    cores = [u.mT @ d @ v for d in dense(pairs)]
-    expected = u @ merge_matrices("ties", cores, density=0.3) @ v.mT
-    found = merge_matrices("ties", pairs, space="core", density=0.3)
-    assert distance(found, expected) <= F64_ORACLE
-    assert distance(merge_matrices("ties", pairs[::-1], space="core", density=0.3), found) <= F64_ORACLE, "order"
-    scaled = [(2 * b, 2 * a) for b, a in pairs]
-    assert distance(merge_matrices("ties", scaled, space="core", density=0.3), 4 * found) <= F64_ORACLE, "scale"
-
-
-def test_isotropizing_in_the_core_takes_the_mean_over_the_core() -> None:
-    pairs = adapters()
-    total = sum(dense(pairs))
-    assert isinstance(total, Tensor)
-    u, s, vh = torch.linalg.svd(total, full_matrices=False)
-    rank = 7
-    expected = float(s[:rank].sum()) / rank * u[:, :rank] @ vh[:rank]
-    given: dict[str, Any] = {"scaling": 1.0, "post": "isotropize"}
-    found = merge_matrices("task_arithmetic", pairs, space="core", **given)
-    assert distance(found, expected) <= F64_ORACLE
-    full = merge_matrices("task_arithmetic", dense(pairs), **given)
-    assert distance(full, expected * rank / 10) <= F64_ORACLE, "the full space divides by min(O, I)"
-
-
 def test_ties_of_factors_is_ties_of_each() -> None:
     pairs = adapters(ranks=(3, 3, 3))
     found = merge_matrices("ties", pairs, space="factors", density=0.4)
@@ -240,18 +213,6 @@ def test_the_method_sees_calibrated_deltas_and_the_result_has_the_mean_norm(meth
     assert distance(found, merge_matrices(method, dense(pairs))) > 1e-2  # it is another merge
 
 
-def test_a_direction_that_all_share_is_damped_most() -> None:
-    pairs = pico_adapters(shared=20.0)
-    u = torch.linalg.svd(torch.cat([b for b, _ in pairs], 1), full_matrices=False).U
-    before, after = dense(pairs), calibrated(pairs)
-    kept = [float((u.mT @ x).norm(dim=1)[0] / (u.mT @ y).norm(dim=1)[0]) for x, y in zip(after, before, strict=True)]
-    assert max(kept) < 0.4  # towards 1 / T
-    found = merge_matrices("task_arithmetic", pairs, space="pico")
-    plain = merge_matrices("task_arithmetic", dense(pairs))
-    ratio = (u.mT @ found).norm(dim=1) / (u.mT @ plain).norm(dim=1)
-    assert int(ratio.argmin()) == 0
-
-
 def test_one_expert_and_experts_without_the_module_change_nothing() -> None:
     pairs = pico_adapters()
     assert distance(merge_matrices("average", pairs[:1], space="pico"), dense(pairs)[0]) <= F64_ORACLE
@@ -261,26 +222,10 @@ def test_one_expert_and_experts_without_the_module_change_nothing() -> None:
     assert not merge_matrices("average", [zero, zero], space="pico").any()
 
 
-def test_the_order_of_experts_changes_nothing() -> None:
-    pairs = pico_adapters()
-    found = merge_matrices("cart", pairs, space="pico")
-    assert distance(merge_matrices("cart", pairs[::-1], space="pico"), found) <= F64_ORACLE
-
-
 def test_methods_without_a_form_on_factors_are_refused() -> None:
     chosen = get_method("ties")
     problems = space_problems("pico", chosen, chosen.resolve_options({}), 3)
     assert any("acts on single entries" in p and "dc_merge" in p for p in problems)
-
-
-def test_a_call_in_a_space_that_does_not_serve_is_refused() -> None:
-    with pytest.raises(RecipeError, match="cannot merge in this space"):
-        merge_matrices("ties", pico_adapters(), space="pico")
-
-
-def test_the_plan_says_what_is_done() -> None:
-    method = get_method("tsv")
-    assert "mean norm" in space_words("pico", method, method.resolve_options({}))
 
 
 # Steps of post-processing: naive transcriptions in float64, laws, and forms on factors.
@@ -305,29 +250,6 @@ def run(name: str, merged: Tensor, deltas: list[Tensor], **options: Any) -> Merg
     """A step with its defaults overlaid, as a merge calls it."""
     step = get_step(name)
     return apply_steps(merged, deltas, [(step, step.resolve_options(options))])
-
-
-def boost_oracle(merged: Tensor, beta: float) -> Tensor:
-    u, s, vh = torch.linalg.svd(merged, full_matrices=False)
-    shares = [float(s[: k + 1].sum() / s.sum()) for k in range(len(s))]
-    first = next(k for k, share in enumerate(shares) if share >= beta - 1e-12)
-    return u @ torch.diag(torch.clamp(s, min=float(s[first]))) @ vh
-
-
-@pytest.mark.parametrize("beta", [0.01, 0.3, 0.6, 1.0])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_boosting_is_the_equation(shape: tuple[int, int], beta: float) -> None:
-    merged = sum(experts(*shape))
-    assert isinstance(merged, Tensor)
-    found = run("subspace_boosting", merged, [], beta=beta)
-    assert close(found.value, boost_oracle(merged, beta))
-    values = torch.linalg.svdvals(found.value)
-    if beta == 0.01:  # the trap: the first value exceeds 1 % of the sum, and all become equal to it
-        assert close(values, values[0].expand_as(values))
-        assert found.stats["boosted"] == min(shape) - 1
-    if beta == 1:
-        assert close(found.value, merged)
-        assert found.stats["boosted"] <= 1  # rounding of the cumulative sum
 
 
 def test_isotropize_is_iso_c_of_a_sum() -> None:

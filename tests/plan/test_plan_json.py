@@ -1,7 +1,6 @@
 """A plan read back from its JSON is the same plan."""
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -125,21 +124,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "adapter-statistics": {"experts": ("a1", "a2"), "to": "adapter", "method": "regmean", "statistics": True},
     "adapters": {"experts": ("a1", "a2"), "to": "model", "method": "task_arithmetic", "weights": [1.0, 2.0]},
 }
-"""Requests that are known to be granted, so that the property above cannot hold for lack of plans."""
+"""Requests that are known to be granted."""
 
 
 @pytest.fixture(params=EXAMPLES)
 def example(request: pytest.FixtureRequest, inputs: Path) -> MergePlan:
     return planned(inputs, {"statistics": False} | EXAMPLES[request.param])
-
-
-def test_known_plans_survive_their_json(example: MergePlan) -> None:
-    again = MergePlan.from_json(json.loads(json.dumps(example.to_json(), allow_nan=False)))
-    for field in dataclasses.fields(MergePlan):
-        assert getattr(again, field.name) == getattr(example, field.name), field.name
-    assert again.fingerprint() == example.fingerprint()
-    assert [s.file for s in again.shards] == [s.file for s in example.shards]
-    assert again.by_name.keys() == example.by_name.keys()
 
 
 def test_ties_are_items_of_their_own(inputs: Path) -> None:

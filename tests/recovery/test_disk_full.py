@@ -88,11 +88,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_too_small_a_disk_is_seen_before_the_work(family: Family, small_disk: Path) -> None:
-    message = refused(family, small_disk / "out", says="the disk has only")
-    assert re.search(r"needs [\d.]+ kB, but the disk has only [12]\d.* kB free", message)
-
-
 def test_several_outputs_must_fit_together(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage
     size = sum(f.stat().st_size for f in family.base.glob("*.safetensors"))
@@ -136,15 +131,6 @@ def test_nothing_is_left_where_nothing_was_finished(family: Family, monkeypatch:
     assert "kept" not in refused(family, family.out, says="Cannot write to")
     outcome = actmat(family.argv("--out", str(family.root / "deep" / "place" / "out")))
     assert (outcome.code, (family.root / "deep").exists()) == (1, False)
-
-
-def test_short_writes_are_completed(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert actmat(family.argv()).code == 0
-    expected = (family.out / "model.safetensors").read_bytes()
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda handle, data, at: real(handle, data[: max(1, len(data) // 2)], at))
-    assert actmat(family.argv("--out", str(family.root / "short"))).code == 0
-    assert (family.root / "short" / "model.safetensors").read_bytes() == expected
 
 
 def test_a_limit_on_the_size_of_files(family: Family) -> None:
@@ -236,15 +222,6 @@ def test_a_bug_on_the_way_keeps_what_is_done(
     assert outcome.code == 3
     assert f"{TENSORS} of {TENSORS} tensors are kept; the same command goes on where it stopped." in outcome.err
     goes_on(family, out, TENSORS)
-
-
-def test_values_that_only_another_recipe_can_merge_leave_nothing(family: Family) -> None:
-    """Nothing of it could be used: allow_nonfinite is another recipe, a repaired expert another input."""
-    family.change(family.experts[0], lambda t: t["lm_head.weight"][0].fill_(float("nan")))
-    outcome = actmat(family.argv())
-    assert (outcome.code, "--set allow_nonfinite=true" in outcome.err, "kept" in outcome.err) == (1, True, False)
-    assert not family.out.exists()
-    assert hidden(family.root) == []
 
 
 def test_a_name_that_is_too_long(family: Family) -> None:

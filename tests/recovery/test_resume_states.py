@@ -89,13 +89,6 @@ def state(shared: Interrupted) -> Interrupted:
     return shared
 
 
-def test_everything_done_is_taken_over(state: Interrupted) -> None:
-    count = len(state.lines()) - 1
-    assert count == 11
-    assert state.resumed() == count
-    assert contents(state.out) == state.expected
-
-
 def torn(lines: list[str]) -> list[str]:
     return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
 
@@ -263,13 +256,6 @@ def test_killed_between_the_renames(state: Interrupted) -> None:
     assert str(previous) in outcome.err
     assert "--overwrite" in outcome.err
     assert previous.is_dir()
-    state.resumed("--overwrite")
-    assert contents(state.out) == state.expected
-
-
-def test_killed_after_the_renames(state: Interrupted) -> None:
-    state.resumed()
-    shutil.copytree(state.out, state.place / ".out.actmat-previous")
     state.resumed("--overwrite")
     assert contents(state.out) == state.expected
 

@@ -1,18 +1,15 @@
 """Merges with inputs or outputs at URLs that are killed, and the same command again: the bytes of one left alone."""
 
 import os
-import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import s3fs
-from tests.helpers.merge_server import EVERYTHING, Run, Server
-from tests.helpers.merging import Family, actmat, contents, hidden
-from tests.helpers.range_server import RangeServer
+from tests.helpers.merge_server import EVERYTHING, Server
+from tests.helpers.merging import Family, actmat, contents
 
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.extras.remote.upload import MARK_NAME
@@ -31,42 +28,6 @@ def children(moto_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> It
         running = Server(folder, [*EVERYTHING, "s3fs", "tests.helpers.small_blocks"])
         yield running
         running.close()
-
-
-@pytest.mark.parametrize("number", [0, pytest.param(8, marks=pytest.mark.slow), 16])
-def test_a_merge_of_remote_inputs_is_killed_amid_a_request(
-    children: Server, server: RangeServer, tmp_path: Path, number: int
-) -> None:
-    """The server kills its client in place of an answer: while it opens the inputs, and while it merges."""
-    family = Family.make(tmp_path, layers=6)
-    url = [f"{server.url}/{p.name}" for p in (family.base, *family.experts)]
-    argv = ["merge", "--base", url[0], *(x for e in url[1:] for x in ("--expert", e)), "--threads", "1", "--out"]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert actmat([*argv, str(tmp_path / "a" / "out")]).code == 0
-    server.counts.clear()
-    started, run = threading.Event(), list[Run]()
-
-    def kill(path: str, request: int, start: int) -> str:
-        if (path, request) != ("expert1/model.safetensors", number):
-            return ""
-        assert started.wait(10)
-        run[0].signal(signal.SIGKILL)
-        return "close"
-
-    server.fault = kill
-    out = tmp_path / "b" / "out"
-    run.append(children.start([*argv, str(out)]))
-    started.set()
-    assert run[0].wait()[0] == -signal.SIGKILL
-    assert not out.exists()
-    server.fault = lambda path, request, start: ""
-    status, errors = children.start([*argv, str(out)]).wait()
-    assert status == 0, errors
-    done = re.search(r"interrupted merge: (\d+) tensors are done", errors)
-    assert (done is not None) == (number > 0), errors
-    assert contents(out) == contents(tmp_path / "a" / "out")
-    assert hidden(out.parent) in ([], [".out.actmat-lock"])
 
 
 def listed(url: str) -> set[str]:

@@ -121,25 +121,6 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
     assert not [n for n in hidden(tmp_path) if n.startswith(".out.")]
 
 
-@pytest.mark.usefixtures("small_ranges")
-def test_an_input_that_changes_midway_stops_the_merge(
-    server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def change(path: str, number: int, start: int) -> str:
-        if path == "expert0/model.safetensors" and number == 6:
-            server.etags[path] = '"other"'
-        return ""
-
-    server.fault = change
-    stopped = actmat(["merge", *inputs(server, family), "--out", str(tmp_path / "out"), *THREADS])
-    assert stopped.code == 1
-    said = stopped.err.replace("\n", " ")
-    assert "expert0/model.safetensors" in said
-    assert "changed since it was opened" in said
-    assert not (tmp_path / "out").exists()
-
-
 def test_adapters_are_downloaded_once(server: RangeServer, tmp_path: Path) -> None:
     for seed, name in enumerate(("math", "code")):
         save_adapter(tmp_path / name, "llama", seed)

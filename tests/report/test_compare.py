@@ -69,17 +69,6 @@ def test_distances_are_those_of_the_stored_weights(family: Family) -> None:
         assert t.shape == tuple(base[name].shape)
 
 
-def test_chunks_do_not_change_the_sums(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = between(family, "actmat", "ties")
-    monkeypatch.setattr(merges_module, "CHUNK", 7)
-    pieces = between(family, "actmat", "ties")
-    for a, b in zip(whole.tensors, pieces.tensors, strict=True):
-        assert a.name == b.name
-        assert (b.same, b.distance) == (a.same, pytest.approx(a.distance, rel=F64_ORACLE))
-        assert b.relative == (None if a.relative is None else pytest.approx(a.relative, rel=F64_ORACLE))
-    assert sum(t.relative is not None for t in pieces.tensors) == len(pieces.differing) > 5
-
-
 def test_reading_is_in_chunks_of_bounded_size() -> None:
     read: list[int] = []
 

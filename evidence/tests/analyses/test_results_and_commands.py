@@ -104,7 +104,6 @@ def test_theorem1(tmp_path):
         ("cosine", ("--samples", "1,5", "--draws", "1"), "layers"),
         ("correlation", ("--samples", "4,8", "--permutations", "3", "--layer", "*up_proj*"), "layers"),
         ("interference", ("-m", "average"), "models"),
-        ("transfer", (), "tasks"),
     ],
 )
 def test_analyses_of_a_demo(command, flags, key, demo, tmp_path):
