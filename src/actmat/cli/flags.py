@@ -95,7 +95,8 @@ class RecipeFlags:
         from actmat.recipe.output import with_output
 
         fields = self.chosen
-        weights, statistics, stacks = (fields.pop(name, None) for name in ("weight", "statistics", "stacks"))
+        statistics, stacks = (fields.pop(name, None) for name in ("statistics", "stacks"))
+        weights, strengths = _read_weights(fields.pop("weight", ()))
         methods, options = fields.pop("method", []), fields.pop("options", [])
         if "experts" in fields:
             fields["experts"] = experts_of(fields["experts"], weights)
@@ -122,7 +123,25 @@ class RecipeFlags:
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-        return variants(recipe, methods, choices)
+        return variants(recipe, methods, choices, strengths)
+
+
+def _read_weights(texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    """Values of --weight: one for each expert, and all that a single expert is to have in turn.
+
+    Raises:
+        RecipeError: one of several experts has a list.
+    """
+    from actmat.recipe import parse_option
+
+    values = [parse_option(f"weight={text}")[1] for text in texts]
+    if len(values) == 1:
+        return values[0][:1], values[0]
+    if several := [text for text, listed in zip(texts, values, strict=True) if len(listed) > 1]:
+        raise RecipeError(
+            f"--weight {several[0]} writes one output each of a single expert; found {len(texts)} experts."
+        )
+    return [weight for (weight,) in values], []
 
 
 def _listed(value: Any) -> list[str]:
@@ -163,7 +182,7 @@ def _check_complete(fields: Mapping[str, Any]) -> None:
         raise typer.BadParameter(f"give {' and '.join(missing)}{no_base}, or a recipe file (actmat merge RECIPE.yaml)")
 
 
-def experts_of(places: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+def experts_of(places: Sequence[str], weights: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Recipe fields from the values of --expert (NAME=PATH or PATH) and --weight.
 
     Raises:
