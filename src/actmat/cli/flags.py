@@ -38,6 +38,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 RecipeArgument = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
+BLOCKS = "Factors of an image model's blocks, such as IN=0.5,OUT=0.8."
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 """Endings of recipe files."""
 _STRUCTURES = ("rules", "roles", "postprocess")
@@ -97,6 +98,7 @@ class RecipeFlags:
         fields = self.chosen
         statistics, stacks = (fields.pop(name, None) for name in ("statistics", "stacks"))
         weights, strengths = _read_weights(fields.pop("weight", ()))
+        blocks = fields.pop("blocks", ())
         methods, options = fields.pop("method", []), fields.pop("options", [])
         if "experts" in fields:
             fields["experts"] = experts_of(fields["experts"], weights)
@@ -123,7 +125,12 @@ class RecipeFlags:
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-        return variants(recipe, methods, choices, strengths)
+        recipes = variants(recipe, methods, choices, strengths)
+        if not blocks:
+            return recipes
+        from actmat.extras.diffusion.blocks import with_blocks
+
+        return [with_blocks(recipe, blocks) for recipe in recipes]
 
 
 def _read_weights(texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
@@ -363,6 +370,7 @@ def _of_recipe() -> _Flags:
             text = _described((flag and flag.help) or _sentence(field.description or ""), field.default)
             parameter = None if flag is None else _parameter(name, field.annotation, flag, text, None)
             fields[name] = _Field(name, text, parameter)
+    fields["blocks"] = _Field("blocks", BLOCKS, _parameter("blocks", str, Flag(repeated=True), BLOCKS, None))
 
     def make(flags: dict[str, Any], texts: Texts) -> RecipeFlags:
         chosen = {name: parse_option(f"{name}={values[-1]}")[1] for name, values in texts.items()}

@@ -63,7 +63,7 @@ class ExpertRef(Strict):
         Weight,
         Flag(
             ("--weight", "-w"),
-            "Weight of an expert, once per expert; of a single one, one output each of a,b,c.",
+            "Weight of an expert, in their order; a,b of one: two outputs.",
             repeated=True,
             type=str,
         ),
