@@ -17,7 +17,7 @@ from actmat.planning.calls import NOWHERE, resolved
 from actmat.recipe.values import read_value
 
 SD, XL, FLUX = (next(a for a in ARCHITECTURES if a.name == n) for n in
-                ("Stable Diffusion 1", "Stable Diffusion XL", "Flux"))  # fmt: skip
+                ("Stable Diffusion 1", "SDXL", "Flux"))  # fmt: skip
 MODEL = "model.diffusion_model."
 ENCODERS = ("cond_stage_model.transformer.text_model.encoder.layers.3.mlp.fc1.weight",
             "conditioner.embedders.1.model.transformer.resblocks.0.attn.out_proj.weight",
