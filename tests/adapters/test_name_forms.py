@@ -272,12 +272,12 @@ def test_factors_with_other_ends_are_products(end: str, tmp_path: Path) -> None:
     assert all(torch.equal(t, two[n]) for n, t in one.items())
 
 
-WIDTHS = {"Stable Diffusion 1": 768, "Stable Diffusion 2": 1024, "Stable Diffusion XL": 2048, "Flux": 3072}
+WIDTHS = {"Stable Diffusion 1": 768, "Stable Diffusion 2": 1024, "SDXL": 2048, "Flux": 3072}
 WIDTHS |= {"Stable Diffusion 3": 1536, "Wan": 5120, "Qwen-Image": 3072}
 MODULE = (
     {"Wan": "blocks.0.self_attn.q", "Qwen-Image": "transformer_blocks.0.img_mod.1"}
     | dict.fromkeys(
-        ("Stable Diffusion 1", "Stable Diffusion 2", "Stable Diffusion XL"),
+        ("Stable Diffusion 1", "Stable Diffusion 2", "SDXL"),
         "input_blocks.4.1.transformer_blocks.0.attn2.to_k",
     )
     | {"Flux": "double_blocks.0.img_attn.qkv", "Stable Diffusion 3": "joint_blocks.0.x_block.attn.qkv"}

@@ -13,9 +13,9 @@ from actmat.extras.diffusion.architectures import ARCHITECTURES, ImageArchitectu
 from actmat.extras.diffusion.layouts import convert_lora
 
 OF = {a.name: a for a in ARCHITECTURES}
-WIDTH = {"Flux": 3072, "Stable Diffusion 3": 1536, "Stable Diffusion XL": 2048, "Stable Diffusion 1": 768}
+WIDTH = {"Flux": 3072, "Stable Diffusion 3": 1536, "SDXL": 2048, "Stable Diffusion 1": 768}
 NAMES: dict[str, list[str]] = {
-    "Stable Diffusion XL": [
+    "SDXL": [
         "input_blocks.4.1.transformer_blocks.1.attn2.to_k", "input_blocks.3.0.op", "middle_block.1.proj_in",
         "output_blocks.2.2.conv", "output_blocks.0.1.transformer_blocks.9.attn1.to_out.0",
         "output_blocks.5.0.in_layers.2", "input_blocks.7.0.skip_connection", "middle_block.2.emb_layers.1",
@@ -181,7 +181,7 @@ def transformer(kind: str) -> list[str]:
             return meta_modules(
                 d.QwenImageTransformer2DModel(num_layers=1, joint_attention_dim=8, axes_dims_rope=(2, 2, 4), **small)
             )
-        is_xl = kind == "Stable Diffusion XL"
+        is_xl = kind == "SDXL"
         return meta_modules(d.UNet2DConditionModel(
             block_out_channels=(8, 16, 16) if is_xl else (8, 8, 16, 16), norm_num_groups=4, cross_attention_dim=8,
             down_block_types=("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2 if is_xl else
@@ -232,7 +232,7 @@ def spelled(name: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("Flux", "kohya"), ("Flux", "comfy"), ("Wan", "comfy"), ("Qwen-Image", "kohya"), ("Qwen-Image", "comfy"),
-     ("Stable Diffusion XL", "kohya"), ("Stable Diffusion 1", "kohya")],
+     ("SDXL", "kohya"), ("Stable Diffusion 1", "kohya")],
 )  # fmt: skip
 def test_diffusers_reads_what_is_written_as_we_do(kind: str, layout: str) -> None:
     """diffusers' converters of LoRA on the written file give the deltas of ours, by the same names."""
@@ -321,8 +321,8 @@ def test_one_a_of_all_parts_is_stored_once() -> None:
 
 CLIP, BLOCK = "text_model.encoder.layers.3", "encoder.block.23.layer"
 TEXTS = [
-    ("Stable Diffusion XL", "lora_te1_", "text_encoder.", "clip_l", f"{CLIP}.mlp.fc1"),
-    ("Stable Diffusion XL", "lora_te2_", "text_encoder_2.", "clip_g", f"{CLIP}.self_attn.q_proj"),
+    ("SDXL", "lora_te1_", "text_encoder.", "clip_l", f"{CLIP}.mlp.fc1"),
+    ("SDXL", "lora_te2_", "text_encoder_2.", "clip_g", f"{CLIP}.self_attn.q_proj"),
     ("Flux", "lora_te1_", "text_encoder.", "clip_l", f"{CLIP}.self_attn.out_proj"),
     ("Flux", "lora_te3_", "text_encoder_2.", "t5xxl", f"{BLOCK}.0.SelfAttention.q"),
     ("Stable Diffusion 3", "lora_te2_", "text_encoder_2.", "clip_g", f"{CLIP}.mlp.fc2"),

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers.shell import actmat_command
+from tests.tolerances import F32_ELEMENTWISE
 from torch import Tensor
 
 import actmat
@@ -49,6 +51,23 @@ def test_one_file_is_written(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="input"):
         actmat.merge(base, [one, other], out=base, method="average", overwrite=True)
     assert Path(str(actmat.merge(base, [one, other], out=tmp_path / "folder", method="average").out)).is_dir()
+
+
+def test_strengths_of_one_expert_are_a_file_each(tmp_path: Path) -> None:
+    base, one = (saved(tmp_path, n) for n in ("base", "one"))
+    flags = ["merge", "-b", str(base), "-e", str(one), "--out", str(tmp_path / "o.safetensors")]
+    plan = actmat_command(*flags, "-w", "0.25,0.5,-1", "--plan")
+    for strength in (0.25, 0.5, -1):
+        assert f"o-{strength}.safetensors" in plan
+        assert f"weights {strength}\n" in plan
+    assert "recipe in the metadata of each" in actmat_command(*flags, "-w", "0.25,0.5,-1")
+    assert {p.name for p in tmp_path.glob("o-*")} == {f"o-{s}.safetensors" for s in (0.25, 0.5, -1)}
+    w0, w1 = (load_file(p)[NAME].double() for p in (base, one))
+    for strength in (0.25, 0.5, -1):
+        found = load_file(tmp_path / f"o-{strength}.safetensors")[NAME].double()
+        torch.testing.assert_close(found, w0 + strength * (w1 - w0), atol=F32_ELEMENTWISE, rtol=F32_ELEMENTWISE)
+    refusal = actmat_command(*flags, "-e", f"two={one}", "-w", "0.25,0.5", "-w", "1", code=1)
+    assert "a single expert; found 2" in refusal
 
 
 @pytest.mark.parametrize(

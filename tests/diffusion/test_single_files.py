@@ -11,6 +11,7 @@ from tests.helpers.models import stored
 from tests.helpers.tinymodels import specs_of
 
 import actmat
+from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
 from actmat.extras.diffusion.architectures import ARCHITECTURES, unet_paths
 from actmat.layout.components import single_file_of
@@ -83,7 +84,8 @@ def test_another_model_is_refused(both: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight", "Stable Diffusion XL"),
+        ("conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight", "SDXL"),
+        ("model.diffusion_model.middle_block.1.transformer_blocks.9.attn1.to_q.weight", "SDXL"),
         ("model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
         ("double_blocks.0.img_attn.qkv.weight", "Flux"),
         ("model.diffusion_model.blocks.0.cross_attn.norm_k.weight", "Wan"),
@@ -93,6 +95,7 @@ def test_another_model_is_refused(both: Path, tmp_path: Path) -> None:
 def test_single_files_are_known_by_one_name(name: str, kind: str | None) -> None:
     found = single_file_of([name])
     assert (found and found.kind) == kind
+    assert resolve_layout({name: TensorSpec(name, (8, 8), "float32", "")}, None).family == kind
 
 
 def test_flux_packs_its_projections_in_one_matrix() -> None:
@@ -105,7 +108,7 @@ def test_flux_packs_its_projections_in_one_matrix() -> None:
     assert blocks == [("q", width), ("k", width), ("v", width), ("mlp", inner)]
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("Stable Diffusion 1", 4), ("Stable Diffusion XL", 3)])
+@pytest.mark.parametrize(("kind", "blocks"), [("Stable Diffusion 1", 4), ("SDXL", 3)])
 def test_the_original_names_of_a_unet_are_those_that_diffusers_reads(kind: str, blocks: int) -> None:
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 

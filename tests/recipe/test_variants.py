@@ -43,3 +43,20 @@ def test_an_unknown_option_is_left_to_the_plan_for_one_method_and_refused_for_se
         variants(RECIPE, ["ties", "average"], {"densty": [0.1]})
     with pytest.raises(RecipeError, match="Did you mean 'ties'"):
         variants(RECIPE, ["tie", "average"])
+
+
+def test_weights_of_one_expert_are_files_next_to_each_other() -> None:
+    file = RECIPE.model_copy(update={"out": "a/ink.safetensors"})
+    found = variants(file, ["ties", "average"], {"density": [0.1, 0.3]}, [0.2, -1])
+    assert [(r.method, r.weights, r.out) for r in found] == [
+        ("ties", (0.2,), "a/ink-ties-density-0.1-0.2.safetensors"),
+        ("ties", (-1.0,), "a/ink-ties-density-0.1--1.safetensors"),
+        ("ties", (0.2,), "a/ink-ties-density-0.3-0.2.safetensors"),
+        ("ties", (-1.0,), "a/ink-ties-density-0.3--1.safetensors"),
+        ("average", (0.2,), "a/ink-average-0.2.safetensors"),
+        ("average", (-1.0,), "a/ink-average--1.safetensors"),
+    ]
+    (alone,) = variants(RECIPE, weights=[0.5])
+    assert (alone.weights, alone.out) == ((0.5,), "out")
+    with pytest.raises(RecipeError, match="expected a number"):
+        variants(RECIPE, weights=[0.5, "strong"])

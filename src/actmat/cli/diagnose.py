@@ -20,7 +20,7 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from actmat.diagnostics.model import Diagnosis
 
-OF_OUTPUT = ("dtype", "rank", "out")
+OF_OUTPUT = ("dtype", "rank", "out", "blocks")
 """Recipe fields that affect only the written output."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "executor")
 """Run settings that apply when nothing is written."""
@@ -40,7 +40,7 @@ def diagnose(
             help="A recipe file, the directory of a merged model, or its report.json.",
         ),
     ] = None,
-    fields: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to", "drop"))],
+    fields: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to",))],
     run: Annotated[RunSettings, FlagFields(only=MEASURING)],
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check found an issue.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report to FILE.html, FILE.json, or a directory.")] = None,

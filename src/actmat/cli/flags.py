@@ -38,6 +38,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 RecipeArgument = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
+BLOCKS = "Factors of an image model's blocks, such as IN=0.5,OUT=0.8."
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 """Endings of recipe files."""
 _STRUCTURES = ("rules", "roles", "postprocess")
@@ -95,7 +96,9 @@ class RecipeFlags:
         from actmat.recipe.output import with_output
 
         fields = self.chosen
-        weights, statistics, stacks = (fields.pop(name, None) for name in ("weight", "statistics", "stacks"))
+        statistics, stacks = (fields.pop(name, None) for name in ("statistics", "stacks"))
+        weights, strengths = _read_weights(fields.pop("weight", ()))
+        blocks = fields.pop("blocks", ())
         methods, options = fields.pop("method", []), fields.pop("options", [])
         if "experts" in fields:
             fields["experts"] = experts_of(fields["experts"], weights)
@@ -122,7 +125,30 @@ class RecipeFlags:
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-        return variants(recipe, methods, choices)
+        recipes = variants(recipe, methods, choices, strengths)
+        if not blocks:
+            return recipes
+        from actmat.extras.diffusion.blocks import with_blocks
+
+        return [with_blocks(recipe, blocks) for recipe in recipes]
+
+
+def _read_weights(texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    """Values of --weight: one for each expert, and all that a single expert is to have in turn.
+
+    Raises:
+        RecipeError: one of several experts has a list.
+    """
+    from actmat.recipe import parse_option
+
+    values = [parse_option(f"weight={text}")[1] for text in texts]
+    if len(values) == 1:
+        return values[0][:1], values[0]
+    if several := [text for text, listed in zip(texts, values, strict=True) if len(listed) > 1]:
+        raise RecipeError(
+            f"--weight {several[0]} writes one output each of a single expert; found {len(texts)} experts."
+        )
+    return [weight for (weight,) in values], []
 
 
 def _listed(value: Any) -> list[str]:
@@ -163,7 +189,7 @@ def _check_complete(fields: Mapping[str, Any]) -> None:
         raise typer.BadParameter(f"give {' and '.join(missing)}{no_base}, or a recipe file (actmat merge RECIPE.yaml)")
 
 
-def experts_of(places: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+def experts_of(places: Sequence[str], weights: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Recipe fields from the values of --expert (NAME=PATH or PATH) and --weight.
 
     Raises:
@@ -344,6 +370,7 @@ def _of_recipe() -> _Flags:
             text = _described((flag and flag.help) or _sentence(field.description or ""), field.default)
             parameter = None if flag is None else _parameter(name, field.annotation, flag, text, None)
             fields[name] = _Field(name, text, parameter)
+    fields["blocks"] = _Field("blocks", BLOCKS, _parameter("blocks", str, Flag(repeated=True), BLOCKS, None))
 
     def make(flags: dict[str, Any], texts: Texts) -> RecipeFlags:
         chosen = {name: parse_option(f"{name}={values[-1]}")[1] for name, values in texts.items()}

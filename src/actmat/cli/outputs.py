@@ -32,7 +32,8 @@ def print_outputs(reports: Sequence[MergeReport]) -> None:
     plan = reports[0].plan
     counts = ", ".join(f"{n} {action}" for action, n in count_actions(plan.items).items() if n)
     tensors = "tensors" if plan.output != "adapter" else "modules and tensors"
-    console.print(f"[bold]{escape(place)}[/bold]: {len(reports)} outputs of {plural(len(plan.experts), 'expert')}")
+    experts = plural(len(plan.experts), "expert")
+    console.print(f"[bold]{escape(place or '.')}[/bold]: {len(reports)} outputs of {experts}")
     console.print(f"  {tensors} of each: {counts}")
     console.print(_table(reports, names))
     console.print("size: norm of the merged delta over the mean norm of the experts', and over the norm of their sum")
@@ -42,7 +43,8 @@ def print_outputs(reports: Sequence[MergeReport]) -> None:
             console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
     written = sum(r.plan.write_bytes for r in reports)
     seconds = max(r.seconds for r in reports)
-    console.print(f"{format_size(written)} written in {seconds:.1f} s; all hashes in actmat_manifest.json of each")
+    record = "recipe in the metadata" if os.path.isfile(outs[0]) else "all hashes in actmat_manifest.json"
+    console.print(f"{format_size(written)} written in {seconds:.1f} s; {record} of each")
     _print_notes(reports, names)
 
 

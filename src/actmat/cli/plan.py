@@ -12,7 +12,7 @@ from actmat.cli import flags
 from actmat.cli.data import InputFlags
 from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import command
-from actmat.cli.screen import print_json, print_result
+from actmat.cli.screen import console, escape, print_json, print_result
 from actmat.cli.streams import say
 from actmat.settings import RunSettings
 
@@ -72,6 +72,8 @@ def show_plans(recipes: Sequence[Recipe], run: RunSettings, asked: InputFlags | 
     elif shown.json:
         print_result("plan", {"plans": [compact_plan(plan) for plan in plans]})
     for plan in () if shown.json or shown.quiet else plans:
+        if len(plans) > 1 and plan.recipe.out:
+            console.print(f"[bold]{escape(plan.recipe.out)}[/bold]", soft_wrap=True)
         print_plan(plan, full=shown.full)
 
 

@@ -18,6 +18,7 @@ from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
+from actmat.recipe.values import format_value
 from actmat.report.words import (
     action_counts,
     are_image_files,
@@ -52,6 +53,8 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     over = plural(len(plan.experts), "adapter" if from_adapters else "expert")
     over += ", into an adapter" if from_adapters else f" of {escape(plan.recipe.base)}"
     over += ", extracted into an adapter" if plan.is_extracted else ""
+    weights = plan.recipe.weights
+    over += f", weights {', '.join(map(format_value, weights))}" if {*weights} - {1.0} else ""
     if plan.experts:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:

@@ -84,7 +84,7 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeArgument = None,
-    fields: Annotated[RecipeFlags, FlagFields(without=("out",), set=("statistics", "dtype", "to", "rank", "drop"))],
+    fields: Annotated[RecipeFlags, FlagFields(without=("out", "blocks"), set=("statistics", "dtype", "to", "rank"))],
     run: Annotated[
         RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"), set=("max_memory",))
     ],

@@ -97,7 +97,7 @@ def tune(
     *,
     recipe: flags.RecipeArgument = None,
     fields: Annotated[
-        RecipeFlags, FlagFields(without=("method", "options", "scale", "space"), set=("statistics", "drop"))
+        RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "blocks"), set=("statistics",))
     ],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],

@@ -30,13 +30,14 @@ _PARTS = (
 
 _DIFFUSION = "model.diffusion_model."
 _KINDS = (
-    ("conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight", "Stable Diffusion XL"),
-    ("conditioner.embedders.0.model.transformer.resblocks.0.attn.in_proj_weight", "Stable Diffusion XL refiner"),
+    ("conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight", "SDXL"),
+    ("conditioner.embedders.0.model.transformer.resblocks.0.attn.in_proj_weight", "SDXL refiner"),
     ("cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight", "Stable Diffusion 2"),
     ("cond_stage_model.transformer.text_model.embeddings.token_embedding.weight", "Stable Diffusion 1"),
     ("*joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
     ("*double_blocks.0.img_attn.qkv.weight", "Flux"),
     ("*blocks.0.cross_attn.norm_k.weight", "Wan"),
+    ("*middle_block.1.transformer_blocks.9.attn1.to_q.weight", "SDXL"),
     ("*input_blocks.0.0.weight", "UNet of latent diffusion"),
     ("encoder.middle.0.residual.0.gamma", "VAE of Wan"),
     ("encoder.mid.block_1.norm1.weight", "VAE of latent diffusion"),

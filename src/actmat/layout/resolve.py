@@ -10,7 +10,7 @@ from typing import Any
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
-from actmat.layout.components import component_configs
+from actmat.layout.components import component_configs, single_file_of
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognize, text_config_of
 from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT, Shape
 from actmat.layout.patterns import compile_pattern
@@ -41,7 +41,8 @@ def resolve_layout(
     layouts = {name: layout for part in maps for name, layout in part.tensors.items()}
     ordered = {name: layouts[name] for name in specs}
     _apply_overrides(ordered, specs, overrides)
-    return LayoutMap(ordered, {a: c for part in maps for a, c in part.ties.items()}, _family(config))
+    family = _family(config) or ((single := single_file_of(specs)) and single.kind)
+    return LayoutMap(ordered, {a: c for part in maps for a, c in part.ties.items()}, family)
 
 
 def _of_components(specs: Mapping[str, TensorSpec], components: Mapping[str, Mapping[str, Any]]) -> Iterator[LayoutMap]:

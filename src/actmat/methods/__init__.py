@@ -82,7 +82,10 @@ def get_method(name: AnyMethod) -> MergeMethod:
     known = [*(m.name for m in METHODS), *entries(GROUP)]
     near, listed = did_you_mean(name, known), ", ".join(known)
     if not near and re.search("sum|diff|cosine|smooth", name, re.IGNORECASE):
-        near = " Of SuperMerger's, weight sum is linear with -w, add difference task_arithmetic; more: docs/images.md."
+        near = (
+            " Of SuperMerger's, weight sum A*(1-alpha)+B*alpha is -b A -e B -w alpha, add difference A+(B-C)*alpha is "
+            "-b C -e A -e B -m task_arithmetic -o scaling=1 -w 1 -w alpha; more: docs/images.md."
+        )
     if ".py" in name or ":" in name:
         near = " A function of your own is named with its file: FILE.py:NAME."
     raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.{hint(GROUP, name)}")

@@ -61,7 +61,12 @@ class ExpertRef(Strict):
     )
     weight: Annotated[
         Weight,
-        Flag(("--weight", "-w"), "Weight of an expert; once per expert, in their order.", repeated=True, type=float),
+        Flag(
+            ("--weight", "-w"),
+            "Weight of an expert, in their order; a,b of one: two outputs.",
+            repeated=True,
+            type=str,
+        ),
     ] = Field(
         default=1.0,
         description="weight, for methods that take weights: a number, a gradient over depth, or entries by pattern",

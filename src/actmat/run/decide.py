@@ -85,19 +85,18 @@ def _on_first(recipe: Recipe, full: Sequence[str]) -> Recipe:
 
 
 def base_problems(recipe: Recipe) -> list[str]:
-    """Reasons why the result of a recipe depends on a base; empty if it can be merged without one."""
+    """Reasons why the result of a recipe depends on a base; empty if it can be merged without one.
+
+    Raises:
+        RecipeError: there is no method of that name.
+    """
     problems = []
     named = [(recipe.method, recipe.options, "")]
     named += [(r.method or recipe.method, r.options, f"rules.{i}: ") for i, r in enumerate(recipe.rules) if not r.keep]
     for name, options, where in named:
         if name == AUTO:  # becomes a method that needs none
             continue
-        try:
-            needs_none = get_method(name).is_baseless(options, len(recipe.experts))
-        except RecipeError as error:  # of an unknown name
-            problems.append(where + error.sentence)
-            continue
-        if not needs_none:
+        if not get_method(name).is_baseless(options, len(recipe.experts)):
             near = {"slerp": "; slerp between two experts", "karcher": "; karcher without include_base"}.get(name, "")
             known = ", ".join(BASELESS)
             problems.append(f"{where}method '{name}' merges deltas from a base ({known} need none{near})")

@@ -258,7 +258,7 @@ ARCHITECTURES = (
         ("sd_v2", "stable-diffusion-v2"), frozenset({1024}), kohya_is_diffusers=True,
     ),
     ImageArchitecture(
-        "Stable Diffusion XL", "unet", _sdxl, (_TE1, _TE2), ("sdxl", "stable-diffusion-xl"), frozenset({2048}),
+        "SDXL", "unet", _sdxl, (_TE1, _TE2), ("sdxl", "stable-diffusion-xl"), frozenset({2048}),
     ),
     ImageArchitecture(
         "Flux", "transformer", _flux, (_TE1, Text("text_encoder_2", "lora_te3_", T5, is_t5=True)),
