@@ -80,10 +80,10 @@ def test_the_other_component_is_left_out_and_named(place: Path, tmp_path: Path) 
 def test_no_component_is_left_out_of_a_file_without_a_config_unless_it_is_said(place: Path, tmp_path: Path) -> None:
     base = place / "unet" / "model.safetensors"
     with pytest.raises(
-        MergeError, match=r"2 of its modules have no tensor .*--set drop='lora_te_text_model_.*\*'"
+        MergeError, match=r"2 of its modules have no tensor .*--drop 'lora_te_text_model_.*\*'"
     ) as error:
         actmat.plan(base, [place / "kohya1.safetensors"])
-    flag = str(error.value).rpartition("drop='")[2].partition("'")[0]
+    flag = str(error.value).rpartition("--drop '")[2].partition("'")[0]
     found = merged(place, tmp_path / "out", "kohya1.safetensors", base=base.relative_to(place).as_posix(), drop=(flag,))
     expected = added(weights_of(tiny_unet()), random_factors(tiny_unet(), UNET, 1, alpha=1.0))
     for name, tensor in expected.items():

@@ -52,12 +52,12 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe).union(*map(flagged, (ExpertRef, *KINDS.values()))) - {"output"} | {"to", "blocks"}
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {"device", "max_memory", "threads", "overwrite", "diagnose"}
-    own = {"recipe", "plan", "json", "quiet", "data", "check", "template", "set"}
+    own = {"recipe", "json", "quiet", "data", "check", "template", "set"}
     assert set(taken(merge)) == fields | settings | own
     own = {"device", "recipe", "json", "as_recipe", "full", "quiet", "data", "check", "template", "set"}
-    assert set(taken(plan)) == fields - {"out"} | own
+    assert set(taken(plan)) == fields | own
     flags = {"device", "max_memory", "threads", "recipe", "data", "template", "strict", "out", "json"}
-    assert set(taken(diagnose)) == fields - {*OF_OUTPUT, "to"} | flags | {"full", "quiet", "set"}
+    assert set(taken(diagnose)) == fields - {*OF_OUTPUT, "to", "drop"} | flags | {"full", "quiet", "set"}
 
 
 @pytest.mark.parametrize(("command", "most"), [("merge", 26), ("tune", 24), ("diagnose", 20), ("try", 20)])

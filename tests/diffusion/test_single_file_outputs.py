@@ -55,18 +55,18 @@ def test_one_file_is_written(tmp_path: Path) -> None:
 
 def test_strengths_of_one_expert_are_a_file_each(tmp_path: Path) -> None:
     base, one = (saved(tmp_path, n) for n in ("base", "one"))
-    flags = ["merge", "-b", str(base), "-e", str(one), "--out", str(tmp_path / "o.safetensors")]
-    plan = actmat_command(*flags, "-w", "0.25,0.5,-1", "--plan")
+    flags = ["-b", str(base), "-e", str(one), "--out", str(tmp_path / "o.safetensors")]
+    plan = actmat_command("plan", *flags, "-w", "0.25,0.5,-1")
     for strength in (0.25, 0.5, -1):
         assert f"o-{strength}.safetensors" in plan
         assert f"weights {strength}\n" in plan
-    assert "recipe in the metadata of each" in actmat_command(*flags, "-w", "0.25,0.5,-1")
+    assert "recipe in the metadata of each" in actmat_command("merge", *flags, "-w", "0.25,0.5,-1")
     assert {p.name for p in tmp_path.glob("o-*")} == {f"o-{s}.safetensors" for s in (0.25, 0.5, -1)}
     w0, w1 = (load_file(p)[NAME].double() for p in (base, one))
     for strength in (0.25, 0.5, -1):
         found = load_file(tmp_path / f"o-{strength}.safetensors")[NAME].double()
         torch.testing.assert_close(found, w0 + strength * (w1 - w0), atol=F32_ELEMENTWISE, rtol=F32_ELEMENTWISE)
-    refusal = actmat_command(*flags, "-e", f"two={one}", "-w", "0.25,0.5", "-w", "1", code=1)
+    refusal = actmat_command("merge", *flags, "-e", f"two={one}", "-w", "0.25,0.5", "-w", "1", code=1)
     assert "a single expert; found 2" in refusal
 
 

@@ -204,7 +204,7 @@ def test_what_else_removed_extras_add_is_named(core: Shell) -> None:
     save_file({"lora_unet_a.lora_down.weight": torch.ones(1, 4)}, core.folder / "kohya.safetensors")
     for extra, command in {
         "research": ("plan", "-b", "base", "-e", "a", "-m", "tsv"),
-        "stack": ("merge", "-b", "base[0:1]", "--out", "stacked", "--plan"),
+        "stack": ("plan", "-b", "base[0:1]", "--out", "stacked"),
         "quantized": ("plan", "-b", "q", "-e", "r", "-m", "average"),
         "adapters": ("plan", "-b", "base", "-e", "loha", "-m", "average"),
         "diffusion": ("inspect", "kohya.safetensors"),

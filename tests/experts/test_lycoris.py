@@ -210,5 +210,5 @@ def test_modules_of_another_model_and_outputs_without_a_base_are_refused(place: 
     with pytest.raises(MergeError, match="with its base only"):
         actmat.plan(None, [mixed])
     save_file(named("lora_unet_", "x.y", loha(torch.empty(4, 4))[0]), place / "other.safetensors")
-    with pytest.raises(MergeError, match=r"matches no tensor.*--set drop='lora_unet_x_y\.\*'"):
+    with pytest.raises(MergeError, match=r"matches no tensor.*--drop 'lora_unet_x_y\.\*'"):
         actmat.plan(place / "unet", [place / "other.safetensors"])

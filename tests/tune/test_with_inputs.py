@@ -242,7 +242,7 @@ def test_wrong_inputs(family: Path, tmp_path: Path, flags: list[str], text: str)
 
 def test_the_plan_says_what_is_measured_and_runs_nothing(family: Path, tmp_path: Path) -> None:
     flags = [*adapter_flags(family), *data_flags(family), "--out", str(tmp_path / "m")]
-    for command in (["merge", *flags, "--plan"], ["plan", *flags[:-2]]):
+    for command in (["plan", *flags], ["plan", *flags[:-2]]):
         outcome = actmat(command)
         assert outcome.code == 0, outcome
         assert outcome.out.startswith(

@@ -40,7 +40,7 @@ def diagnose(
             help="A recipe file, the directory of a merged model, or its report.json.",
         ),
     ] = None,
-    fields: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to",))],
+    fields: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT, set=("to", "drop"))],
     run: Annotated[RunSettings, FlagFields(only=MEASURING)],
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check found an issue.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report to FILE.html, FILE.json, or a directory.")] = None,

@@ -27,7 +27,6 @@ def merge(
     recipe: flags.RecipeArgument = None,
     fields: RecipeFlags,
     run: RunSettings,
-    plan: flags.Plan = False,
     asked: InputFlags,
     shown: flags.JsonQuiet,
 ) -> None:
@@ -44,11 +43,11 @@ def merge(
     Several --method, or several values of an --option, write one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; to continue an interrupted merge, repeat the command.
-    'actmat tune' also searches methods and scales.
+    'actmat plan' shows all decisions, 'actmat tune' searches methods and scales.
     """
     recipes = fields.recipes(recipe)
-    if plan or not (asked.data or asked.check or asked.tune_scale):
-        carry_out(recipes, run, shown, plan=plan, asked=asked)
+    if not (asked.data or asked.check or asked.tune_scale):
+        carry_out(recipes, run, shown, plan=False)
         return
     refuse_no_output(recipes)
     quiet = shown.quiet or shown.json
@@ -77,14 +76,13 @@ def carry_out(
     shown: flags.OutputFlags,
     *,
     plan: bool,
-    asked: InputFlags | None = None,
     layout: str = "merge",
 ) -> None:
     """Merge with a bar over the tensors, or print the plans; `layout`: of the JSON."""
     if plan:
         from actmat.cli.plan import show_plans
 
-        show_plans(recipes, run, asked, shown)
+        show_plans(recipes, run, None, shown)
         return
     refuse_no_output(recipes)
     from actmat.api.merging import merge_recipes

@@ -31,7 +31,7 @@ class PlanOutput(flags.OutputFlags):
 def plan(
     *,
     recipe: flags.RecipeArgument = None,
-    fields: Annotated[RecipeFlags, FlagFields(without=("out",))],
+    fields: RecipeFlags,
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory"))],
     as_recipe: Annotated[bool, typer.Option("--as-recipe", help="Print the recipe as YAML, also of mergekit.")] = False,
     asked: Annotated[InputFlags, FlagFields(without=("keep_statistics", "tune_scale"))],

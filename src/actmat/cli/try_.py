@@ -84,7 +84,9 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeArgument = None,
-    fields: Annotated[RecipeFlags, FlagFields(without=("out", "blocks"), set=("statistics", "dtype", "to", "rank"))],
+    fields: Annotated[
+        RecipeFlags, FlagFields(without=("out", "blocks"), set=("statistics", "dtype", "to", "rank", "drop"))
+    ],
     run: Annotated[
         RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"), set=("max_memory",))
     ],

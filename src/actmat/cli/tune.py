@@ -97,7 +97,7 @@ def tune(
     *,
     recipe: flags.RecipeArgument = None,
     fields: Annotated[
-        RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "blocks"), set=("statistics",))
+        RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "blocks"), set=("statistics", "drop"))
     ],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     asked: Annotated[InputFlags, COMPARED],

@@ -372,7 +372,7 @@ def drop_words(lost: Sequence[str], others: Sequence[str]) -> str:
         pattern = f"{start}*"
     return (
         f"{len(lost)} of its modules have no tensor in the base, so that their training would be lost. Fix: give the "
-        f"base that they were trained on, or leave them out (--set drop='{pattern}')"
+        f"base that they were trained on, or leave them out (--drop '{pattern}')"
     )
 
 

@@ -243,7 +243,7 @@ def _content(weights: Tensors, base: Model) -> tuple[Content, list[str]]:
         for module in own if not why else ():
             change = _change(module, found[module.path], weights) if module.path in found else (
                 f"module '{module.group.module}' matches no tensor of the base ({base.location}). Likely cause: an "
-                f"adapter of another base. Without it: --set drop='{module.group.module}.*'"
+                f"adapter of another base. Without it: --drop '{module.group.module}.*'"
             )  # fmt: skip
             if isinstance(change, str):
                 problems.append(change)
