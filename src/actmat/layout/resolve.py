@@ -41,7 +41,8 @@ def resolve_layout(
     layouts = {name: layout for part in maps for name, layout in part.tensors.items()}
     ordered = {name: layouts[name] for name in specs}
     _apply_overrides(ordered, specs, overrides)
-    family = _family(config) or ((single := single_file_of(specs)) and single.kind)
+    single = single_file_of(specs)
+    family = _family(config) or (None if single is None else single.kind)
     return LayoutMap(ordered, {a: c for part in maps for a, c in part.ties.items()}, family)
 
 
