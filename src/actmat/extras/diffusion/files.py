@@ -175,7 +175,13 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
+def export_lora(layout: FileLayout, located: OpenInput, out: Path) -> str:
+    """Write a LoRA file in a layout; returns a sentence about the result.
+
+    Raises:
+        OutputError: the file exists, or cannot be written.
+        CheckpointError: the adapter cannot be written in this layout.
+    """
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     if isinstance(located, Model):
@@ -189,23 +195,3 @@ def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
         file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.specs)
     changed = "names and factors" if located.layout != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout"
-
-
-def export_comfy(located: OpenInput, out: Path) -> str:
-    """Write a LoRA file for ComfyUI; returns a sentence about the result.
-
-    Raises:
-        OutputError: the file exists, or cannot be written.
-        CheckpointError: the adapter cannot be written in this layout.
-    """
-    return _convert(located, out, "comfy")
-
-
-def export_kohya(located: OpenInput, out: Path) -> str:
-    """Write a LoRA file with kohya's names; see `export_comfy`."""
-    return _convert(located, out, "kohya")
-
-
-def export_diffusers(located: OpenInput, out: Path) -> str:
-    """Write a LoRA file with diffusers' names; see `export_comfy`."""
-    return _convert(located, out, "diffusers")
