@@ -32,7 +32,7 @@ BlockKey = tuple[str, int]
 Counts = Mapping[str, int]
 """Kind -> number of its blocks, in order."""
 
-LISTS = {
+_LISTS = {
     12: "BASE IN04-05 IN07-08 M00 OUT00-05",
     17: "BASE IN01-02 IN04-05 IN07-08 M00 OUT03-11",
     20: "BASE IN00-08 M00 OUT00-08",
@@ -40,7 +40,7 @@ LISTS = {
     61: "CLIP T5 IN D00-18 S00-37 OUT",
 }
 """Number of values in a list -> their blocks."""
-_NAME = re.compile(r"(?P<kind>T5|[A-Z]+)(?P<first>\d*)(?:-(?P=kind)?(?P<last>\d+))?")
+_NAME = re.compile(r"(?P<kind>T5|[A-Z]+)(?P<first>\d{0,3})(?:-(?P=kind)?(?P<last>\d{1,3}))?")
 _MOST = 100
 """Layers of a transformer: more than any of these models has."""
 REST: BlockKey = ("IN", 0)
@@ -173,11 +173,11 @@ def _read(text: str, counts: Counts) -> tuple[dict[BlockKey, float], dict[str, l
     parts = [part.strip() for part in text.split(",") if part.strip()]
     blocks = [(kind, number) for kind, count in counts.items() for number in range(count)]
     if not any("=" in part for part in parts):
-        if len(parts) not in LISTS:
-            raise RecipeError(f"blocks: found {len(parts)} values, expected {', '.join(map(str, LISTS))}, or IN=0.5")
-        positions = [block for name in LISTS[len(parts)].split() for block in _named(name, {})]
+        if len(parts) not in _LISTS:
+            raise RecipeError(f"blocks: found {len(parts)} values, expected {', '.join(map(str, _LISTS))}, or IN=0.5")
+        positions = [block for name in _LISTS[len(parts)].split() for block in _named(name, {})]
         if not {kind for kind, _ in positions} <= counts.keys():
-            raise RecipeError(f"blocks: {len(parts)} values are of {LISTS[len(parts)]}; {_expected(counts)}")
+            raise RecipeError(f"blocks: {len(parts)} values are of {_LISTS[len(parts)]}; {_expected(counts)}")
         values = dict.fromkeys(blocks, 0.0) | dict(zip(positions, map(_number, parts), strict=True))
         return {block: values[block] for block in blocks}, {}
     rows = {name.strip().upper(): _number(value) for name, _, value in (part.partition("=") for part in parts)}
@@ -197,7 +197,7 @@ def _named(name: str, counts: Counts) -> list[BlockKey]:
         return []
     first, last = match["first"], match["last"]
     numbers = range(int(first), int(last or first) + 1) if first else range(counts.get(match["kind"], 1))
-    return [(match["kind"], number) for number in numbers[: _MOST + 1]]
+    return [(match["kind"], number) for number in numbers]
 
 
 def _number(text: str) -> float:
