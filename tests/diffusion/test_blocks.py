@@ -12,7 +12,7 @@ from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.errors import RecipeError
 from actmat.extras.diffusion.architectures import ARCHITECTURES, ImageArchitecture
-from actmat.extras.diffusion.blocks import LISTS, block_weights
+from actmat.extras.diffusion.blocks import block_weights
 from actmat.planning.calls import NOWHERE, resolved
 from actmat.recipe.values import read_value
 
@@ -23,6 +23,15 @@ ENCODERS = ("cond_stage_model.transformer.text_model.encoder.layers.3.mlp.fc1.we
             "conditioner.embedders.1.model.transformer.resblocks.0.attn.out_proj.weight",
             "first_stage_model.decoder.mid.block_1.conv1.weight",
             "first_stage_model.encoder.down.0.block.0.conv1.bias")  # fmt: skip
+INS, OUTS = ([f"{kind}{n:02}" for n in range(12)] for kind in ("IN", "OUT"))
+LISTS = {
+    12: ["BASE", "IN04", "IN05", "IN07", "IN08", "M00", *OUTS[:6]],
+    17: ["BASE", "IN01", "IN02", "IN04", "IN05", "IN07", "IN08", "M00", *OUTS[3:]],
+    20: ["BASE", *INS[:9], "M00", *OUTS[:9]],
+    26: ["BASE", *INS, "M00", *OUTS],
+    61: ["CLIP", "T5", "IN", *(f"D{n:02}" for n in range(19)), *(f"S{n:02}" for n in range(38)), "OUT"],
+}
+"""Lists of the tools: number of values -> their blocks."""
 
 
 def block_in_supermerger(name: str, last: int) -> str:
@@ -48,15 +57,6 @@ def block_of_flux(name: str) -> str:
     return "IN" if "_in" in name else "OUT"
 
 
-def expanded(length: int) -> list[str]:
-    """The blocks of a list, one by one."""
-    out: list[str] = []
-    for name in LISTS[length].split():
-        kind, first, last = re.fullmatch(r"(T5|[A-Z]+)(\d*)-?(\d*)", name).groups()  # type: ignore[union-attr]
-        out += [f"{kind}{n:02}" for n in range(int(first), int(last or first) + 1)] if first else [kind]
-    return out
-
-
 def factors(text: str, names: list[str]) -> dict[str, float]:
     value = read_value(block_weights(text, names, 0.5)[0])
     return {name: resolved(value, name, NOWHERE) for name in names}
@@ -68,7 +68,7 @@ def factors(text: str, names: list[str]) -> dict[str, float]:
 def test_lists_of_unets_are_those_of_the_tools_for_every_tensor(
     architecture: ImageArchitecture, length: int, last: int
 ) -> None:
-    values = dict(zip(expanded(length), [round(0.9 - 0.07 * k, 2) for k in range(length)], strict=True))
+    values = dict(zip(LISTS[length], [round(0.9 - 0.07 * k, 2) for k in range(length)], strict=True))
     text = ",".join(map(str, values.values()))
     names = [f"{MODEL}{n}.weight" for n in architecture.originals] + list(ENCODERS)
     expected = {n: 0.5 * values.get(block_in_supermerger(n, last), 0.0) for n in names}
@@ -79,8 +79,7 @@ def test_lists_of_unets_are_those_of_the_tools_for_every_tensor(
 
 
 def test_the_list_of_flux_is_that_of_the_tools_for_every_tensor() -> None:
-    assert len(expanded(61)) == 61
-    values = dict(zip(expanded(61), [round(1.5 - 0.05 * k, 2) for k in range(61)], strict=True)) | {"VAE": 0.0}
+    values = dict(zip(LISTS[61], [round(1.5 - 0.05 * k, 2) for k in range(61)], strict=True)) | {"VAE": 0.0}
     text = ",".join(map(str, list(values.values())[:61]))
     names = [f"{MODEL}{n}.weight" for n in FLUX.originals]
     names += ["text_encoders.t5xxl.transformer.shared.weight", "vae.decoder.conv_in.weight",
@@ -177,7 +176,7 @@ def test_checkpoints_are_merged_by_block(tmp_path: Path) -> None:
     out, text = tmp_path / "o.safetensors", ",".join(map(str, WEIGHTS))
     flags = ["-b", first, "-e", second, "--set", "compute_dtype=float64", "--out", out]
     actmat_command("merge", *flags, "--blocks", text)
-    values = dict(zip(expanded(26), WEIGHTS, strict=True))
+    values = dict(zip(LISTS[26], WEIGHTS, strict=True))
     a, b, found = load_file(first), load_file(second), load_file(out)
     for name, tensor in found.items():
         alpha = values[block_in_supermerger(name, 11)]
@@ -200,7 +199,7 @@ def lora(folder: Path, name: str, seed: int) -> tuple[Path, dict[str, torch.Tens
 def test_lora_files_are_added_and_baked_by_block(tmp_path: Path) -> None:
     (ink, of_ink), (oil, of_oil) = (lora(tmp_path, name, seed) for seed, name in enumerate(("ink", "oil")))
     text = ",".join(map(str, WEIGHTS[:12]))
-    values = dict(zip(expanded(12), WEIGHTS[:12], strict=True))
+    values = dict(zip(LISTS[12], WEIGHTS[:12], strict=True))
     factor = dict(zip(of_ink, [values["IN04"], values["IN08"], values["M00"], values["OUT05"]], strict=True))
     experts = ["-e", ink, "-e", oil, "-w", "0.8", "-w", "-1", "--blocks", text, "--blocks", "MID=0.5"]
     precise = ["--set", "compute_dtype=float64", "--out", tmp_path / "o.safetensors"]

@@ -14,7 +14,7 @@ from torch import Tensor
 import actmat
 from actmat.errors import OutputError
 from actmat.experts.locate import locate
-from actmat.extras.diffusion.files import export_comfy
+from actmat.extras.diffusion.files import export_lora
 from actmat.extras.diffusion.layouts import convert_lora
 from actmat.planning.cost import factored_bytes
 
@@ -127,7 +127,7 @@ def test_exports_have_the_same_bytes(tmp_path: Path) -> None:
     outs = [tmp_path / f"{i}.safetensors" for i in range(3)]
     for out in outs:
         with locate(tmp_path / "a.safetensors") as given:
-            export_comfy(given, out)
+            export_lora("comfy", given, out)
     assert len({out.read_bytes() for out in outs}) == 1
     assert len(load_file(outs[0])) == len(tensors) + 1
 

@@ -40,6 +40,13 @@ def continued(place: str, prompt: str, tokens: int) -> str:
                                 skip_special_tokens=True))  # fmt: skip
 
 
+def test_strengths_of_one_expert_are_tried_one_after_the_other(family: Path) -> None:
+    one = ["-b", str(family / "base"), "-e", str(experts_of(family)[0]), "-w", "0.5,-1"]
+    tried = run(["try", *one, "--prompt", PROMPT, "--new-tokens", "1", "--json"])
+    assert [row["model"].rpartition(" -w ")[2] for row in json.loads(tried.out)["models"]] == ["0.5", "-1"]
+    assert "one weight per expert" in run(["tune", *one, "--out", "x", "--data", "a=b"]).err
+
+
 @pytest.mark.parametrize("fields", [{}, {"method": "ties", "dtype": "float16"}])
 def test_a_merge_in_memory_has_the_bytes_of_one_on_disk(family: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     base, experts = family / "base", experts_of(family)

@@ -16,6 +16,7 @@ import torch
 
 import actmat
 from actmat.errors import RecipeError
+from actmat.extras.diffusion.blocks import block_weights
 from actmat.progress import Progress
 from actmat.run import MergeReport
 
@@ -89,8 +90,11 @@ class CheckpointJob:
         experts: list[dict[str, Any]] = [
             {"path": str(e.file), "name": name} for e, name in zip(self.experts, names, strict=True)
         ]
-        if any(e.weight != 1.0 for e in self.experts):  # methods without weights refuse them
-            experts = [row | {"weight": e.weight} for row, e in zip(experts, self.experts, strict=True)]
+        if any(e.weight != 1.0 or e.blocks for e in self.experts):  # methods without weights refuse them
+            with actmat.open_model(self.base) as base:
+                weights = [e.blocks and block_weights(e.blocks, base.specs, e.weight)[0] for e in self.experts]
+            rows = zip(experts, self.experts, weights, strict=True)
+            experts = [row | {"weight": weight or e.weight} for row, e, weight in rows]
         kept = [{"match": list(PARTS), "keep": "base", "optional": True}] if self.only_diffusion else []
         return {**self.settings} | {"experts": experts, "rules": kept, "max_shard_size": "1000TB"}
 
@@ -137,7 +141,7 @@ class MergedLoras:
     def _merge(job: LoraJob, layout: str, out: Path, progress: Progress) -> Merged:
         with job.experts(out.with_name(f"{out.stem}-inputs")) as experts:
             report = run_merge(out, progress, experts=experts, overwrite=True, **job.fields(layout))
-        return merged_file(out, report, [f"{x.name} {x.model:g}/{x.clip:g}" for x in job.loras])
+        return merged_file(out, report, [f"{x.name} {x.model:g}/{x.clip:g} {x.blocks}".strip() for x in job.loras])
 
 
 def run_merge(out: Path, progress: Progress, **fields: Any) -> MergeReport:

@@ -25,6 +25,7 @@ watched = Watched()
 merged = jobs.MergedLoras(host.temporary_folder)
 
 _STRENGTH = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.01}
+_BLOCKS = "Factors of blocks, such as IN00-05=0.2, MID=0.5, OUT=0.8, or 12, 17, 20, 26 or 61 values. Empty: 1."
 _OPTIONS = "Options of the method, one name=value per line, such as density=0.3. Empty: defaults."
 
 
@@ -42,6 +43,10 @@ def _method_inputs(*, of_adapters: bool) -> list[Any]:
         io.Combo.Input("method", options=methods(of_adapters=of_adapters), default="auto", tooltip=about),
         io.Float.Input("scale", **_STRENGTH, tooltip="Factor of the merged change, for model and CLIP."),
     ]
+
+
+def _blocks_input() -> Any:
+    return io.String.Input("blocks", default="", optional=True, tooltip=_BLOCKS)
 
 
 def _options_input() -> Any:
@@ -86,6 +91,7 @@ class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not the
                 io.Float.Input("strength_model", **_STRENGTH),
                 io.Float.Input("strength_clip", **_STRENGTH),
                 LoraStack.Input("lora_stack", optional=True),
+                _blocks_input(),
             ],
             outputs=[LoraStack.Output("stack", display_name="LORA_STACK")],
         )
@@ -96,9 +102,17 @@ class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not the
         return repr(stamp(Path(host.find_lora(lora_name) or "")))
 
     @classmethod
-    def execute(cls, lora_name: str, strength_model: float, strength_clip: float, lora_stack: Any = None) -> Any:
-        """Return a new stack with the file; the given stack is not changed."""
-        return io.NodeOutput([*(lora_stack or ()), (lora_name, strength_model, strength_clip)])
+    def execute(
+        cls,
+        lora_name: str,
+        strength_model: float,
+        strength_clip: float,
+        lora_stack: Any = None,
+        blocks: str | None = "",
+    ) -> Any:
+        """Return a new stack with the file; other node packs read rows of three values."""
+        row = (lora_name, strength_model, strength_clip, *([blocks] if blocks else []))
+        return io.NodeOutput([*(lora_stack or ()), row])
 
 
 class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
@@ -202,6 +216,7 @@ class ActmatCheckpointStack(io.ComfyNode):  # type: ignore[misc]
                 io.Combo.Input("ckpt_name", options=folder_paths.get_filename_list("checkpoints")),
                 io.Float.Input("weight", **_STRENGTH, tooltip="For methods that take weights; 1: no weight is given."),
                 Experts.Input("experts", optional=True),
+                _blocks_input(),
             ],
             outputs=[Experts.Output("all_experts", display_name="experts")],
         )
@@ -212,9 +227,10 @@ class ActmatCheckpointStack(io.ComfyNode):  # type: ignore[misc]
         return repr(stamp(host.find_checkpoint(ckpt_name)))
 
     @classmethod
-    def execute(cls, ckpt_name: str, weight: float, experts: Any = None) -> Any:
+    def execute(cls, ckpt_name: str, weight: float, experts: Any = None, blocks: str | None = "") -> Any:
         """Return the experts with the new one."""
-        return io.NodeOutput((*(experts or ()), Expert(ckpt_name, host.find_checkpoint(ckpt_name), weight)))
+        expert = Expert(ckpt_name, host.find_checkpoint(ckpt_name), weight, (blocks or "").strip())
+        return io.NodeOutput((*(experts or ()), expert))
 
 
 class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
@@ -266,7 +282,7 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
         job = jobs.CheckpointJob(host.find_checkpoint(base_name), experts, settings, only_diffusion_model)
         out = host.temporary_folder() / job.key
         report = jobs.run_merge(out, host.ComfyProgress(), base=str(job.base), **job.fields())
-        found = jobs.merged_file(out, report, [f"{e.name} {e.weight:g}" for e in experts])
+        found = jobs.merged_file(out, report, [f"{e.name} {e.weight:g} {e.blocks}".strip() for e in experts])
         target, name = host.new_file("checkpoints", filename_prefix)
         jobs.publish(found.file, target, keep=False)
         jobs.write_record(target.with_suffix(".actmat.json"), job, found.manifest)

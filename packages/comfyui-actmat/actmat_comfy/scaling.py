@@ -13,6 +13,9 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import CheckpointError
+from actmat.extras.diffusion.blocks import block_weights
+from actmat.planning.calls import NOWHERE, resolved
+from actmat.recipe.values import read_value
 
 from .stacks import Lora
 
@@ -35,14 +38,15 @@ def _scaled(lora: Lora, folder: Path) -> Path:
     Raises:
         CheckpointError: the file is not plain LoRA, which actmat would also refuse.
     """
-    if lora.model == lora.clip == 1.0:
+    if lora.model == lora.clip == 1.0 and not lora.blocks:
         return lora.file
     tensors: dict[str, Tensor] = {}
     with actmat.open_model(lora.file) as weights:
         metadata = dict(weights.folder.header)
+        factor = read_value(block_weights(lora.blocks, weights.specs)[0]) if lora.blocks else 1.0
         has_alpha = any(name.endswith(".alpha") for name in weights.specs)
         for name in weights.specs:
-            strength = lora.strength_of(name)
+            strength = lora.strength_of(name) * resolved(factor, name, NOWHERE)
             if strength:
                 tensor = weights.tensors.read(name)
                 is_scale = name.endswith(".alpha") if has_alpha else name.endswith(_UP)

@@ -27,6 +27,7 @@ class Lora:
     file: Path
     model: float
     clip: float
+    blocks: str = ""  # factors by block, see actmat's docs/images.md
 
     def strength_of(self, tensor: str) -> float:
         """Strength of a tensor or module of the file."""
@@ -40,6 +41,7 @@ class Expert:
     name: str
     file: Path
     weight: float
+    blocks: str = ""
 
 
 def is_text(module: str) -> bool:
@@ -55,14 +57,15 @@ def read_loras(stack: Any, find: Callable[[str], str | None]) -> tuple[Lora, ...
     """Read the LoRA files of a `LORA_STACK`, without empty rows and rows with both strengths 0.
 
     Args:
-        stack: list of `(name, model strength, clip strength)`, as in Efficiency Nodes, Comfyroll and others.
+        stack: list of `(name, model strength, clip strength)`, as in Efficiency Nodes, Comfyroll and others; a fourth
+            value is a text with factors of blocks.
         find: function from name to path, or None.
 
     Raises:
         RecipeError: the stack has another form, or files do not exist; lists all problems.
 
     >>> read_loras([("None", 1.0, 1.0), ("ink.safetensors", 0.8, 0.5)], lambda name: f"/loras/{name}")
-    (Lora(name='ink.safetensors', file=PosixPath('/loras/ink.safetensors'), model=0.8, clip=0.5),)
+    (Lora(name='ink.safetensors', file=PosixPath('/loras/ink.safetensors'), model=0.8, clip=0.5, blocks=''),)
     """
     if stack is None:
         return ()
@@ -90,11 +93,9 @@ def _lora(row: Any, find: Callable[[str], str | None]) -> Lora | str | None:
     name, *strengths = row[:3]
     if name is None or name in NO_NAME:
         return None
-    if any(row[3:]):
-        return (
-            f"'{name}' has more than two strengths, {row[3:]!r}, which are not supported. Likely cause: "
-            "block weights of another node. Fix: clear them there"
-        )
+    blocks, *more = *row[3:], ""
+    if any(more) or not isinstance(blocks, str):
+        return f"'{name}' has {row[3:]!r} after its strengths; expected a text with factors of blocks, or nothing"
     try:
         model, clip = (float(s) for s in strengths)
     except (TypeError, ValueError):
@@ -108,7 +109,7 @@ def _lora(row: Any, find: Callable[[str], str | None]) -> Lora | str | None:
         return (
             f"ComfyUI finds no LoRA file '{name}'. Likely cause: renamed or removed. Fix: press R to reload the lists"
         )
-    return Lora(name, Path(file), model, clip)
+    return Lora(name, Path(file), model, clip, blocks.strip())
 
 
 def expert_names(names: Sequence[str]) -> list[str]:

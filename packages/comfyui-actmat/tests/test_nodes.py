@@ -78,6 +78,20 @@ def test_a_stack_is_merged_exactly_and_applied(two: Any) -> None:
     assert [p for p in (two.root / "temp" / "actmat").iterdir() if "inputs" in p.name] == []
 
 
+def test_blocks_are_factors_of_the_strengths(two: Any) -> None:
+    model, clip = parts(two)
+    rows: Any = None
+    for name, strengths, blocks in (("ink", (0.8, 0.25), "MID=0.5, BASE=2"), ("oil", (-0.5, 0.5), " ")):
+        (rows,) = two.nodes.ActmatLoraStack.execute(f"{name}.safetensors", *strengths, rows, blocks.strip()).args
+    assert [len(row) for row in rows] == [4, 3], "other packs read rows of three"
+    new_model, new_clip, _, summary = two.nodes.ActmatMergeLoras.execute(rows, rank=0, model=model, clip=clip,
+                                                                         **CONTRACT).args  # fmt: skip
+    ink, oil = (two.folder("loras") / f"{n}.safetensors" for n in ("ink", "oil"))
+    assert error(new_model.weights[UNET], 0.4 * delta(ink, UNET) - 0.5 * delta(oil, UNET)) < F32_ELEMENTWISE
+    assert error(new_clip.weights[TEXT], 0.5 * delta(ink, TEXT) + 0.5 * delta(oil, TEXT)) < F32_ELEMENTWISE
+    assert "ink.safetensors 0.8/0.25 MID=0.5, BASE=2" in summary
+
+
 def test_a_method_without_weights_takes_strengths_as_scale(two: Any) -> None:
     model, _ = parts(two)
     found = two.nodes.ActmatMergeLoras.execute(STACK, "dc_merge", 1.0, 0, model=model)
@@ -204,7 +218,8 @@ def test_a_layout_without_names_for_the_modules_is_refused(two: Any) -> None:
         ("ink", "expects a list"),
         ([("ink.safetensors", 1.0)], "row 1: expected"),
         ([("gone.safetensors", 1.0, 1.0)], "finds no LoRA file 'gone.safetensors'"),
-        ([("ink.safetensors", 1.0, 1.0, "0,0,1")], "block weights of another node"),
+        ([("ink.safetensors", 1.0, 1.0, "0,0,1")], "found 3 values, expected 12, 17"),
+        ([("ink.safetensors", 1.0, 1.0, 0.5)], "expected a text with factors of blocks"),
         ([("ink.safetensors", float("nan"), 1.0)], "finite"),
         ([("ink.safetensors", "strong", 1.0)], "expected two numbers"),
     ],
@@ -240,7 +255,7 @@ def test_checkpoints_are_merged_into_a_file(comfy: Any, only: bool) -> None:
         save_file(stored[name], comfy.folder("checkpoints") / f"{name}.safetensors")
     stack, merge = comfy.nodes.ActmatCheckpointStack, comfy.nodes.ActmatMergeCheckpoints
     (experts,) = stack.execute("ink.safetensors", 1.0).args
-    (experts,) = stack.execute("oil.safetensors", 0.5, experts).args
+    (experts,) = stack.execute("oil.safetensors", 1.0, experts, "MID=0.5, BASE=0.25").args
     before = merge.fingerprint_inputs("base.safetensors")
     out = merge.execute("base.safetensors", experts, "task_arithmetic", 1.0, only, "merged/c", "scaling=1")
     name, summary = out.args
@@ -249,7 +264,7 @@ def test_checkpoints_are_merged_into_a_file(comfy: Any, only: bool) -> None:
     base, ink, oil = (stored[n][names[0]].double() for n in ("base", "ink", "oil"))
     assert error(found[names[0]].double(), ink - base + 0.5 * (oil - base) + base) < F32_ELEMENTWISE
     assert torch.equal(found[names[1]], stored["base"][names[1]]) == only
-    assert "ink.safetensors 1 + oil.safetensors 0.5" in summary
+    assert "ink.safetensors 1 + oil.safetensors 1 MID=0.5, BASE=0.25" in summary
     assert (comfy.folder("checkpoints") / "merged/c_00001_.actmat.json").is_file()
     assert list((comfy.root / "temp" / "actmat").iterdir()) == [], "gigabytes are not left in the temporary folder"
     assert merge.fingerprint_inputs("base.safetensors") == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from actmat.errors import RecipeError, did_you_mean
@@ -37,12 +38,11 @@ def export(checkpoint: Location, *, out: Location, to: str, **options: str) -> s
 
 
 def _exporter(form: str) -> Exporter:
-    from actmat.extras.diffusion.files import export_comfy, export_diffusers, export_kohya
+    from actmat.extras.diffusion.files import export_lora
     from actmat.extras.gguf.writing import write_gguf
 
-    forms: dict[str, Exporter] = {
-        "comfy": export_comfy, "diffusers": export_diffusers, "gguf": write_gguf, "kohya": export_kohya,
-    }  # fmt: skip
+    layouts = {"comfy": partial(export_lora, "comfy"), "diffusers": partial(export_lora, "diffusers")}
+    forms: dict[str, Exporter] = {**layouts, "gguf": write_gguf, "kohya": partial(export_lora, "kohya")}
     if form not in forms:
         known = ", ".join(forms)
         raise RecipeError(f"Unknown export format '{form}'.{did_you_mean(form, forms)} Formats: {known}.")

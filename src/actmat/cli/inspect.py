@@ -70,8 +70,9 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
-    from actmat.experts.locate import locate
+    from actmat.experts.locate import locate, stored_of
     from actmat.experts.lora.adapter import Adapter
+    from actmat.extras.diffusion.metadata import header_facts
     from actmat.layout.resolve import resolve_layout
     from actmat.report.manifest import read_manifest
 
@@ -80,6 +81,8 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
             data, show = _describe_adapter(located), _print_adapter
         else:
             data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
+        facts = header_facts(stored_of(located).folder.header)
+    data |= {"header": facts} if facts else {}
     with contextlib.suppress(CheckpointError):
         data |= {k: v for k, v in read_manifest(Path(checkpoint)).items() if k == "verdict"}
     if json:
@@ -88,6 +91,10 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
         if "verdict" in data:
             console.print(escape(data["verdict"]))
         show(data, every=every)
+        for key, value in data.get("header", {}).items():
+            rows = value.items() if isinstance(value, dict) else ()
+            shown = ", ".join(f"{name} ({of})" for name, of in rows) if rows else value
+            console.print(f"{escape(key)}: {escape(shown)}", soft_wrap=True)
 
 
 def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:

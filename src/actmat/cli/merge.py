@@ -40,10 +40,11 @@ def merge(
 
     Give one prompt of each expert's task, better eight, in the words of its
     use: the merge is made for them, and the summary says what it kept.
-    Several --method, or several values of an --option, write one output each,
-    below OUT. An output is a directory that from_pretrained loads. It appears
-    when it is complete; to continue an interrupted merge, repeat the command.
-    'actmat plan' shows all decisions, 'actmat tune' searches methods and scales.
+    Several --method, values of an --option or of one --weight write an output
+    each, below OUT. An output is a directory that from_pretrained loads. It
+    appears when it is complete; to continue an interrupted merge, repeat the
+    command. 'actmat plan' shows every decision, 'actmat tune' also searches
+    methods and scales.
     """
     recipes = fields.recipes(recipe)
     if not (asked.data or asked.check or asked.tune_scale):

@@ -128,6 +128,7 @@ def _models(
     from actmat.extras.models.loading import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
+    from actmat.recipe.values import format_value
 
     device, _ = model_device(run.device)
     options: dict[str, Any] = {"model_class": question.model_class, "dtype": question.model_dtype, "device": device}
@@ -139,6 +140,7 @@ def _models(
         loaded = merged.load(**options)
         del merged
         where = "" if recipe.space == "full" else f" --set space={recipe.space}"
+        where += "".join(f" -w {format_value(w)}" for w in recipe.weights) if {*recipe.weights} - {1.0} else ""
         yield str(MergeChoice(recipe.method, recipe.options)) + where, loaded
         del loaded
     if question.compare:

@@ -122,7 +122,9 @@ def tune(
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import READ, tune_recipe
 
-    (wanted, *_) = fields.recipes(recipe)
+    wanted, *others = fields.recipes(recipe)
+    if others:
+        raise typer.BadParameter("tune takes one merge: one weight per expert")
     refuse_no_output([wanted])
     if not asked.data:
         raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=INPUTS, once per expert")

@@ -32,7 +32,7 @@ BlockKey = tuple[str, int]
 Counts = Mapping[str, int]
 """Kind -> number of its blocks, in order."""
 
-LISTS = {
+_LISTS = {
     12: "BASE IN04-05 IN07-08 M00 OUT00-05",
     17: "BASE IN01-02 IN04-05 IN07-08 M00 OUT03-11",
     20: "BASE IN00-08 M00 OUT00-08",
@@ -40,7 +40,7 @@ LISTS = {
     61: "CLIP T5 IN D00-18 S00-37 OUT",
 }
 """Number of values in a list -> their blocks."""
-_NAME = re.compile(r"(?P<kind>T5|[A-Z]+)(?P<first>\d*)(?:-(?P=kind)?(?P<last>\d+))?")
+_NAME = re.compile(r"(?P<kind>T5|[A-Z]+)(?P<first>\d{0,3})(?:-(?P=kind)?(?P<last>\d{1,3}))?")
 _MOST = 100
 """Layers of a transformer: more than any of these models has."""
 REST: BlockKey = ("IN", 0)
@@ -112,10 +112,10 @@ def with_blocks(recipe: Recipe, texts: Sequence[str]) -> Recipe:
     experts, notes = [], [*recipe.notes]
     for expert, text in zip(recipe.experts, texts, strict=True):
         if not isinstance(expert.weight, float):
-            raise RecipeError(f"--blocks are factors of one number; the weight of '{expert.label}' differs by tensor.")
+            raise RecipeError(f"blocks are factors of one number; the weight of '{expert.label}' differs by tensor.")
         with locate(recipe.base or expert.path) as opened:
             weight, absent = block_weights(text, stored_of(opened).specs, expert.weight)
-        notes += [f"--blocks: '{opened.location}' has no tensors in {', '.join(absent)}"] if absent else []
+        notes += [f"blocks: '{opened.location}' has no tensors in {', '.join(absent)}"] if absent else []
         experts.append({**expert.model_dump(), "weight": weight})
     weighted = make_recipe({"experts": experts}).experts
     return recipe.model_copy(update={"experts": weighted, "notes": tuple(notes)})
@@ -126,7 +126,7 @@ def block_weights(text: str, names: Iterable[str], weight: float = 1.0) -> tuple
 
     >>> block_weights("OUT=0.5, M00=0", ["single_blocks.0.linear1.weight", "final_layer.linear.weight"], 0.8)
     Traceback (most recent call last):
-    actmat.errors.RecipeError: --blocks: found 'M00'; this model has CLIP, T5, VAE, IN, D00-18, S00-37, OUT
+    actmat.errors.RecipeError: blocks: found 'M00'; this model has CLIP, T5, VAE, IN, D00-18, S00-37, OUT
     >>> block_weights("M00=0", ["unet.mid_block.attentions.0.proj_in.weight"])[0][1]
     {'value': 1.0}
 
@@ -143,7 +143,7 @@ def block_weights(text: str, names: Iterable[str], weight: float = 1.0) -> tuple
     counts = next((c for mark, c in _MARKS if _has(listed, _MODEL + mark)), None)
     if counts is None:
         raise RecipeError(
-            "--blocks: expected a model with blocks (UNets of Stable Diffusion, Flux, SD3, Wan, Qwen-Image, Z-Image); "
+            "blocks: expected a model with blocks (UNets of Stable Diffusion, Flux, SD3, Wan, Qwen-Image, Z-Image); "
             f"found names such as '{next(iter(listed), '')[:100]}'"
         )
     values, named = _read(text, counts)
@@ -173,11 +173,11 @@ def _read(text: str, counts: Counts) -> tuple[dict[BlockKey, float], dict[str, l
     parts = [part.strip() for part in text.split(",") if part.strip()]
     blocks = [(kind, number) for kind, count in counts.items() for number in range(count)]
     if not any("=" in part for part in parts):
-        if len(parts) not in LISTS:
-            raise RecipeError(f"--blocks: found {len(parts)} values, expected {', '.join(map(str, LISTS))}, or IN=0.5")
-        positions = [block for name in LISTS[len(parts)].split() for block in _named(name, {})]
+        if len(parts) not in _LISTS:
+            raise RecipeError(f"blocks: found {len(parts)} values, expected {', '.join(map(str, _LISTS))}, or IN=0.5")
+        positions = [block for name in _LISTS[len(parts)].split() for block in _named(name, {})]
         if not {kind for kind, _ in positions} <= counts.keys():
-            raise RecipeError(f"--blocks: {len(parts)} values are of {LISTS[len(parts)]}; {_expected(counts)}")
+            raise RecipeError(f"blocks: {len(parts)} values are of {_LISTS[len(parts)]}; {_expected(counts)}")
         values = dict.fromkeys(blocks, 0.0) | dict(zip(positions, map(_number, parts), strict=True))
         return {block: values[block] for block in blocks}, {}
     rows = {name.strip().upper(): _number(value) for name, _, value in (part.partition("=") for part in parts)}
@@ -185,7 +185,7 @@ def _read(text: str, counts: Counts) -> tuple[dict[BlockKey, float], dict[str, l
     named = {name: _named(name, counts) for name in rows}
     for name, value in rows.items():
         if not named[name] or not values.keys() >= {*named[name]}:
-            raise RecipeError(f"--blocks: found '{name[:50]}'; {_expected(counts)}")
+            raise RecipeError(f"blocks: found '{name[:50]}'; {_expected(counts)}")
         values |= dict.fromkeys(named[name], value)
     return values, named
 
@@ -197,14 +197,14 @@ def _named(name: str, counts: Counts) -> list[BlockKey]:
         return []
     first, last = match["first"], match["last"]
     numbers = range(int(first), int(last or first) + 1) if first else range(counts.get(match["kind"], 1))
-    return [(match["kind"], number) for number in numbers[: _MOST + 1]]
+    return [(match["kind"], number) for number in numbers]
 
 
 def _number(text: str) -> float:
     with contextlib.suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    raise RecipeError(f"--blocks: found '{text.strip()[:50]}', expected a number")
+    raise RecipeError(f"blocks: found '{text.strip()[:50]}', expected a number")
 
 
 def _expected(counts: Counts) -> str:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from actmat.bounds import is_url
 from actmat.checkpoints.memory import tensor_specs
@@ -24,7 +25,7 @@ from actmat.errors import CheckpointError, MergeError, Note, OutputError
 from actmat.experts.locate import OpenInput, locate, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.diffusion.layouts import FileLayout, convert_lora
-from actmat.extras.diffusion.metadata import OF_MODEL, kept_metadata
+from actmat.extras.diffusion.metadata import HASHES, OF_MODEL, RECORD, joint_metadata, kept_metadata
 from actmat.planning.implied import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
@@ -36,8 +37,6 @@ from actmat.version import __version__
 
 END = ".safetensors"
 ONE_SHARD = "8388607TiB"
-KEY = "actmat"
-"""Metadata key of the recipe and inputs of a file, as JSON."""
 RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
 
 
@@ -55,8 +54,8 @@ def run_into_files(
     Raises:
         OutputError: a file exists and may not be replaced, or was not written by actmat.
     """
-    metadata = [found for r in recipes if (found := _metadata_of_files(r, settings.held)) is not None]
-    if len(metadata) < len(recipes):
+    merges = [merge for r in recipes if (merge := _look(r, settings.held)) is not None]
+    if len(merges) < len(recipes):
         return None
     outs = [Path(str(r.out)) for r in recipes]
     if settings.diagnose:
@@ -65,28 +64,37 @@ def run_into_files(
         raise OutputError("The output cannot be written.", problems)
     folders = [sibling(out, "folder") for out in outs]
     moved = [
-        r.model_copy(update={"out": str(folder)} | ({} if found else {"max_shard_size": ONE_SHARD}))
-        for r, folder, found in zip(recipes, folders, metadata, strict=True)
+        r.model_copy(update={"out": str(folder)} | ({} if merge.is_lora else {"max_shard_size": ONE_SHARD}))
+        for r, folder, merge in zip(recipes, folders, merges, strict=True)
     ]
     reports = run(moved, dataclasses.replace(settings, overwrite=True), progress)
-    rows = zip(reports, outs, metadata, strict=True)
-    return [_as_file(report, out, found, settings.overwrite) for report, out, found in rows]
+    rows = zip(reports, outs, merges, strict=True)
+    return [_as_file(report, out, merge, settings.overwrite) for report, out, merge in rows]
 
 
-def _metadata_of_files(recipe: Recipe, held: Held) -> list[Mapping[str, str]] | None:
-    """Metadata of the experts of a merge into a LoRA file; empty for a single-file model; None for any other merge."""
+@dataclasses.dataclass(frozen=True)
+class FileMerge:
+    """A merge into one file, a LoRA or a model, and the header metadata of its experts."""
+
+    is_lora: bool
+    headers: tuple[Mapping[str, str], ...]
+
+
+def _look(recipe: Recipe, held: Held) -> FileMerge | None:
+    """The merge, if its output is one file: a LoRA, or a model of a single-file base."""
     if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
         with locate_inputs(recipe, held) as given:
+            headers = tuple(stored_of(e).folder.header for e in given.experts)
             base = given.base or given.experts[0]
             if recipe.base or isinstance(base, Model):
                 is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
                 is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
-                return [] if is_file and is_model else None
+                return FileMerge(False, headers) if is_file and is_model else None
             stored = {e.layout if isinstance(e, Adapter) else "peft" for e in given.experts}
             layouts = stored if recipe.adapter.layout == "same" else {recipe.adapter.layout}
-            return [stored_of(e).folder.header for e in given.experts] if layouts <= IN_ONE_FILE else None
+            return FileMerge(True, headers) if layouts <= IN_ONE_FILE else None
     except MergeError:  # the merge reports the error
         return None
 
@@ -101,7 +109,7 @@ def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:
         return [f"{out} exists; choose another path or pass --overwrite"]
     if not _is_ours(out):
         return [
-            f"{out} was not written by actmat (its metadata have no '{KEY}'), so --overwrite will not delete it; "
+            f"{out} was not written by actmat (its metadata have no '{RECORD}'), so --overwrite will not delete it; "
             "remove it yourself or choose another path"
         ]
     return []
@@ -112,42 +120,47 @@ def _is_ours(out: Path) -> bool:
         if not out.is_file() or out.is_symlink():
             return False
         with locate(out) as output:
-            return KEY in stored_of(output).folder.header
+            return RECORD in stored_of(output).folder.header
     except MergeError:
         return False
 
 
-def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]], overwrite: bool) -> MergeReport:
-    """Write the weights of a finished folder as one file with metadata, and remove the folder.
-
-    Args:
-        given: metadata of the experts; empty for a model.
-    """
+def _as_file(report: MergeReport, out: Path, merge: FileMerge, overwrite: bool) -> MergeReport:
+    """Write the weights of a finished folder as one file with metadata, and remove the folder."""
     folder, recipe = Path(str(report.out)), report.plan.recipe
     manifest = report.manifest
     (weights,) = folder.glob(f"*{END}")
-    experts = [{k: e[k] for k in ("name", "location", "content") if k in e} for e in manifest["experts"]]
+    experts = [
+        {k: e[k] for k in ("name", "location", "content") if k in e} | _hashes(header)
+        for e, header in zip(manifest["experts"], merge.headers, strict=True)
+    ]
     made = {
         "version": __version__,
         "recipe": recipe.model_dump(
-            mode="json", exclude={"out"} if given else {"out", "max_shard_size"}, exclude_defaults=True
+            mode="json", exclude={"out"} if merge.is_lora else {"out", "max_shard_size"}, exclude_defaults=True
         ),
         "experts": experts,
     }
-    metadata = {"format": "pt", **report.plan.metadata}
-    if given:
-        metadata = kept_metadata(given, {s.name: s for s in report.plan.specs})
-        said = {k: sorted({m[k] for m in given if k in m}) for k in OF_MODEL}
+    metadata = {"format": "pt", **joint_metadata(merge.headers), **report.plan.metadata}
+    if merge.is_lora:
+        metadata = kept_metadata(merge.headers, {s.name: s for s in report.plan.specs})
+        said = {k: sorted({m[k] for m in merge.headers if k in m}) for k in OF_MODEL}
         other = [f"{k} ({' and '.join(found)})" for k, found in said.items() if len(found) > 1]
         text = f"header metadata differ, and are not written: {'; '.join(other)}. Are these adapters of one model?"
         notes = (*report.plan.notes, *([Note("warning", "", text)] if other else []))
         report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, notes=notes))
     with whole_file(out, may_replace=lambda: overwrite and _is_ours(out)) as building:
-        _copy(weights, building, {**metadata, KEY: json.dumps(made)})
+        _copy(weights, building, {**metadata, RECORD: json.dumps(made)})
     shutil.rmtree(folder)
     report = dataclasses.replace(report, out=out)
     report.__dict__["manifest"] = manifest  # the folder is gone
     return report
+
+
+def _hashes(header: Mapping[str, str]) -> dict[str, Any]:
+    """Hashes of an expert that its file states, if it does."""
+    stated = {key: header[key] for key in HASHES if key in header}
+    return {"hashes": stated} if stated else {}
 
 
 def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
@@ -162,7 +175,13 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
+def export_lora(layout: FileLayout, located: OpenInput, out: Path) -> str:
+    """Write a LoRA file in a layout; returns a sentence about the result.
+
+    Raises:
+        OutputError: the file exists, or cannot be written.
+        CheckpointError: the adapter cannot be written in this layout.
+    """
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     if isinstance(located, Model):
@@ -176,23 +195,3 @@ def _convert(located: OpenInput, out: Path, layout: FileLayout) -> str:
         file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.specs)
     changed = "names and factors" if located.layout != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout"
-
-
-def export_comfy(located: OpenInput, out: Path) -> str:
-    """Write a LoRA file for ComfyUI; returns a sentence about the result.
-
-    Raises:
-        OutputError: the file exists, or cannot be written.
-        CheckpointError: the adapter cannot be written in this layout.
-    """
-    return _convert(located, out, "comfy")
-
-
-def export_kohya(located: OpenInput, out: Path) -> str:
-    """Write a LoRA file with kohya's names; see `export_comfy`."""
-    return _convert(located, out, "kohya")
-
-
-def export_diffusers(located: OpenInput, out: Path) -> str:
-    """Write a LoRA file with diffusers' names; see `export_comfy`."""
-    return _convert(located, out, "diffusers")

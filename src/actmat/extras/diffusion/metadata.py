@@ -1,14 +1,16 @@
 """Metadata of kohya's trainers and LyCORIS that affect deltas; the rest follows from tensors and their names.
 
-Settings that are in none of the lists are named in the plan.
+Settings that are in none of the lists are named in the plan. What people look for in a header is merged.
 
-Sources: kohya-ss/sd-scripts (2026), `networks`; KohakuBlueleaf/LyCORIS 4.1, `kohya.py`.
+Sources: kohya-ss/sd-scripts (2026), `networks`, `train_network.py`; KohakuBlueleaf/LyCORIS 4.1, `kohya.py`;
+Stability-AI/ModelSpec 1.0.1.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -18,6 +20,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import Keys, unknown_note
 
+RECORD = "actmat"
+"""Metadata key of the recipe and the inputs of a file that actmat wrote, as JSON."""
 MODULE, ARGUMENTS = "ss_network_module", "ss_network_args"
 
 _MODULES = ("lora", "lora_fa", "lora_flux", "lora_sd3", "lora_lumina", "lora_anima", "lora_hunyuan_image", "lora_wan",
@@ -67,7 +71,7 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
     >>> metadata_notes({"ss_network_module": "networks.lora", "ss_network_args": '{"conv_dim": "4", "curl": "1"}'})
     ('the metadata ss_network_args has unknown fields, which are ignored: curl',)
     """
-    arguments = _arguments(metadata.get(ARGUMENTS))
+    arguments = _read_object(metadata.get(ARGUMENTS))
     if arguments is None:
         return (f"the metadata {ARGUMENTS} is not a JSON object, so it is ignored: {shown(metadata[ARGUMENTS])}",)
     algorithm = str(arguments.get("algo") or "lora").lower()
@@ -80,8 +84,8 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _arguments(text: str | None) -> dict[str, Any] | None:
-    """Network settings; None if they cannot be read."""
+def _read_object(text: str | None) -> dict[str, Any] | None:
+    """A JSON object in metadata, empty if there is none; None if it cannot be read."""
     try:
         found = parse_json(text or "{}")
     except ValueError:
@@ -113,8 +117,8 @@ def alpha_notes(metadata: Mapping[str, str], ranks: Collection[int]) -> tuple[st
 
 
 _SHARED = ("ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_new_sd_model_hash", "ss_v2",
-           "ss_vae_name", "ss_clip_skip", "modelspec.architecture", "modelspec.prediction_type",
-           "modelspec.resolution")  # fmt: skip
+           "ss_vae_name", "ss_clip_skip", "modelspec.sai_model_spec", "modelspec.architecture",
+           "modelspec.implementation", "modelspec.prediction_type", "modelspec.resolution")  # fmt: skip
 """Metadata about the base, kept in a merge if all files agree."""
 OF_MODEL = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
 """Those that tell which model an adapter is for."""
@@ -131,6 +135,7 @@ def kept_metadata(sources: Sequence[Mapping[str, str]], tensors: Mapping[str, Te
     first, *others = sources
     if others:
         kept = {k: first[k] for k in _SHARED if k in first and all(o.get(k) == first[k] for o in others)}
+        kept |= joint_metadata(sources)
     else:
         kept = {k: v for k, v in first.items() if not k.startswith(_OUTDATED)}
     ranks = {s.shape[0] for n, s in tensors.items() if n.endswith((".lora_down.weight", ".lora_A.weight"))}
@@ -139,6 +144,66 @@ def kept_metadata(sources: Sequence[Mapping[str, str]], tensors: Mapping[str, Te
         kept["ss_network_dim"] = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"
         kept.pop("ss_network_alpha", None)
     return {"format": "pt", **kept}
+
+
+_TITLE, _NAME, _TAGS = "modelspec.title", "ss_output_name", "ss_tag_frequency"
+_JOINED = {_TITLE: " + ", "modelspec.trigger_phrase": ", ", "modelspec.usage_hint": "; ", "modelspec.tags": ","}
+"""Texts of several files that are one text of their merge -> what stands between them."""
+HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""Hashes of a file's tensors, by which people find it."""
+_LONGEST, _MOST_TAGS = 2000, 1 << 22
+"""Characters of a text, and of the counts of tags, that are read; longer ones are left out."""
+_FIRST_TAGS = 20
+
+
+def joint_metadata(sources: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What people look for in the header of a merge: titles, trigger words with their counts, and of what it is made.
+
+    >>> tags = ['{"10_ink": {"inkstyle": 20}}', '{"10_ink": {"inkstyle": 5}, "oil": {"oil": 3}}']
+    >>> joint_metadata([{"ss_tag_frequency": text} for text in tags])
+    {'ss_tag_frequency': '{"10_ink": {"inkstyle": 25}, "oil": {"oil": 3}}'}
+    """
+    texts = {k: dict.fromkeys(m[k] for m in sources if 0 < len(m.get(k, "")) <= _LONGEST) for k in (*_JOINED, _NAME)}
+    joint = {key: between.join(texts[key]) for key, between in _JOINED.items() if texts[key]}
+    if names := texts[_TITLE] or texts[_NAME]:
+        joint["modelspec.merged_from"] = ", ".join(names)
+    tags: dict[str, Counter[str]] = {}
+    for source in sources:
+        for folder, counts in _tags_of(source).items():
+            tags.setdefault(folder, Counter()).update(counts)
+    return joint | ({_TAGS: json.dumps(tags)} if tags else {})
+
+
+def _tags_of(metadata: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Folder of training images -> its tags with their numbers of images."""
+    text = metadata.get(_TAGS, "")
+    folders = (_read_object(text) or {}) if len(text) <= _MOST_TAGS else {}
+    return {
+        folder: {tag: n for tag, n in counts.items() if isinstance(n, int) and 0 < n < 1 << 31}
+        for folder, counts in folders.items()
+        if isinstance(counts, dict)
+    }
+
+
+def header_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What people look for in a header: titles, the model, trigger words, the most frequent tags, hashes and parts.
+
+    >>> header_facts({"modelspec.title": "Ink", "ss_tag_frequency": '{"10_ink": {"1girl": 2, "inkstyle": 20}}'})
+    {'modelspec.title': 'Ink', 'tags': {'inkstyle': 20, '1girl': 2}}
+    """
+    keys = (*_JOINED, _NAME, "ss_base_model_version", "modelspec.architecture", "modelspec.merged_from", *HASHES)
+    facts: dict[str, Any] = {k: metadata[k][:_LONGEST] for k in keys if metadata.get(k)}
+    tags = sum((Counter(counts) for counts in _tags_of(metadata).values()), Counter[str]())
+    if tags:
+        facts["tags"] = dict(tags.most_common(_FIRST_TAGS))
+    record = metadata.get(RECORD, "")
+    rows = (_read_object(record) or {}).get("experts") if len(record) <= _MOST_TAGS else None
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict):
+            stated = row.get("hashes")
+            text = next(iter(stated.values()), "") if isinstance(stated, dict) else row.get("content", "")
+            facts.setdefault("parts", {})[str(row.get("name"))[:_LONGEST]] = str(text)[:_LONGEST]
+    return facts
 
 
 DISTILLED = re.compile(
