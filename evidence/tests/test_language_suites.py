@@ -217,14 +217,6 @@ def seven_request(root: Path) -> RunRequest:
     )
 
 
-def test_every_process_but_the_first_trains_its_share_alone(seven, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("actmat_experiments.harness.suite.placed", lambda device: ((1, 2), device))
-    get_suite("language").run(replace(seven_request(seven[0]), cache=tmp_path))
-    (key,) = (json.loads(p.read_text()) for p in (tmp_path / "expert").glob("*/key.json"))
-    assert key["task"] == "wikiqa"
-    assert not (tmp_path / "scores").exists()
-
-
 def test_the_papers_suite_runs_on_local_files_and_a_local_base(seven) -> None:
     root, model = seven
     scores = read_scores(score_file(root / "cache", "language"))

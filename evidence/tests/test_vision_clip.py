@@ -22,7 +22,7 @@ from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.heads import ClipHead, load_head
 from actmat_experiments.harness.merging import Candidate, best_scale, merge_candidates
 from actmat_experiments.harness.models import in_place, read_tensors
-from actmat_experiments.harness.progress import Watch, placed
+from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.request import RunRequest, TableRequest
 from actmat_experiments.harness.results import read_scores
@@ -161,12 +161,6 @@ def test_a_public_expert_that_lacks_weights_is_refused_and_not_drawn_at_random(f
         public_expert(Cache(tmp_path / "cache"), str(tmp_path / "expert"))
     assert "fc1.weight" in str(caught.value) + str(getattr(caught.value, "problems", ""))
     assert public_expert(Cache(tmp_path / "cache"), str(path)).is_dir()
-
-
-def test_one_process_of_several_trains_its_share(request_of):
-    vision = prepared(request_of())
-    assert [list(vision.experts((i, 2))) for i in range(2)] == [["mnist", "eurosat"], ["svhn"]]
-    assert placed("cpu") == (None, "cpu")
 
 
 def test_a_prompt_that_the_text_encoder_cannot_read_is_told(tmp_path):

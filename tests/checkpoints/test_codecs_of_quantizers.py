@@ -88,13 +88,6 @@ def test_gptq_is_its_formula(bits: int, ordered: bool, tmp_path: Path) -> None:
         assert checkpoint.tensors.coded[NAME].held_bytes >= stored[f"{STEM}.qweight"].nbytes
 
 
-def test_gptq_v2_stores_zero_points_as_they_are(tmp_path: Path) -> None:
-    stored, expected = gptq(4, ordered=False, shift=0)
-    folder = save_model(tmp_path, stored, config_of("gptq", bits=4, checkpoint_format="gptq_v2"))
-    with open_model(folder) as checkpoint:
-        same_everywhere(checkpoint.tensors, NAME, expected)
-
-
 def test_awq_is_its_formula(tmp_path: Path) -> None:
     stored, expected = awq()
     with open_model(save_model(tmp_path, stored, config_of("awq", bits=4, version="GEMM"))) as checkpoint:

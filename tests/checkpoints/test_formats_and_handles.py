@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -128,20 +127,6 @@ def test_another_process_opens_handles_of_relative_locations(tmp_path: Path, mon
         found = pool.map(read_sum, handles)
     assert [(location, total) for _, location, total in found] == list(zip(locations, (10.0, 10.0, 7.0), strict=True))
     assert os.getpid() not in {process for process, _, _ in found}
-
-
-def test_a_handle_of_the_hub_keeps_its_commit_and_its_cache(hub: HubStandIn, tmp_path: Path) -> None:
-    for name, value in (("one", 1.0), ("two", 2.0)):
-        (tmp_path / name).mkdir()
-        save_file({"w": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
-    first = hub.add("org/model", tmp_path / "one")
-    handle = open_tensors("org/model", cache_dir=tmp_path / "other cache").handle()
-    hub.add("org/model", tmp_path / "two")
-    assert handle.address == f"hf://org/model@{first}"
-    with open_handle(pickle.loads(pickle.dumps(handle))) as again:
-        assert again.location == "org/model"
-        assert again.read("w")[0] == 1
-    assert not (tmp_path / "cache" / "models--org--model").exists()
 
 
 def test_tensors_in_memory_have_no_handle() -> None:

@@ -1,5 +1,6 @@
 """Settings of quantized checkpoints: each is in one list, and what is refused or not known is said."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ def test_no_setting_is_in_two_lists() -> None:
 
 def test_the_packing_of_gptq_is_read_by_both_of_its_names(tmp_path: Path) -> None:
     """Newer versions write `format`; zero points of the two packings differ by one."""
-    for shift, entry in enumerate(({"format": "gptq_v2"}, {"format": "gptq"})):
-        stored, expected = gptq(4, ordered=False, shift=shift)
-        with open_model(save_model(tmp_path / str(shift), stored, config_of("gptq", bits=4, **entry))) as found:
+    for n, (key, packing) in enumerate(itertools.product(("format", "checkpoint_format"), ("gptq_v2", "gptq"))):
+        stored, expected = gptq(4, ordered=False, shift=int(packing == "gptq"))
+        with open_model(save_model(tmp_path / str(n), stored, config_of("gptq", bits=4, **{key: packing}))) as found:
             same_everywhere(found.tensors, NAME, expected)
 
 

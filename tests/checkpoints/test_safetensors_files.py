@@ -2,32 +2,15 @@
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.checkpoint_files import sample_tensors, save_sharded
+from tests.helpers.checkpoint_files import save_sharded
 
 from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError
-
-
-def test_every_dtype_and_shape_reads_back_bit_for_bit(tmp_path: Path) -> None:
-    tensors = sample_tensors()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with open_model(tmp_path) as checkpoint:
-        assert set(checkpoint.specs) == set(tensors)
-        for name, expected in tensors.items():
-            found = checkpoint.tensors.read(name)
-            assert found.dtype == expected.dtype
-            assert found.shape == expected.shape
-            assert torch.equal(found.view(torch.uint8) if found.ndim else found, _bytes(expected))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.ndim else tensor
 
 
 def test_memory_of_a_read_is_aligned_and_its_own(tmp_path: Path) -> None:
@@ -37,16 +20,6 @@ def test_memory_of_a_read_is_aligned_and_its_own(tmp_path: Path) -> None:
     assert first.data_ptr() % 64 == 0
     first.zero_()
     assert second.sum() == 1000
-
-
-def test_shards_are_one_checkpoint_in_storage_order(tmp_path: Path) -> None:
-    tensors = {f"layer.{i}": torch.full((4,), float(i)) for i in range(6)}
-    save_sharded(tensors, tmp_path, shards=3)
-    with open_tensors(tmp_path) as checkpoint:
-        order = [(spec.file, spec.offset) for spec in checkpoint.specs.values()]
-        assert order == sorted(order)
-        assert {name: checkpoint.read(name)[0].item() for name in tensors} == {f"layer.{i}": float(i) for i in range(6)}
-        assert len(checkpoint.identity()) == 3
 
 
 def test_the_index_file_may_be_named_directly(tmp_path: Path) -> None:
@@ -166,15 +139,6 @@ def test_more_shards_than_descriptors_are_kept(tmp_path: Path) -> None:
             assert torch.equal(checkpoint.tensors.read(name), expected)
     if before:
         assert len(os.listdir("/proc/self/fd")) <= before
-
-
-def test_threads_read_concurrently(tmp_path: Path) -> None:
-    tensors = {f"t{i:02}": torch.full((2000,), float(i)) for i in range(40)}
-    save_sharded(tensors, tmp_path, shards=40)
-    with open_model(tmp_path) as checkpoint, ThreadPoolExecutor(8) as pool:
-        names = list(tensors) * 5
-        for name, found in zip(names, pool.map(checkpoint.tensors.read, names), strict=True):
-            assert torch.equal(found, tensors[name])
 
 
 def test_config_is_parsed_or_refused(tmp_path: Path) -> None:

@@ -117,12 +117,6 @@ class TestStridedMemory(TensorsConformance):
         return MemoryTensors({n: torch.stack([t, t], dim=-1)[..., 0] for n, t in tensors.items()})
 
 
-class TestCounting(TensorsConformance):
-    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Tensors:
-        save_file(dict(tensors), folder / "model.safetensors")
-        return CountingTensors(open_tensors(folder))
-
-
 class TestHub(TensorsConformance):
     @pytest.fixture(autouse=True)
     def _hub(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):

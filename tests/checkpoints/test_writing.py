@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -86,27 +85,6 @@ def test_what_is_there_is_kept_if_it_fits_else_cleared(tmp_path: Path) -> None:
     assert not other.holds("t0", digest)
     assert set((tmp_path / "model.safetensors").read_bytes()[-8:]) == {0}
     other.close()
-
-
-def test_threads_write_side_by_side(tmp_path: Path) -> None:
-    count, size = 8, 5000
-    shards = shards_of(*[size] * count)
-    writer = ShardWriter(tmp_path, shards, durable=True)
-
-    def fill(i: int) -> None:
-        sink = writer.sink(f"t{i}")
-        for _ in range(size // 100):
-            sink.write(view(bytes([i]) * 100))
-
-    threads = [threading.Thread(target=fill, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    writer.finish([])
-    data = (tmp_path / "model.safetensors").read_bytes()
-    assert data == shards[0].header + b"".join(bytes([i]) * size for i in range(count))
-    assert not any(t.name == "actmat-flush" for t in threading.enumerate())
 
 
 def test_a_place_that_cannot_be_written_leaves_no_handle_open(tmp_path: Path) -> None:

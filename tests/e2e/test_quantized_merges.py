@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.merging import loaded_whole
 from tests.helpers.quantized import Writer, compressed, fp8_blocks, mxfp4, save_model
 from torch import Tensor
 
@@ -99,22 +98,6 @@ def test_output_is_that_of_dequantized_copies(scheme: str, method: str, tmp_path
     assert verify(tmp_path / "out").ok
 
 
-def test_the_merged_model_loads_and_runs(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    coded, plain = family(tmp_path, [WRITERS["int4 group"]()] * 2)
-    merge(coded[0], coded[1:], out=tmp_path / "out", method="average")
-    merge(plain[0], plain[1:], out=tmp_path / "expected", method="average")
-    tokens = torch.arange(12).view(1, -1)
-    outputs = []
-    for folder in ("out", "expected"):
-        model = loaded_whole(LlamaForCausalLM, tmp_path / folder)
-        with torch.no_grad():
-            outputs.append(model(tokens).logits)
-    assert bool(outputs[0].isfinite().all())
-    assert torch.equal(*outputs)
-
-
 def test_schemes_may_differ(tmp_path: Path) -> None:
     coded, plain = family(tmp_path, [None, WRITERS["fp8 blocks"](), WRITERS["int4 group"]()])
     found = plan(coded[0], coded[1:], method="average")
@@ -174,11 +157,3 @@ def test_codes_are_never_cast(tmp_path: Path) -> None:
         merge(coded[0], coded[1:], out=tmp_path / "out", dtype="bfloat16", method="average")
     assert lost.removesuffix("_scale") in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_and_memory_limit_give_the_same_bytes(threads: int, tmp_path: Path) -> None:
-    coded, _ = family(tmp_path, [WRITERS["int4 group"]()] * 2)
-    merge(coded[0], coded[1:], out=tmp_path / "out", threads=threads, max_memory="2GB")
-    merge(coded[0], coded[1:], out=tmp_path / "again")
-    same_tensors(tmp_path / "out", tmp_path / "again")

@@ -13,10 +13,8 @@ from tests.helpers.hub import HubStandIn
 from tests.helpers.merging import card
 from tests.helpers.models import BY_NAME, save_family, stored
 from tests.helpers.shell import actmat_command
-from typer.testing import CliRunner
 
 import actmat
-from actmat.cli.main import app
 from actmat.errors import MergeError
 from actmat.run.automatic import TABLE
 
@@ -78,17 +76,6 @@ def test_a_moved_project_finds_its_inputs(project: Path, tmp_path: Path) -> None
     result = actmat.verify(moved / "out")
     assert result.inputs == ("base", "expert2")
     assert [p for p in result.problems if "input 'expert1' cannot be checked" in p]
-
-
-def test_the_command_reports_and_exits(project: Path) -> None:
-    runner = CliRunner()
-    good = runner.invoke(app, ["verify", str(project / "out")])
-    assert good.exit_code == 0
-    assert "intact" in good.output
-    flip_last_bit(project / "out" / "model.safetensors")
-    bad = runner.invoke(app, ["verify", str(project / "out")])
-    assert bad.exit_code == 1
-    assert "differs" in bad.output
 
 
 def test_the_card_of_a_local_merge(project: Path) -> None:
@@ -191,13 +178,3 @@ def test_a_recipe_file_and_the_card_give_the_same_merge(family: Path, tmp_path: 
     (tmp_path / "again.yaml").write_text(again)
     actmat_command("merge", tmp_path / "again.yaml", "--out", tmp_path / "second", "--quiet")
     assert same(tmp_path / "first", tmp_path / "second")
-
-
-def test_several_methods_and_values_give_an_output_each(family: Path, tmp_path: Path) -> None:
-    flags = ["-m", "average", "-m", "actmat", "-o", "rtol=1e-6,1e-2"]
-    actmat_command("merge", *inputs(family), *flags, "--out", tmp_path / "all", "--quiet")
-    outs = sorted(p.name for p in (tmp_path / "all").iterdir())
-    assert outs == ["actmat,rtol=0.01", "actmat,rtol=1e-06", "average"]
-    actmat_command("merge", *inputs(family), "-m", "actmat", "-o", "rtol=1e-2", "--out", tmp_path / "one", "--quiet")
-    assert same(tmp_path / "all" / "actmat,rtol=0.01", tmp_path / "one")
-    assert not same(tmp_path / "all" / "actmat,rtol=0.01", tmp_path / "all" / "average")

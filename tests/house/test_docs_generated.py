@@ -6,10 +6,10 @@ from typing import Any
 
 import nbformat
 import pytest
-from docs import generate, markdown
+from docs import generate
 from docs.markdown import PLACE, filled, pages
 from docs.record import NOTEBOOK, recorded, run
-from docs.site import DOCS, build, navigation, places, relinked
+from docs.site import DOCS, build
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT, SOURCES
@@ -56,23 +56,6 @@ def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
     assert filled(before, {}) == before, "of no kind that is asked for"
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_the_command_writes_what_is_old(
-    check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- generated: a b -->\n<!-- end generated -->\n")
-    monkeypatch.setattr(markdown, "ROOT", tmp_path)
-    monkeypatch.setattr(markdown, "pages", lambda: [page])
-    monkeypatch.setattr("sys.argv", ["generate", "--check"] if check else ["generate"])
-    with pytest.raises(SystemExit) as end:
-        markdown.main("", {"a": str.upper}, {tmp_path / "file": lambda: "x"})
-    assert end.value.code == check
-    assert page.read_text().count("\nB\n") == (not check)
-    assert (tmp_path / "file").exists() == (not check)
-    assert "page.md" in capsys.readouterr().out
-
-
 def test_recorded_output_replaces_what_disagrees() -> None:
     page = "a\n```console\n$ one\nold\n$ two\n$ three\n...\nend\n```\nb\n"
     run = Run(0, "", {3: ["new", "er"], 5: ["unasked"], 6: ["x", "end"]})
@@ -99,32 +82,6 @@ def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None
         assert (out / {"README.html": "pages.html"}.get(str(name), name.with_name(
             "index.html" if name.stem == "README" else name.name))).is_file(), name  # fmt: skip
     assert all((out / "methods" / f"{m.name}.html").is_file() for m in all_methods())
-
-
-def test_links_are_those_of_the_site() -> None:
-    sites = places()
-    page = ROOT / "README.md"
-    text = (
-        "[a](docs/methods/ties.md#trap) [`b`](docs/start.md) [c](CONTRIBUTING.md) [d](https://x.org) [e](#one)\n"
-        "[code](src/actmat/run.py) `[f](docs/start.md)`\n```text\n[g](docs/start.md)\n```\n"
-    )
-    assert relinked(text, page, sites) == (
-        "[a](methods/ties.md#trap) [`b`](start.md) [c](project/contributing.md) [d](https://x.org) [e](#one)\n"
-        "code (`src/actmat/run.py`) `[f](docs/start.md)`\n```text\n[g](docs/start.md)\n```\n"
-    )
-    deep = relinked("[a](../README.md) [b](../../README.md)", DOCS / "methods" / "ties.md", sites)
-    assert deep == "[a](../pages.md) [b](../index.md)"
-
-
-def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
-    nav = ["index.md", {"Methods": ["m/README.md", {"...": "m"}]}, {"M": "m/special.md"}, {"...": ""}]
-    pages = ["index.md", "m/README.md", "m/b.md", "m/a.md", "m/special.md", "m/deep/c.md", "other.md"]
-    assert navigation(nav, pages) == [
-        "index.md",
-        {"Methods": ["m/README.md", "m/a.md", "m/b.md"]},
-        {"M": "m/special.md"},
-        "other.md",
-    ]
 
 
 # The tutorial runs in a kernel, shows what it is stored with, and what its text claims is so.

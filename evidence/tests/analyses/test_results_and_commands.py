@@ -103,6 +103,8 @@ def test_theorem1(tmp_path):
         ("scale", (), "layers"),
         ("cosine", ("--samples", "1,5", "--draws", "1"), "layers"),
         ("correlation", ("--samples", "4,8", "--permutations", "3", "--layer", "*up_proj*"), "layers"),
+        ("distribution", ("--samples", "8", "--permutations", "2", "--layer", "*up_proj*"), "layers"),
+        ("trajectory", ("--moments", "2", "--layer", "*up_proj*"), "layers"),
         ("interference", ("-m", "average"), "models"),
     ],
 )

@@ -27,21 +27,6 @@ def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
         filled(page, {})
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_the_command_writes_what_is_old(
-    check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("old")
-    monkeypatch.setattr(table, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(table, "stale_files", lambda: {page: "new"})
-    monkeypatch.setattr("sys.argv", ["table", *["--check"] * check])
-    with pytest.raises(SystemExit) as end:
-        table.main()
-    assert (end.value.code, page.read_text()) == (check, "old" if check else "new")
-    assert "page.md" in capsys.readouterr().out
-
-
 # Numbers in sentences
 
 

@@ -42,7 +42,6 @@ _VERSIONS = ("actmat", "torch", "transformers", "peft")
 Counts = Mapping[str, Any]
 """Results of a model on one task: `correct`, `total`, and further values of a suite, as plain data."""
 
-Share = tuple[int, int]
 """Number of a process and how many there are."""
 
 Answer = TypeVar("Answer")
@@ -183,11 +182,10 @@ class Experiment(abc.ABC):
             return self.read(folder)
         return with_adapter(self.read, self.base.path, folder).merge_and_unload().eval()
 
-    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
-        """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
-        wanted = self.tasks[share[0] :: share[1]]
-        keys = {task.name: self._expert_key(task) for task in wanted}
-        if left := [task for task in wanted if not self.cache.holds("expert", keys[task.name])]:
+    def experts(self) -> dict[str, Made]:
+        """Task -> its expert, trained now unless it is in the cache."""
+        keys = {task.name: self._expert_key(task) for task in self.tasks}
+        if left := [task for task in self.tasks if not self.cache.holds("expert", keys[task.name])]:
             title, total = f"experts: {self.regime}, seed {self.seed}", sum(map(self.steps, left))
             with self.watch.stage(title, total=total) as stage, one_thread_on(self.device):
 

@@ -1,4 +1,4 @@
-"""Runs of many stages: bars and logs, threads and processes, loads of models, and no chatter of libraries.
+"""Runs of many stages: bars and logs, threads, loads of models, and no chatter of libraries.
 
 Bars show the time that is left per stage and go to the console that a command gives; logs go below the cache,
 `logs/<stage>.log`, with a time in every line, and grow over runs: they are read after a long run.
@@ -7,7 +7,6 @@ Bars show the time that is left per stage and go to the console that a command g
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -130,13 +129,3 @@ def one_thread_on(device: str) -> contextlib.AbstractContextManager[None]:
     Runs go side by side there; and sums that are split among other numbers of threads would train other weights.
     """
     return one_thread() if device == "cpu" else contextlib.nullcontext()
-
-
-def placed(device: str) -> tuple[tuple[int, int] | None, str]:
-    """Number of this process and how many there are under `accelerate launch`, None without it; and its device."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None, device
-    from accelerate import PartialState
-
-    state = PartialState(cpu=device == "cpu")
-    return (state.process_index, state.num_processes), str(state.device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate
-from actmat_experiments.harness.progress import Watch, placed
+from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.rows import candidates
@@ -44,9 +43,6 @@ def run_experiments(
 ) -> list[Score]:
     """Train, merge by all rows and test; scores are added to the suite's file as they become known.
 
-    Under `accelerate launch` every process trains its share of the experts on its own GPU, and the first one goes on
-    with the merges.
-
     Args:
         more: what else is done with an experiment and its rows.
         kinds: statistics that the suite can measure.
@@ -58,14 +54,9 @@ def run_experiments(
         RecipeError: a method is unknown or cannot run; found before anything is made.
     """
     rows = {regime: candidates(request.methods, regime, n_tasks, kinds) for regime in request.regimes}
-    share, device = placed(request.device)
     scores: list[Score] = []
     with Watch(request.console, request.cache / "logs") as watch:
-        for experiment in experiments(replace(request, device=device), watch):
-            if share is not None:
-                experiment.experts(share)
-                if share[0]:
-                    continue
+        for experiment in experiments(request, watch):
             chosen = rows[experiment.regime][0]
             scores += experiment.compare(chosen, score_file(request.cache, request.suite))
             store_size(experiment, size_file(request.cache, request.suite))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actmat.extras.demo.model import Head
 from actmat_experiments.harness.cache import Cache
-from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
+from actmat_experiments.harness.experiment import Counts, Experiment, Made
 from actmat_experiments.harness.heads import ClipHead, counted, load_head
 from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
@@ -54,12 +54,11 @@ class Vision(Experiment):
     public: Mapping[str, Path] = field(default_factory=dict)
     diverging: bool = False
 
-    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
+    def experts(self) -> dict[str, Made]:
         """See `Experiment`."""
         if self.regime == "full" and self.public:
-            wanted = self.names[share[0] :: share[1]]
-            return {name: Made(self.public[name], self.public[name].name) for name in wanted}
-        return super().experts(share)
+            return {name: Made(self.public[name], self.public[name].name) for name in self.names}
+        return super().experts()
 
     def training(self, task: ImageTask) -> Mapping[str, Any]:
         """See `Experiment`."""
