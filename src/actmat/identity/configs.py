@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
@@ -18,6 +18,7 @@ from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, same, uneq
 from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
+CHOOSE = f"give the right base, or say whose entries to write: {FIX}"
 COMPONENTS = "components"
 """Entry of a pipeline's config with the configs of its components."""
 CLASSES = ("_class_name", "model_type")
@@ -57,12 +58,14 @@ class InputAgreement:
     Args:
         problems: differences that must be decided.
         notes: differences that are not.
+        warnings: trained weights that are not read.
         configs: path in the output -> config to be written there in place of the base's.
         files: path in the output -> label of the expert whose file is written there, see `files.FileAgreement`.
     """
 
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,8 +104,11 @@ class _ConfigPair:
         return [c.get("_class_name") or c.get("model_type") for c in (self.base, self.expert)]
 
 
-def agree(
-    base: Mapping[str, Any] | None, experts: Sequence[tuple[str, Mapping[str, Any] | None]], take: str | None = None
+def agree_configs(
+    base: Mapping[str, Any] | None,
+    experts: Sequence[tuple[str, Mapping[str, Any] | None]],
+    take: str | None = None,
+    fix: str = "",
 ) -> InputAgreement:
     """Compare the config of the base with those of the experts.
 
@@ -110,9 +116,10 @@ def agree(
         base: content of `config.json`; of a pipeline, with those of its components.
         experts: label and config; None without one, as adapters are.
         take: whose entries are written where they differ: 'base' or a label.
+        fix: how a user resolves what differs, where the config of the base is a file's header, which lacks entries.
 
     >>> llama = {"model_type": "llama"}
-    >>> agree(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
+    >>> agree_configs(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
     1000000.0
     """
     if base is None:
@@ -120,9 +127,14 @@ def agree(
     configs = {label: config for label, config in experts if config is not None}
     written, notes = _with_class(base, configs)
     differences, readings = compare_configs(written, configs)
+    if fix:
+        differences = [
+            replace(d, kind="unknown") if d.kind == "unread" and ABSENT in (d.base, d.expert) else d
+            for d in differences
+        ]
     owner = f"as in {words_of(take or 'base')}"
     decided = [d for d in differences if d.kind not in NOTED]
-    problems = _problems(decided, readings) if take is None else []
+    problems = _problems(decided, readings, fix or CHOOSE) if take is None else []
     if decided and take is not None:
         notes.append(f"config.json: {listed(decided)}; written {owner} (config_from)")
     for kind, reason in NOTED.items():
@@ -134,7 +146,7 @@ def agree(
         written = _patched(written, _pairs(take, written, configs[take]), differences)
     elif take not in (None, "base"):
         problems.append(f"config_from names '{take}', which has no config.json")
-    return InputAgreement(tuple(problems), tuple(notes), {} if written == base else _by_path(base, written))
+    return InputAgreement(tuple(problems), tuple(notes), configs={} if written == base else _by_path(base, written))
 
 
 def words_of(label: str) -> str:
@@ -155,7 +167,7 @@ def compare_configs(
     return differences, readings
 
 
-def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigReading]) -> list[str]:
+def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigReading], fix: str) -> list[str]:
     changing, unread = ([d for d in decided if d.kind == kind] for kind in ("function", "unread"))
     obstacles = "; ".join(dict.fromkeys(r.obstacle for r in readings if r.obstacle))
     problems = []
@@ -163,13 +175,13 @@ def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigRead
         problems.append(
             f"config.json: entries that change what the model computes differ: {listed(changing)}. The output has one "
             "config for all weights. Likely cause: training changed the config, or this is not the expert's base. "
-            f"Fix: give the right base, or say whose entries to write: {FIX}"
+            f"Fix: {fix}"
         )
     if unread:
         problems.append(
             f"config.json: entries differ, and no class can tell whether they mean the same: {listed(unread)}. "
-            f"Cause: {obstacles or 'no installed library has the class of this model'}. Fix: remove the cause, or say "
-            f"whose entries to write: {FIX}"
+            f"Cause: {obstacles or 'no installed library has the class of this model'}. Fix: remove the cause, or "
+            f"{fix}"
         )
     return problems
 
