@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
 from actmat.errors import first_of
-from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, same, unequal_entries
+from actmat.identity.entries import ABSENT, ROPE, USAGE, Place, is_harmless, same, unequal_entries
 from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
@@ -30,6 +30,7 @@ NOTED = {
     "token": "ids of special tokens differ",
     "code": "files with the model's code differ, so that the same weights may mean another function",
     "sampling": "entries that choose how images are sampled differ",
+    "usage": "entries that choose how outputs are used differ",
     "unknown": "entries whose effect is not known differ",
 }
 """Kind of differences that are notes -> words for them. The others, `function` and `unread`, must be decided."""
@@ -137,16 +138,51 @@ def agree_configs(
     problems = _problems(decided, readings, fix or CHOOSE) if take is None else []
     if decided and take is not None:
         notes.append(f"config.json: {listed(decided)}; written {owner} (config_from)")
+    agreed = _agreed_entries(written, configs, differences) if take is None else {}
     for kind, reason in NOTED.items():
-        if of_kind := [d for d in differences if d.kind == kind]:
-            notes.append(f"config.json: {reason}, and are written {owner}: {listed(of_kind)}")
+        of_kind = [d for d in differences if d.kind == kind]
+        if theirs := [d for d in of_kind if d.at in agreed]:
+            notes.append(f"config.json: {reason}, and are written as the experts agree: {listed(theirs)}")
+        if others := [d for d in of_kind if d.at not in agreed]:
+            notes.append(f"config.json: {reason}, and are written {owner}: {listed(others)}")
     if releases := dict.fromkeys(r.release for r in readings if r.release):
         notes.append(f"config.json: entries that differ were compared as {' and '.join(releases)} reads them")
     if take in configs:
         written = _patched(written, _pairs(take, written, configs[take]), differences)
     elif take not in (None, "base"):
         problems.append(f"config_from names '{take}', which has no config.json")
+    for at, value in agreed.items():
+        written = _with_value(written, at, value)
     return InputAgreement(tuple(problems), tuple(notes), configs={} if written == base else _by_path(base, written))
+
+
+def _agreed_entries(
+    base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]], differences: Sequence[ConfigDifference]
+) -> dict[Place, Any]:
+    """Entries to note that all experts have alike, by their places in the base's config."""
+    values: dict[Place, list[Any]] = {}
+    for difference in (d for d in differences if d.kind in NOTED and d.kind != "code"):
+        values.setdefault(difference.at, []).append(difference.expert)
+    alike = {at: of[0] for at, of in values.items() if len(of) == len(experts) and all(same(v, of[0]) for v in of)}
+    return {at: v for at, v in alike.items() if v not in (ABSENT, None) and _holds(experts.values(), at, v)}
+
+
+def _holds(experts: Iterable[Mapping[str, Any]], at: Place, value: Any) -> bool:
+    """True if the files of all experts have the entry there, as their classes read it."""
+    for config in experts:
+        entry: Any = config
+        for key in at:
+            entry = entry.get(key, ABSENT) if isinstance(entry, Mapping) else ABSENT
+        if not same(entry, value):
+            return False
+    return True
+
+
+def _with_value(config: Mapping[str, Any], at: Place, value: Any) -> dict[str, Any]:
+    """The config with an entry."""
+    inner = config.get(at[0])
+    rest = _with_value(inner if isinstance(inner, Mapping) else {}, at[1:], value) if at[1:] else value
+    return {**config, at[0]: rest}
 
 
 def words_of(label: str) -> str:
@@ -266,7 +302,11 @@ def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReadin
         if is_in_one and not is_one_class and (is_empty or at not in written):
             continue  # nothing, or a default of one class
         kind = "function" if is_read else "unread"
-        if str(pair.classes[0]).endswith("Scheduler"):
+        if USAGE.search(at[-1]):
+            if b in (ABSENT, None):
+                continue  # of which the expert says nothing
+            kind = "usage"
+        elif str(pair.classes[0]).endswith("Scheduler"):
             kind = kind if _TRAINED.search(at[-1]) else "sampling"
         elif ROPE not in at and _LENGTHS.search(at[-1]):
             kind = "length"

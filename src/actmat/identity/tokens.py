@@ -246,6 +246,6 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
         shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(lacking.items())]
         yield (
             f"{words_of(holder.label)} has {len(lacking)} tokens that the written tokenizer, of {words_of(written)}, "
-            f"lacks: {first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes "
-            "another tokenizer"
+            f"lacks: {first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' "
+            "writes another tokenizer"
         )

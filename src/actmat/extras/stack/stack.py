@@ -20,6 +20,7 @@ from actmat.errors import CheckpointError, first_of
 from actmat.extras.stack.layers import Slice, restacked, without_layers
 from actmat.identity.agreement import Written, agree, label_names
 from actmat.identity.configs import compare_configs, listed
+from actmat.layout.ties import is_output_head
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
@@ -104,9 +105,8 @@ def _compare_parts(first: Model, last: Model) -> list[str]:
 def _lost_tensors(models: Sequence[Model], origins: Mapping[str, tuple[Model, str]]) -> list[str]:
     """A warning on tensors of no layer that only parts have of which the stack takes none but layers."""
     lost = [f"{n} ({m.location})" for m in models for n in m.specs if split_layer(n) is None and n not in origins]
-    return [f"tensors that are neither in layers nor in the part that gives them are left out: {first_of(lost)}"][
-        : len(lost)
-    ]
+    text = "tensors that are neither in layers nor in the part that gives them are left out"
+    return [f"{text}: {first_of(lost)}"] if lost else []
 
 
 def _pinned(model: Model, location: str) -> str:
@@ -155,6 +155,13 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Model]) -> list[s
         listed = ", ".join(f"'{prefix}' in {location}" for prefix, location in stacks.items())
         problems.append(f"the layers have different names: {listed}. Likely cause: models of different architectures")
     problems += _disagreements(opened)
+    first, last = (opened[p.location] for p in (parts[0], parts[-1]))
+    heads = [n for n in first.specs if is_output_head(n)]
+    if heads and not any(map(is_output_head, last.specs)):
+        problems.append(
+            f"'{heads[0]}' is in {first.location} and not in {last.location}, whose table of tokens stands for it: the "
+            "stack would have no output head. Fix: save the last part with a head of its own"
+        )
     placed = [(opened[p.location], p) for p in parts]
     return problems if problems or placed[0][0].config is None else restacked(_slices(placed))[1]
 
