@@ -79,14 +79,16 @@ NOTES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         LLAMA | {"odd": {"deep": 1}},
         {"odd": {"deep": 2}},
-        "effect is not known differ, and are written as in the base: odd.deep",
+        "effect is not known differ, and are written as the experts agree: odd.deep",
     ),
     (
         {"model_type": "llava", "audio_config": {"a": 1}},
         {"audio_config": None},
         "audio_config (base {'a': 1}; 'one' absent)",
     ),
-    (LLAMA, {"odd_key": 3}, "odd_key (base absent; 'one' 3)"),
+    (LLAMA, {"odd_key": 3}, "as the experts agree: odd_key (base absent; 'one' 3)"),
+    (LLAMA, {"problem_type": "multi_label_classification"}, "how outputs are used differ, and are written as the exp"),
+    (LLAMA | {"repetition_penalty": 1.0}, {"repetition_penalty": 1.3}, "repetition_penalty (base 1.0; 'one' 1.3)"),
     ({"model_type": "own"}, {"my_width": 4}, "my_width (base absent; 'one' 4)"),
     (SMALL, {"model_type": "mistral"}, "model_type (base llama; 'one' mistral)"),
     (SMALL, {"model_type": "mistral", "sliding_window": 9}, "sliding_window (base absent; 'one' 9)"),
@@ -297,6 +299,30 @@ def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
     ids = torch.arange(3, 35)[None]
     with torch.no_grad():
         torch.testing.assert_close(came(ids).logits, models["long"](ids).logits)
+
+
+AGREED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"problem_type": "multi_label_classification"}, {}, {"problem_type": "multi_label_classification"}),
+    ({"eos_token_id": [2, 7]}, {}, {"eos_token_id": [2, 7]}),
+    ({"max_position_embeddings": 9999}, {}, {"max_position_embeddings": 9999}),
+    ({"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, {},
+     {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}),
+    ({"eos_token_id": 7}, {"eos_token_id": 8}, {}),
+    ({"auto_map": BIDIRECTIONAL}, {}, {}),
+    ({"model_type": "mistral", "sliding_window": 9}, {}, {}),
+]  # fmt: skip
+"""Entries of both experts, those that the second has instead, and those that the output takes."""
+
+
+@pytest.mark.parametrize(("entries", "second", "written"), AGREED)
+def test_settings_follow_the_experts_where_they_agree(
+    entries: dict[str, Any], second: dict[str, Any], written: dict[str, Any]
+) -> None:
+    base = SMALL | {"eos_token_id": 2}
+    agreement = agree_configs(base, [("one", base | entries), ("two", base | entries | second)])
+    assert agreement.problems == ()
+    assert agreement.notes
+    assert agreement.configs == ({"config.json": base | written} if written else {})
 
 
 @pytest.mark.parametrize(

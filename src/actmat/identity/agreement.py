@@ -96,7 +96,8 @@ def _header_notes(every: Sequence[Inventory], output: Written) -> list[str]:
     settings = {i.label: dict(i.folder.header_settings()) for i in every}
     if output.kind == "file":
         settings |= {i.label: {HEADER_TEMPLATE: i.template} for i in every if i.template and not settings[i.label]}
-    (first, ours), *others = [(label, held) for label, held in settings.items() if held] or [("", {})]
+    holders = [(label, held) for label, held in settings.items() if held or output.kind == "file"]
+    (first, ours), *others = holders or [("", {})]
     rows = [
         f"{key} ('{label}')"
         for label, theirs in others

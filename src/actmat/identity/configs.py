@@ -14,7 +14,7 @@ from typing import Any
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
 from actmat.errors import first_of
-from actmat.identity.entries import ABSENT, ROPE, USAGE, Place, is_harmless, same, unequal_entries
+from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, is_usage, same, unequal_entries
 from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
@@ -161,7 +161,10 @@ def _agreed_entries(
 ) -> dict[Place, Any]:
     """Entries to note that all experts have alike, by their places in the base's config."""
     values: dict[Place, list[Any]] = {}
+    other_classes = {d.at[:-1] for d in differences if d.at[-1] in CLASSES}
     for difference in (d for d in differences if d.kind in NOTED and d.kind != "code"):
+        if difference.at[:-1] in other_classes:
+            continue  # an entry of another class
         values.setdefault(difference.at, []).append(difference.expert)
     alike = {at: of[0] for at, of in values.items() if len(of) == len(experts) and all(same(v, of[0]) for v in of)}
     return {at: v for at, v in alike.items() if v not in (ABSENT, None) and _holds(experts.values(), at, v)}
@@ -295,18 +298,19 @@ def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReadin
     is_read, is_one_class = bool(base.release and expert.release), pair.classes[0] == pair.classes[1]
     has_no_class = not (is_read or base.obstacle or expert.obstacle)
     undeclared = base.undeclared | expert.undeclared
-    written = {at for at, _, _ in unequal_entries(pair.base, pair.expert)}
+    written = {at: values for at, *values in unequal_entries(pair.base, pair.expert)}
+    for at, (a, b) in written.items():
+        if is_usage(at[-1], pair.base.get("model_type")) and b not in (ABSENT, None):
+            yield ConfigDifference((*pair.at, *at), pair.label, a, b, "usage")
     forms = (_with_sizes(r.values) for r in (base, expert)) if is_read else (pair.base, pair.expert)
     for at, a, b in unequal_entries(*forms):
         is_in_one, is_empty = ABSENT in (a, b), all(v in (ABSENT, None, False) for v in (a, b))
         if is_in_one and not is_one_class and (is_empty or at not in written):
             continue  # nothing, or a default of one class
         kind = "function" if is_read else "unread"
-        if USAGE.search(at[-1]):
-            if b in (ABSENT, None):
-                continue  # of which the expert says nothing
-            kind = "usage"
-        elif str(pair.classes[0]).endswith("Scheduler"):
+        if is_usage(at[-1], pair.base.get("model_type")):
+            continue  # classes drop some of these, and generation reads the file
+        if str(pair.classes[0]).endswith("Scheduler"):
             kind = kind if _TRAINED.search(at[-1]) else "sampling"
         elif ROPE not in at and _LENGTHS.search(at[-1]):
             kind = "length"

@@ -28,7 +28,7 @@ HARMLESS = re.compile(
 )
 """Entries that change no output of a trained model (training, releases, ids of tokens, dtypes, paths, caches), and
 those that other parts compare (vocabularies, ties, labels)."""
-USAGE = re.compile(
+_USAGE = re.compile(
     r"^(problem_type|task_specific_params|prefix|min_length|max_length|max_new_tokens|do_sample|early_stopping|num_beams"
     r"|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|bad_words_ids"
     r"|encoder_no_repeat_ngram_size|num_return_sequences|diversity_penalty|num_beam_groups|remove_invalid_values"
@@ -77,6 +77,11 @@ def is_harmless(key: str, model_type: Any = None) -> bool:
     [True, True, False, False, False]
     """
     return HARMLESS.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
+
+
+def is_usage(key: str, model_type: Any = None) -> bool:
+    """True for an entry by which a library uses what a model computes."""
+    return _USAGE.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
 
 
 def _spelled(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,9 +158,12 @@ class Inventory:
         return {k: v for k, v in plain.items() if not HARMLESS.search(k)}
 
     def tables(self) -> list[str]:
-        """Token embeddings; heads over the vocabulary of a model without, as those of speech recognition."""
-        matrices = [n for n, s in self.model.specs.items() if len(s.shape) == 2]
-        return [n for n in matrices if is_token_table(n)] or [n for n in matrices if is_output_head(n)]
+        """Token embeddings by name; else output heads, as of speech recognition; else matrices with a row per token."""
+        matrices = {n: s.shape[0] for n, s in self.model.specs.items() if len(s.shape) == 2}
+        levels = [c := self.config or {}, *(v for v in c.values() if isinstance(v, Mapping))]
+        sizes = {level["vocab_size"] for level in levels if isinstance(level.get("vocab_size"), int)}
+        named = [n for n in matrices if is_token_table(n)] or [n for n in matrices if is_output_head(n)]
+        return named or [n for n, rows in matrices.items() if rows in sizes]
 
     def changes_tables(self) -> bool:
         """True if rows of its tables are merged: of an adapter, those that it trained."""
