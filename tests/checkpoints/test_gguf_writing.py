@@ -192,6 +192,25 @@ def test_metadata_of_another_base_are_not_copied(changed: dict[str, float], tmp_
     if not changed:
         actmat.export(model, **arguments)
         return
-    with pytest.raises(MergeError, match=f"cannot be written with the metadata of .*{next(iter(changed))}.* Fix: "):
+    with pytest.raises(MergeError, match=f"(?s)cannot be written with the metadata of .*{next(iter(changed))}.* Fix: "):
         actmat.export(model, **arguments)
     assert not (tmp_path / "out.gguf").exists()
+
+
+REMARKS: dict[str, tuple[str, str, str]] = {
+    "a length": ("config.json", '{"max_position_embeddings": 9}', "note: config.json: lengths and sizes"),
+    "a template": ("chat_template.jinja", "{{ other }}", "note: headers differ in tokenizer.chat_template ('model')"),
+    "other weights": ("projector.pt", "any", "warning: expert 'model' has weights beside its model"),
+}
+
+
+@pytest.mark.parametrize("case", REMARKS)
+def test_what_the_copied_metadata_lose_is_said(case: str, tmp_path: Path) -> None:
+    base = write_gguf(tmp_path / "base.gguf", "F16")
+    model = as_checkpoint(base, tmp_path / "model")
+    arguments: dict[str, Any] = {"to": "gguf", "like": str(base), "type": "f16"}
+    name, text, wanted = REMARKS[case]
+    assert wanted not in actmat.export(model, out=tmp_path / "before.gguf", **arguments)
+    held = json.loads((model / name).read_text()) | json.loads(text) if name == "config.json" else None
+    (model / name).write_text(text if held is None else json.dumps(held))
+    assert wanted in actmat.export(model, out=tmp_path / "out.gguf", **arguments)

@@ -170,3 +170,22 @@ def test_paths_in_a_stack_are_relative_to_the_recipe(folder: Path, monkeypatch: 
     monkeypatch.chdir(folder / "sub")
     planned = actmat(["plan", "../r.yaml"])
     assert planned.code == 0, planned.err
+
+
+def test_what_a_stack_leaves_out_of_its_parts_is_said(folder: Path) -> None:
+    with open_model("a[0:2] + b[0:2]") as stack:
+        before = {note.text for note in stack.folder.notes}
+    tensors = load_file(folder / "a" / "model.safetensors")
+    config = json.loads((folder / "a" / "config.json").read_text())
+    save_checkpoint(folder / "a", {**tensors, "v_head.weight": torch.ones(1, 8)}, config)
+    (folder / "b" / "projector.pt").write_bytes(b"any")
+    with open_model("a[0:2] + b[0:2]") as stack:
+        texts = {note.text for note in stack.folder.notes if note.severity == "warning"} - before
+    assert {text.partition(":")[0] for text in texts} == {
+        "tensors that are neither in layers nor in the part that gives them are left out",
+        "expert 'b' has weights beside its model that are not merged",
+    }
+    tensors.pop("lm_head.weight")
+    save_checkpoint(folder / "b", tensors, config)
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is in a and not in b, whose table of tokens"):
+        open_model("a[0:2] + b[0:2]")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 
-from actmat.identity.configs import InputAgreement, agree
+from actmat.identity.configs import InputAgreement, agree_configs
 from actmat.identity.entries import is_harmless
 from actmat.identity.reading import read_configs
 
@@ -79,14 +79,16 @@ NOTES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         LLAMA | {"odd": {"deep": 1}},
         {"odd": {"deep": 2}},
-        "effect is not known differ, and are written as in the base: odd.deep",
+        "effect is not known differ, and are written as the experts agree: odd.deep",
     ),
     (
         {"model_type": "llava", "audio_config": {"a": 1}},
         {"audio_config": None},
         "audio_config (base {'a': 1}; 'one' absent)",
     ),
-    (LLAMA, {"odd_key": 3}, "odd_key (base absent; 'one' 3)"),
+    (LLAMA, {"odd_key": 3}, "as the experts agree: odd_key (base absent; 'one' 3)"),
+    (LLAMA, {"problem_type": "multi_label_classification"}, "how outputs are used differ, and are written as the exp"),
+    (LLAMA | {"repetition_penalty": 1.0}, {"repetition_penalty": 1.3}, "repetition_penalty (base 1.0; 'one' 1.3)"),
     ({"model_type": "own"}, {"my_width": 4}, "my_width (base absent; 'one' 4)"),
     (SMALL, {"model_type": "mistral"}, "model_type (base llama; 'one' mistral)"),
     (SMALL, {"model_type": "mistral", "sliding_window": 9}, "sliding_window (base absent; 'one' 9)"),
@@ -119,15 +121,15 @@ def _read_at_once() -> None:
 def test_what_changes_the_function_is_a_problem(
     base: dict[str, Any], entries: dict[str, Any], named: list[str]
 ) -> None:
-    found = agree(base, [("one", changed(base, entries))])
+    found = agree_configs(base, [("one", changed(base, entries))])
     assert len(found.problems) == bool(named), found
     assert all(name in found.problems[0] for name in named), found
-    assert not agree(base, [("one", base), ("adapter", None)]).problems
+    assert not agree_configs(base, [("one", base), ("adapter", None)]).problems
 
 
 @pytest.mark.parametrize(("base", "entries", "words"), NOTES)
 def test_what_may_change_the_function_is_a_note(base: dict[str, Any], entries: dict[str, Any], words: str) -> None:
-    found = agree(base, [("one", changed(base, entries))])
+    found = agree_configs(base, [("one", changed(base, entries))])
     assert not found.problems
     assert words in " ".join(found.notes)
 
@@ -146,7 +148,7 @@ def test_classes_of_one_model_type_differ_by_their_heads_only() -> None:
     assert sum(map(len, by_type.values())) > 1400
     for kind, classes in by_type.items():
         configs = {name: {"model_type": kind, "architectures": [name]} for name in sorted(classes - OTHER_STEMS)}
-        assert agree(next(iter(configs.values()), {}), list(configs.items())) == InputAgreement(), kind
+        assert agree_configs(next(iter(configs.values()), {}), list(configs.items())) == InputAgreement(), kind
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_classes_of_one_model_type_differ_by_their_heads_only() -> None:
     ],
 )
 def test_the_same_code_is_no_note(base: dict[str, Any], one: dict[str, Any]) -> None:
-    assert agree(LLAMA | {"auto_map": base}, [("one", LLAMA | {"auto_map": one})]) == InputAgreement()
+    assert agree_configs(LLAMA | {"auto_map": base}, [("one", LLAMA | {"auto_map": one})]) == InputAgreement()
 
 
 def with_code(folder: Path, text: str, seed: int, auto_map: dict[str, str] | None = BIDIRECTIONAL) -> Path:
@@ -216,12 +218,12 @@ PNDM, EULER = ({"_class_name": f"{name}Scheduler", "beta_start": 0.00085} for na
     ],
 )
 def test_schedulers_of_pipelines_are_compared(expert: dict[str, Any], named: str) -> None:
-    """What a model was trained to predict must agree; how it is sampled is a note."""
+    """What a model was trained to predict must agree_configs; how it is sampled is a note."""
     base, one = PIPELINE | {"scheduler": PNDM}, PIPELINE | {"scheduler": expert}
-    found = agree(base, [("one", one)])
+    found = agree_configs(base, [("one", one)])
     assert len(found.problems) == bool(named)
     assert all(named in p for p in found.problems)
-    written = agree(base, [("one", one)], "one").configs
+    written = agree_configs(base, [("one", one)], "one").configs
     assert not named or {k: written["scheduler/scheduler_config.json"][k] for k in expert if k[0] != "_"} == {
         k: v for k, v in expert.items() if k[0] != "_"
     }
@@ -231,17 +233,17 @@ def test_what_a_class_sets_itself_is_not_compared_as_written() -> None:
     """Moshi gives its depth decoder the width of the whole, whatever the file says."""
     moshi = {"model_type": "moshi", "hidden_size": 32, "audio_vocab_size": 64}
     base, expert = (moshi | {"depth_decoder_config": {"input_size": n}} for n in (4096, 32))
-    assert not agree(base, [("one", expert)]).problems
-    assert agree(base, [("one", expert | {"hidden_size": 64})]).problems
+    assert not agree_configs(base, [("one", expert)]).problems
+    assert agree_configs(base, [("one", expert | {"hidden_size": 64})]).problems
 
 
 def test_an_expert_may_be_a_part_of_the_base() -> None:
     """The tower of a multimodal model, or a component of a pipeline."""
     base = {"model_type": "llava", "text_config": LLAMA, "vision_config": VISION}
-    assert not agree(base, [("text", LLAMA)]).problems
-    assert "rope_theta" in agree(base, [("text", LLAMA | {"rope_theta": 1.0})]).problems[0]
+    assert not agree_configs(base, [("text", LLAMA)]).problems
+    assert "rope_theta" in agree_configs(base, [("text", LLAMA | {"rope_theta": 1.0})]).problems[0]
     pipeline = {"_class_name": "StableDiffusionPipeline", "components": {"unet": UNET}}
-    found = agree(pipeline, [("unet", UNET | {"norm_eps": 1.0})], "unet")
+    found = agree_configs(pipeline, [("unet", UNET | {"norm_eps": 1.0})], "unet")
     assert found.configs == {"unet/config.json": UNET | {"norm_eps": 1.0}}
 
 
@@ -249,7 +251,7 @@ def test_an_expert_may_be_a_part_of_the_base() -> None:
 def test_the_recipe_says_whose_entries_are_written(take: str) -> None:
     base = {"model_type": "llava", "text_config": LLAMA | {"rope_theta": 1e4}, "tie_word_embeddings": True}
     one = {"model_type": "llava", "text_config": LLAMA | {"rope_parameters": {"rope_theta": 1e6}, "odd": 1}}
-    found = agree(base, [("one", one)], take)
+    found = agree_configs(base, [("one", one)], take)
     assert not found.problems
     assert "rope_theta" in found.notes[0]
     assert found.configs == ({} if take == "base" else {"config.json": one | {"tie_word_embeddings": True}})
@@ -297,6 +299,30 @@ def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
     ids = torch.arange(3, 35)[None]
     with torch.no_grad():
         torch.testing.assert_close(came(ids).logits, models["long"](ids).logits)
+
+
+AGREED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"problem_type": "multi_label_classification"}, {}, {"problem_type": "multi_label_classification"}),
+    ({"eos_token_id": [2, 7]}, {}, {"eos_token_id": [2, 7]}),
+    ({"max_position_embeddings": 9999}, {}, {"max_position_embeddings": 9999}),
+    ({"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, {},
+     {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}),
+    ({"eos_token_id": 7}, {"eos_token_id": 8}, {}),
+    ({"auto_map": BIDIRECTIONAL}, {}, {}),
+    ({"model_type": "mistral", "sliding_window": 9}, {}, {}),
+]  # fmt: skip
+"""Entries of both experts, those that the second has instead, and those that the output takes."""
+
+
+@pytest.mark.parametrize(("entries", "second", "written"), AGREED)
+def test_settings_follow_the_experts_where_they_agree(
+    entries: dict[str, Any], second: dict[str, Any], written: dict[str, Any]
+) -> None:
+    base = SMALL | {"eos_token_id": 2}
+    agreement = agree_configs(base, [("one", base | entries), ("two", base | entries | second)])
+    assert agreement.problems == ()
+    assert agreement.notes
+    assert agreement.configs == ({"config.json": base | written} if written else {})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.helpers.merging import actmat
 from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.source import LocalSource
-from actmat.identity.inputs import label_names
+from actmat.identity.agreement import label_names
 from actmat.identity.templates import chat_template
 from actmat.run.output import most_frequent_template
 

@@ -13,7 +13,7 @@ from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.identity import reading
-from actmat.identity.configs import InputAgreement, agree
+from actmat.identity.configs import InputAgreement, agree_configs
 from actmat.identity.entries import is_harmless
 from actmat.identity.reading import read_configs
 
@@ -126,13 +126,13 @@ def test_what_transformers_reads_alike_is_alike(step: int, monkeypatch: pytest.M
         read_configs([config for _, *both, _ in part for config in both])
         wrong += [f"{name} ({is_alike})" for name, *both, is_alike in part if silent(agreed(*both)) != is_alike]
         for name, base, expert, _ in part:
-            written = agree(base, [("one", expert)], "one").configs.get("config.json", base)
+            written = agree_configs(base, [("one", expert)], "one").configs.get("config.json", base)
             wrong += [f"{name}: written"] if as_read(written) != as_read(expert) else []
     assert not wrong
 
 
 def agreed(base: Config, expert: Config) -> InputAgreement:
-    return agree(base, [("one", expert)])
+    return agree_configs(base, [("one", expert)])
 
 
 TINY = {
@@ -235,7 +235,7 @@ def test_without_transformers_few_spellings_are_known(base: Config, expert: Conf
         assert words in found.problems[0]
         fix = "transformers is not installed (pip install transformers). Fix: remove the cause, or say whose"
         assert fix in found.problems[0]
-        decided = agree(base, [("one", expert)], "one")
+        decided = agree_configs(base, [("one", expert)], "one")
         assert not decided.problems
         assert {k: v for k, v in decided.configs["config.json"].items() if k in expert} == expert
 

@@ -33,6 +33,7 @@ def inspect(
     place: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Directory, file, hub id or URL.")],
     serve: Annotated[bool, typer.Option("--serve", help="Print the commands that load a merged model.")] = False,
     json: flags.Json = False,
+    notes: Annotated[bool, typer.Option("--notes", help="Print all notes of a merge.")] = False,
     every: Annotated[bool, typer.Option("--all", "--full", help="One line per tensor; in JSON, a row.")] = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -45,8 +46,18 @@ def inspect(
     """
     if serve:
         _print_serving(place, json=json, quiet=quiet)
+    elif notes:
+        _print_notes(place)
     else:
         _print_content(place, json=json, every=every, quiet=quiet)
+
+
+def _print_notes(out: str) -> None:
+    """Print the notes in the manifest of a merge."""
+    from actmat.report.manifest import read_manifest
+
+    for note in read_manifest(Path(out))["notes"]:
+        console.print(f"{note['severity']}: {escape(note['text'])}")
 
 
 def _print_serving(out: str, *, json: bool, quiet: bool) -> None:

@@ -43,6 +43,8 @@ WORST = 3
 ROUNDING = 1e-5
 """Relative error of a layer explained by rounding the factors; smaller errors are not listed."""
 
+MOST_NOTES = 10
+"""Notes of a summary; all are in the manifest."""
 MOST_PATTERNS = 4
 """Maximum number of name patterns shown per group."""
 
@@ -67,12 +69,15 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     _print_notes(plan, "note")
 
 
-def _print_notes(plan: MergePlan, severity: str, indent: str = "") -> None:
-    """Notes of one severity; warnings, likely mistakes in a recipe, stand at the top."""
-    for note in plan.notes:
-        if note.severity == severity:
-            is_warning = severity == "warning"
-            console.print(f"[yellow]{escape(note)}[/yellow]" if is_warning else f"{indent}note: {escape(note)}")
+def _print_notes(plan: MergePlan, severity: str, indent: str = "", most: int | None = None) -> None:
+    """Notes of one severity, at most so many; warnings, likely mistakes in a recipe, stand at the top."""
+    notes = [note for note in plan.notes if note.severity == severity]
+    for note in notes[:most]:
+        console.print(
+            f"[yellow]{escape(note)}[/yellow]" if note.severity == "warning" else f"{indent}note: {escape(note)}"
+        )
+    if len(notes[:most]) < len(notes):
+        console.print(f"{indent}and {len(notes) - len(notes[:most])} more notes: actmat inspect OUT --notes")
 
 
 def print_warnings(plan: MergePlan) -> None:
@@ -149,7 +154,7 @@ def print_summary(report: MergeReport) -> None:
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         + ("recipe in the file's metadata" if is_file else "all hashes in actmat_manifest.json")
     )
-    _print_notes(plan, "note", "  ")
+    _print_notes(plan, "note", "  ", most=MOST_NOTES)
     if not from_adapters and report.totals.nonfinite:
         console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     _print_findings(report)

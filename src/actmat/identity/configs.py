@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
 from actmat.errors import first_of
-from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, same, unequal_entries
+from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, is_usage, same, unequal_entries
 from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
+CHOOSE = f"give the right base, or say whose entries to write: {FIX}"
 COMPONENTS = "components"
 """Entry of a pipeline's config with the configs of its components."""
 CLASSES = ("_class_name", "model_type")
@@ -29,6 +30,7 @@ NOTED = {
     "token": "ids of special tokens differ",
     "code": "files with the model's code differ, so that the same weights may mean another function",
     "sampling": "entries that choose how images are sampled differ",
+    "usage": "entries that choose how outputs are used differ",
     "unknown": "entries whose effect is not known differ",
 }
 """Kind of differences that are notes -> words for them. The others, `function` and `unread`, must be decided."""
@@ -57,12 +59,14 @@ class InputAgreement:
     Args:
         problems: differences that must be decided.
         notes: differences that are not.
+        warnings: trained weights that are not read.
         configs: path in the output -> config to be written there in place of the base's.
         files: path in the output -> label of the expert whose file is written there, see `files.FileAgreement`.
     """
 
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,8 +105,11 @@ class _ConfigPair:
         return [c.get("_class_name") or c.get("model_type") for c in (self.base, self.expert)]
 
 
-def agree(
-    base: Mapping[str, Any] | None, experts: Sequence[tuple[str, Mapping[str, Any] | None]], take: str | None = None
+def agree_configs(
+    base: Mapping[str, Any] | None,
+    experts: Sequence[tuple[str, Mapping[str, Any] | None]],
+    take: str | None = None,
+    fix: str = "",
 ) -> InputAgreement:
     """Compare the config of the base with those of the experts.
 
@@ -110,9 +117,10 @@ def agree(
         base: content of `config.json`; of a pipeline, with those of its components.
         experts: label and config; None without one, as adapters are.
         take: whose entries are written where they differ: 'base' or a label.
+        fix: how a user resolves what differs, where the config of the base is a file's header, which lacks entries.
 
     >>> llama = {"model_type": "llama"}
-    >>> agree(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
+    >>> agree_configs(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
     1000000.0
     """
     if base is None:
@@ -120,21 +128,64 @@ def agree(
     configs = {label: config for label, config in experts if config is not None}
     written, notes = _with_class(base, configs)
     differences, readings = compare_configs(written, configs)
+    if fix:
+        differences = [
+            replace(d, kind="unknown") if d.kind == "unread" and ABSENT in (d.base, d.expert) else d
+            for d in differences
+        ]
     owner = f"as in {words_of(take or 'base')}"
     decided = [d for d in differences if d.kind not in NOTED]
-    problems = _problems(decided, readings) if take is None else []
+    problems = _problems(decided, readings, fix or CHOOSE) if take is None else []
     if decided and take is not None:
         notes.append(f"config.json: {listed(decided)}; written {owner} (config_from)")
+    agreed = _agreed_entries(written, configs, differences) if take is None else {}
     for kind, reason in NOTED.items():
-        if of_kind := [d for d in differences if d.kind == kind]:
-            notes.append(f"config.json: {reason}, and are written {owner}: {listed(of_kind)}")
+        of_kind = [d for d in differences if d.kind == kind]
+        if theirs := [d for d in of_kind if d.at in agreed]:
+            notes.append(f"config.json: {reason}, and are written as the experts agree: {listed(theirs)}")
+        if others := [d for d in of_kind if d.at not in agreed]:
+            notes.append(f"config.json: {reason}, and are written {owner}: {listed(others)}")
     if releases := dict.fromkeys(r.release for r in readings if r.release):
         notes.append(f"config.json: entries that differ were compared as {' and '.join(releases)} reads them")
     if take in configs:
         written = _patched(written, _pairs(take, written, configs[take]), differences)
     elif take not in (None, "base"):
         problems.append(f"config_from names '{take}', which has no config.json")
-    return InputAgreement(tuple(problems), tuple(notes), {} if written == base else _by_path(base, written))
+    for at, value in agreed.items():
+        written = _with_value(written, at, value)
+    return InputAgreement(tuple(problems), tuple(notes), configs={} if written == base else _by_path(base, written))
+
+
+def _agreed_entries(
+    base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]], differences: Sequence[ConfigDifference]
+) -> dict[Place, Any]:
+    """Entries to note that all experts have alike, by their places in the base's config."""
+    values: dict[Place, list[Any]] = {}
+    other_classes = {d.at[:-1] for d in differences if d.at[-1] in CLASSES}
+    for difference in (d for d in differences if d.kind in NOTED and d.kind != "code"):
+        if difference.at[:-1] in other_classes:
+            continue  # an entry of another class
+        values.setdefault(difference.at, []).append(difference.expert)
+    alike = {at: of[0] for at, of in values.items() if len(of) == len(experts) and all(same(v, of[0]) for v in of)}
+    return {at: v for at, v in alike.items() if v not in (ABSENT, None) and _holds(experts.values(), at, v)}
+
+
+def _holds(experts: Iterable[Mapping[str, Any]], at: Place, value: Any) -> bool:
+    """True if the files of all experts have the entry there, as their classes read it."""
+    for config in experts:
+        entry: Any = config
+        for key in at:
+            entry = entry.get(key, ABSENT) if isinstance(entry, Mapping) else ABSENT
+        if not same(entry, value):
+            return False
+    return True
+
+
+def _with_value(config: Mapping[str, Any], at: Place, value: Any) -> dict[str, Any]:
+    """The config with an entry."""
+    inner = config.get(at[0])
+    rest = _with_value(inner if isinstance(inner, Mapping) else {}, at[1:], value) if at[1:] else value
+    return {**config, at[0]: rest}
 
 
 def words_of(label: str) -> str:
@@ -155,7 +206,7 @@ def compare_configs(
     return differences, readings
 
 
-def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigReading]) -> list[str]:
+def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigReading], fix: str) -> list[str]:
     changing, unread = ([d for d in decided if d.kind == kind] for kind in ("function", "unread"))
     obstacles = "; ".join(dict.fromkeys(r.obstacle for r in readings if r.obstacle))
     problems = []
@@ -163,13 +214,13 @@ def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigRead
         problems.append(
             f"config.json: entries that change what the model computes differ: {listed(changing)}. The output has one "
             "config for all weights. Likely cause: training changed the config, or this is not the expert's base. "
-            f"Fix: give the right base, or say whose entries to write: {FIX}"
+            f"Fix: {fix}"
         )
     if unread:
         problems.append(
             f"config.json: entries differ, and no class can tell whether they mean the same: {listed(unread)}. "
-            f"Cause: {obstacles or 'no installed library has the class of this model'}. Fix: remove the cause, or say "
-            f"whose entries to write: {FIX}"
+            f"Cause: {obstacles or 'no installed library has the class of this model'}. Fix: remove the cause, or "
+            f"{fix}"
         )
     return problems
 
@@ -247,13 +298,18 @@ def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReadin
     is_read, is_one_class = bool(base.release and expert.release), pair.classes[0] == pair.classes[1]
     has_no_class = not (is_read or base.obstacle or expert.obstacle)
     undeclared = base.undeclared | expert.undeclared
-    written = {at for at, _, _ in unequal_entries(pair.base, pair.expert)}
+    written = {at: values for at, *values in unequal_entries(pair.base, pair.expert)}
+    for at, (a, b) in written.items():
+        if is_usage(at[-1], pair.base.get("model_type")) and b not in (ABSENT, None):
+            yield ConfigDifference((*pair.at, *at), pair.label, a, b, "usage")
     forms = (_with_sizes(r.values) for r in (base, expert)) if is_read else (pair.base, pair.expert)
     for at, a, b in unequal_entries(*forms):
         is_in_one, is_empty = ABSENT in (a, b), all(v in (ABSENT, None, False) for v in (a, b))
         if is_in_one and not is_one_class and (is_empty or at not in written):
             continue  # nothing, or a default of one class
         kind = "function" if is_read else "unread"
+        if is_usage(at[-1], pair.base.get("model_type")):
+            continue  # classes drop some of these, and generation reads the file
         if str(pair.classes[0]).endswith("Scheduler"):
             kind = kind if _TRAINED.search(at[-1]) else "sampling"
         elif ROPE not in at and _LENGTHS.search(at[-1]):

@@ -15,22 +15,26 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 ROPE: Final = "rope_parameters"
 HARMLESS = re.compile(
     r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype|vocab_size|\w*vocab_size"
-    r"|id2label|label2id|num_labels|finetuning_task|problem_type|task_specific_params|is_composition|quantization_config"
+    r"|id2label|label2id|num_labels|finetuning_task|is_composition|quantization_config"
     r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(attentions|hidden_states|scores|past|loading_info|retrieved|segmentation|\w*logits)"
     r"|chunk_size_feed_forward|pretraining_tp|gradient_checkpointing|use_\w*kernels?|disable_custom_kernels|use_mambapy"
     r"|attn_implementation|compression_config|unsloth_\w+|tf_legacy_loss|pruned_heads|torchscript|use_bfloat16"
-    r"|min_length|max_length|max_new_tokens|do_sample|early_stopping|num_beams|temperature|top_k|top_p|typical_p"
-    r"|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|bad_words_ids"
-    r"|num_return_sequences|diversity_penalty|num_beam_groups|remove_invalid_values|exponential_decay_length_penalty"
-    r"|suppress_tokens|begin_suppress_tokens|prefix|sep_token|mask_token|vocab_list|langs"
+    r"|sep_token|mask_token|vocab_list|langs"
     r"|scale_attn_weights_init|rescale_prenorm_residual|fp32|freeze\w*|stop_gradient\w*|has_lora_adapter)$"
     r"|token_(id|ids|index|indices)$|_token_\w*id$|(bos|eos|pad|unk|mask|sep|cls)_index$"
     r"|init(ializer)?_(?!target|option|trk)|initializer|_init$|(?<!^token_)dropout|_pdrop|layer_?drop|drop_path|drop_rate|drop_connect"
     r"|(^|_)loss(_|$)|coef(ficient)?(_|$)|_cost$|^matcher_|label_noise|box_noise|label_smoothing|jitter|^mask_(time|feature)_"
     r"|spec_augment|^ctc_|focal_(alpha|gamma)|num_denoising|weight_loss_|(?<!residual)_weight$|_momentum$|num_negatives|training"
 )
-"""Entries that change no output of a trained model (training, releases, ids of tokens, dtypes, paths, caches,
-generation), and those that other parts compare (vocabularies, ties, labels)."""
+"""Entries that change no output of a trained model (training, releases, ids of tokens, dtypes, paths, caches), and
+those that other parts compare (vocabularies, ties, labels)."""
+_USAGE = re.compile(
+    r"^(problem_type|task_specific_params|prefix|min_length|max_length|max_new_tokens|do_sample|early_stopping|num_beams"
+    r"|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|bad_words_ids"
+    r"|encoder_no_repeat_ngram_size|num_return_sequences|diversity_penalty|num_beam_groups|remove_invalid_values"
+    r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens)$"
+)
+"""Entries by which a library uses what a model computes: in pipelines, and in generation without a file of its own."""
 _COUNTS = {("tapas", "temperature"), ("phimoe", "router_jitter_noise"), ("audio-spectrogram-transformer", "max_length"),
            ("flava_image_model", "mask_token")}  # fmt: skip
 """Type of model and entry that changes what it computes, though its name is one of the harmless."""
@@ -73,6 +77,11 @@ def is_harmless(key: str, model_type: Any = None) -> bool:
     [True, True, False, False, False]
     """
     return HARMLESS.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
+
+
+def is_usage(key: str, model_type: Any = None) -> bool:
+    """True for an entry by which a library uses what a model computes."""
+    return _USAGE.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
 
 
 def _spelled(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,115 +6,22 @@ differ, it has the base's, and a note says so. A tokenizer and its chat template
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from actmat.bounds import parse_json, read_bytes
-from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.checkpoints.hashing import hash_file
-from actmat.checkpoints.side_files import (
-    MODULES,
-    PIPELINE,
-    SCHEDULER_CONFIG,
-    SideFiles,
-    is_of_architecture,
-    is_weights,
-)
-from actmat.checkpoints.source import Source
-from actmat.errors import CheckpointError, first_of
+from actmat.checkpoints.side_files import MODULES, is_of_architecture
+from actmat.errors import first_of
 from actmat.identity.configs import words_of
 from actmat.identity.entries import same
-from actmat.identity.templates import chat_template
-from actmat.identity.tokens import TOKENIZER, TokenReader, tokenizer_file
+from actmat.identity.inventory import DAMAGED, TEMPLATES, Inventory, matches
+from actmat.identity.tokens import tokenizer_file
 from actmat.identity.usable import TOKENIZERS
 
-DAMAGED = "a file that cannot be read"
-TEMPLATES = "chat templates"
-"""Stands for the files and entries that hold them."""
 _OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "*chat_template*")
-_OF_WORDS = ("vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes")
-"""Files that say again what `tokenizer.json` says."""
-_UNREAD = re.compile(r"(?i)(^|/)(readme|licen[sc]e|notice|citation|use_policy|requirements)[^/]*$|\.(md|rst|html)$")
-"""Files that no program reads with a model."""
-HARMLESS = re.compile(
-    r"^_|_(class|type|version)$|^(name_or_path|chat_template|added_tokens_decoder|tokenizer_file|model_max_length"
-    r"|special_tokens_map_file|is_local|local_files_only|backend|clean_up_tokenization_spaces|from_slow|auto_map)$"
-)
-"""Entries of settings by which nothing is computed, or that are compared elsewhere."""
 SHOWN = 6
 """Entries that a note names."""
 FIX = ". Another one: --set files_from=NAME"
-
-
-@dataclass(frozen=True)
-class InputFiles:
-    """Files of an input that are compared.
-
-    Args:
-        source: of its folder.
-        side: the files that an output may get.
-        reader: of tokens.
-    """
-
-    source: Source
-    side: SideFiles
-    reader: TokenReader
-
-    @cached_property
-    def is_adapter(self) -> bool:
-        """True for the folder of an adapter, which has few of a model's files."""
-        return ADAPTER_CONFIG in self.source.names
-
-    @cached_property
-    def contents(self) -> dict[str, dict[str, Any]]:
-        """Path -> its entries that count, or a hash of what is no JSON object; templates of all files together."""
-        out: dict[str, dict[str, Any]] = {}
-        for path in filter(self._counts, self.side.kept):
-            out[path] = {DAMAGED: True}
-            with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
-                out[path] = self._read(path)
-        templates = {p: out.pop(p) for p in [*out] if "chat_template" in p}
-        templates = {p: c for p, c in templates.items() if "/" in p}
-        with contextlib.suppress(OSError, CheckpointError):
-            if (text := chat_template(self.source, self.reader.config)) is not None:
-                templates["default"] = {"": text}
-        return out | ({TEMPLATES: templates} if templates else {})
-
-    def _counts(self, path: str) -> bool:
-        """True for files that are read with a model and compared here; configs of models are compared elsewhere."""
-        top, slash, _ = path.partition("/")
-        name = path.rpartition("/")[2]
-        if _UNREAD.search(path) or is_weights(path) or (TOKENIZER in self.source.names and _matches(path, _OF_WORDS)):
-            return False
-        is_config = name in ("config.json", PIPELINE, SCHEDULER_CONFIG)
-        return not is_config or (bool(slash) and top in self.side.modules)
-
-    def _read(self, path: str) -> dict[str, Any]:
-        if path == TOKENIZER:
-            tokens, rules = self.reader.found(self.source, path)
-            return {"tokens": dict(tokens), **rules}
-        file = self.source.fetch(path)
-        value: Any = None
-        if path.endswith(".json"):
-            try:
-                value = self.reader.config(file)  # the same as for tokens and templates, read once
-            except CheckpointError:  # a list, or none
-                value = parse_json(read_bytes(file))
-        if path == MODULES and isinstance(value, list):
-            return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in value]}
-        if not isinstance(value, Mapping):
-            return {"its code" if path.endswith(".py") else "its content": value or hash_file(file)}
-        plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in value.items()}
-        return {k: v for k, v in plain.items() if not HARMLESS.search(k)}
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -131,7 +38,7 @@ class FileAgreement:
 
 
 def agree_files(
-    files: Mapping[str, InputFiles], owner: str | None, coded: str, *, is_new: bool = False, is_model: bool = True
+    files: Mapping[str, Inventory], owner: str | None, coded: str, *, is_new: bool = False, is_model: bool = True
 ) -> FileAgreement:
     """Compare the files of inputs by label.
 
@@ -145,7 +52,7 @@ def agree_files(
     can_choose = is_model and "base" in files
     whole = {top for of_input in files.values() for top in of_input.side.modules}
     paths = sorted({path for of_input in files.values() for path in of_input.contents})
-    of_tokenizer = tuple(p for p in paths if p == TEMPLATES or _matches(p, _OF_TOKENIZER))
+    of_tokenizer = tuple(p for p in paths if p == TEMPLATES or matches(p, _OF_TOKENIZER))
     taken: dict[str, str] = {}
     notes: list[str] = []
     for group in (of_tokenizer, *((p,) for p in paths if p not in of_tokenizer)):
@@ -169,7 +76,7 @@ def agree_files(
 
 
 def _unlike(
-    files: Mapping[str, InputFiles], path: str, group: Sequence[str], written: str
+    files: Mapping[str, Inventory], path: str, group: Sequence[str], written: str
 ) -> Iterator[tuple[str, str, str]]:
     """Path, entry and input of what is not as in the input whose files are written; no entry: that has no such file."""
     owned = files[written].contents if written in files else {}
@@ -199,7 +106,7 @@ def _is_nothing(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
-def _agreed(files: Mapping[str, InputFiles], group: Sequence[str]) -> str | None:
+def _agreed(files: Mapping[str, Inventory], group: Sequence[str]) -> str | None:
     """The first of the experts that have these files, if all full models do and none differs."""
     experts = {label: of_input for label, of_input in files.items() if label != "base"}
     holders = [label for label, of_input in experts.items() if any(p in of_input.contents for p in group)]
@@ -216,20 +123,22 @@ def _agreed(files: Mapping[str, InputFiles], group: Sequence[str]) -> str | None
     return holders[0]
 
 
-def _paths(files: Mapping[str, InputFiles], source: str, group: Sequence[str], *, is_whole: bool) -> Iterator[str]:
+def _paths(files: Mapping[str, Inventory], source: str, group: Sequence[str], *, is_whole: bool) -> Iterator[str]:
     """Paths that are written as an expert has them; those of a tokenizer also where it has none."""
-    own = files[source]
+    giver = files[source]
     if not is_whole:
         yield from group
         return
-    yield from (p for p in own.side.kept if _matches(p, _OF_TOKENIZER))
-    replaced = _OF_TOKENIZER if tokenizer_file(own.source) is not None else ("*chat_template*",)
-    if "base" in files and (replaced is _OF_TOKENIZER or TEMPLATES in own.contents):
-        yield from (p for p in files["base"].side.kept if _matches(p, replaced))
+    yield from (p for p in giver.side.kept if matches(p, _OF_TOKENIZER))
+    replaced = (
+        _OF_TOKENIZER if giver.source is not None and tokenizer_file(giver.source) is not None else ("*chat_template*",)
+    )
+    if "base" in files and (replaced is _OF_TOKENIZER or TEMPLATES in giver.contents):
+        yield from (p for p in files["base"].side.kept if matches(p, replaced))
 
 
 def _notes(
-    files: Mapping[str, InputFiles], group: Sequence[str], rows: Sequence[tuple[str, str, str]], written: str, fix: str
+    files: Mapping[str, Inventory], group: Sequence[str], rows: Sequence[tuple[str, str, str]], written: str, fix: str
 ) -> Iterator[str]:
     """Notes on files that differ from those that are written."""
     whose = f"that of {words_of(written)} is written" if written in files else "none is written"
@@ -238,7 +147,7 @@ def _notes(
         only = [words_of(label) for p, key, label in rows if p == path and not key]
         labels = [f"'{n}'" for n in dict.fromkeys(label for p, _, label in rows if p == path)]
         lacking = [f"'{n}'" for n, f in files.items() if path not in f.contents and n != written and not f.is_adapter]
-        is_owned = written in files and path in files[written].contents and not _matches(path, _OF_TOKENIZER)
+        is_owned = written in files and path in files[written].contents and not matches(path, _OF_TOKENIZER)
         if path == TEMPLATES and labels:
             none = f"{words_of(written)} has none, and none is written" if only and written in files else whose
             yield f"chat templates differ ({', '.join(labels)}): {none}{fix}"

@@ -13,6 +13,8 @@ from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
 TEMPLATE = "chat_template.jinja"
+HEADER_TEMPLATE = "tokenizer.chat_template"
+"""Entry of a GGUF file's header."""
 ReadJson = Callable[[Path], Mapping[str, Any]]
 
 

@@ -31,6 +31,7 @@ RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
 MOST_ROWS = 2**31
 SHOWN = 4
 """Tokens that a message names."""
+BY_TOKEN = "take rows by token (--set vocabulary=union, or base, or the name of an expert)"
 
 
 def is_row(value: object) -> bool:
@@ -91,18 +92,18 @@ class TokenReader:
 
     def __init__(self) -> None:
         self._parsed: dict[bytes, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
-        self._found: dict[Path, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
+        self._by_path: dict[Path, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
-    def found(self, files: Source, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+    def read(self, files: Source, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
         """Token -> row, from the tokenizer among files, empty without one that is read; and how it splits a text.
 
         Raises:
             CheckpointError: a file is damaged.
         """
-        if (path := files.fetch(first)) in self._found:
-            return self._found[path]
+        if (path := files.fetch(first)) in self._by_path:
+            return self._by_path[path]
         text = read_bytes(path)
         added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
         decoder = config.get("added_tokens_decoder")
@@ -129,7 +130,7 @@ class TokenReader:
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
                     named.setdefault(token, int(row))
             self._parsed[seen] = {**named, **tokens} if tokens else {}, {k: data[k] for k in RULES if k in data}
-        return self._found.setdefault(path, self._parsed[seen])
+        return self._by_path.setdefault(path, self._parsed[seen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,9 +159,9 @@ def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[str
     written = {i.label for i in inputs if i.path.name.endswith((".json", ".txt"))}
     shown = next((i.tokens for i in inputs if i.tokens and i.label in written), {})
 
-    def is_shifted(one: TokenInput) -> bool:
-        shifts = Counter(shown[t] - row for t, row in one.tokens.items() if t in shown)
-        return one.label not in written and any(shift for shift, _ in shifts.most_common(1))
+    def is_shifted(tokens: TokenInput) -> bool:
+        shifts = Counter(shown[t] - row for t, row in tokens.tokens.items() if t in shown)
+        return tokens.label not in written and any(shift for shift, _ in shifts.most_common(1))
 
     known = [i for i in inputs if i.tokens and not is_shifted(i)]
     unknown = [i for i in inputs if i not in known and i.path.name != TOKENIZER]
@@ -174,7 +175,7 @@ def comparable(inputs: Sequence[TokenInput]) -> tuple[list[TokenInput], list[str
 
 
 def compare_tokens(
-    inputs: Sequence[TokenInput], written: str, rows: int, *, merged: bool = True
+    inputs: Sequence[TokenInput], written: str, rows: int, *, merged: bool = True, fix: str = ""
 ) -> tuple[list[str], list[str]]:
     """Problems and notes on tokens of inputs whose tables have equal shapes.
 
@@ -186,6 +187,7 @@ def compare_tokens(
         written: label of the input whose tokenizer is written.
         rows: number of rows of the tables; tokens beyond are not compared.
         merged: tables are merged; False if the recipe keeps the base's.
+        fix: how a user resolves it, where no field of a recipe does.
     """
     inputs, notes = comparable(inputs)
     if len(inputs) < 2:
@@ -193,43 +195,42 @@ def compare_tokens(
     at = {i.label: {row: token for token, row in i.tokens.items() if row < rows} for i in inputs}
     reference, *others = inputs if "base" in at else (TokenInput("base", {}), *inputs)
     mixed = [i for i in others if i.merges_rows] if merged else []
-    moved = [(i, found) for i in mixed if reference.tokens and (found := _moved(reference, i, at))]
+    moved = [(i, moved_rows) for i in mixed if reference.tokens and (moved_rows := _moved(reference, i, at))]
     only_base_differs = written in at.keys() - {"base"} and all(
         at[written].get(row, token) == token for label in at if label != "base" for row, token in at[label].items()
     )
     if moved and not only_base_differs:
-        return [_problem(reference, one, found, at) for one, found in moved], notes
-    problems = list(_contested(mixed, at, at.get("base", {})))
+        return [_problem(reference, expert, moved_rows, at, fix or BY_TOKEN) for expert, moved_rows in moved], notes
+    problems = list(_contested(mixed, at, at.get("base", {}), fix or BY_TOKEN))
     return problems, notes if problems else [*_unwritten(inputs, written, at), *notes]
 
 
-def _moved(reference: TokenInput, one: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:
+def _moved(reference: TokenInput, expert: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:
     """Rows of other tokens, if rows changed places; a row may be renamed, as reserved tokens are."""
-    own, other = at[reference.label], at[one.label]
-    different = [row for row, token in other.items() if own.get(row, token) != token]
-    moved = [row for row in different if other[row] in reference.tokens or own[row] in one.tokens]
-    return sorted(moved or (different if 2 * len(different) > len(own) else ()))
+    ours, theirs = at[reference.label], at[expert.label]
+    different = [row for row, token in theirs.items() if ours.get(row, token) != token]
+    moved = [row for row in different if theirs[row] in reference.tokens or ours[row] in expert.tokens]
+    return sorted(moved or (different if 2 * len(different) > len(ours) else ()))
 
 
 def _contested(
-    experts: Sequence[TokenInput], at: Mapping[str, Mapping[int, str]], own: Mapping[int, str]
+    experts: Sequence[TokenInput], at: Mapping[str, Mapping[int, str]], of_base: Mapping[int, str], fix: str
 ) -> Iterator[str]:
     """Problems with rows that mean a new token in two experts, and not the same."""
     first: dict[int, TokenInput] = {}
-    for one in experts:
+    for expert in experts:
         pairs: dict[TokenInput, list[int]] = {}
-        for row, token in at[one.label].items():
-            if own.get(row) != token and at[(holder := first.setdefault(row, one)).label][row] != token:
+        for row, token in at[expert.label].items():
+            if of_base.get(row) != token and at[(holder := first.setdefault(row, expert)).label][row] != token:
                 pairs.setdefault(holder, []).append(row)
-        yield from (_problem(a, one, sorted(found), at) for a, found in pairs.items())
+        yield from (_problem(holder, expert, sorted(rows), at, fix) for holder, rows in pairs.items())
 
 
-def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str, Mapping[int, str]]) -> str:
+def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str, Mapping[int, str]], fix: str) -> str:
     shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows]
     return (
         f"{words_of(a.label)} and {words_of(b.label)} have different tokens in {len(rows)} rows of their token tables: "
-        f"{first_of(shown, SHOWN)}. Merged row by row, these would be mixed. Fix: take rows by token (--set vocabulary="
-        "union, or base, or the name of an expert)"
+        f"{first_of(shown, SHOWN)}. Merged row by row, these would be mixed. Fix: {fix}"
     )
 
 
@@ -238,13 +239,13 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
         return
-    for one in known:
-        found = {row: token for row, token in at[one.label].items() if token not in keeper.tokens}
-        if not found:
+    for holder in known:
+        lacking = {row: token for row, token in at[holder.label].items() if token not in keeper.tokens}
+        if not lacking:
             continue
-        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(found.items())]
+        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(lacking.items())]
         yield (
-            f"{words_of(one.label)} has {len(found)} tokens that the written tokenizer, of {words_of(written)}, lacks: "
-            f"{first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes "
-            "another tokenizer"
+            f"{words_of(holder.label)} has {len(lacking)} tokens that the written tokenizer, of {words_of(written)}, "
+            f"lacks: {first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' "
+            "writes another tokenizer"
         )

@@ -24,7 +24,7 @@ from actmat.errors import AlignmentError, CheckpointError, RecipeError
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
-from actmat.identity.inputs import compare_adapters, compare_inputs
+from actmat.identity.agreement import Written, agree
 from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
 from actmat.methods.user import method_version
@@ -59,7 +59,6 @@ from actmat.planning.storage import (
     stems_of,
     trained_on_codes_notes,
     unknown_note,
-    unread_warnings,
 )
 from actmat.planning.targets import resolve_roles, targets_of
 from actmat.planning.work import HOST, Costs, DeviceRoom, module_region, works_on_factors
@@ -181,15 +180,14 @@ def _scope_of_base(
     kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
     aligned = targets_of(base, experts, recipe.labels, layouts, kept)
     copied = {**aligned.absent, **kept}
-    agreed = compare_inputs(
-        base,
-        list(zip(recipe.labels, experts, strict=True)),
+    written = Written(
+        "adapter" if isinstance(recipe.output, ExtractedOutput) else "model",
+        recipe.model.config_from,
+        recipe.model.files_of if recipe.model.names_files else None,
         copied,
-        config_from=recipe.model.config_from,
-        files_from=recipe.model.files_of if recipe.model.names_files else None,
-        has_vocabulary=recipe.model.vocabulary is not None,
-        is_model=not isinstance(recipe.output, ExtractedOutput),
+        recipe.model.vocabulary is not None,
     )
+    agreed = agree([("base", base), *zip(recipe.labels, experts, strict=True)], written)
     problems = [
         *input_problems(recipe, base, experts),
         *statistics.kind_problems([e.needs_base for e in experts]),
@@ -205,7 +203,7 @@ def _scope_of_base(
         notes=(*part_notes(base), *unknown_note(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
         copied=copied,
         kept=extracted_kept if isinstance(recipe.output, ExtractedOutput) else {},
-        warnings=aligned.warnings,
+        warnings=(*aligned.warnings, *agreed.warnings),
         ignored=aligned.ignored,
         configs=agreed.configs,
         files=agreed.files,
@@ -227,7 +225,7 @@ def _scope_of_adapters(
     stored = [e.adapter for e in experts if e.adapter is not None]
     if len(stored) < len(experts):
         raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
-    agreed = compare_adapters(recipe.labels, experts)
+    agreed = agree(list(zip(recipe.labels, experts, strict=True)), Written("adapter"))
     adapters, of_names, name_notes = in_one_form(recipe.labels, stored)
     kept: dict[str, str] = {}
     targets, layouts, of_modules = implied_targets(recipe, adapters, base_config, chooser, kept)
@@ -252,6 +250,7 @@ def _scope_of_adapters(
         layouts,
         problems,
         notes=(*agreed.notes, *name_notes, *whole_notes),
+        warnings=agreed.warnings,
         kept=kept,
         files=agreed.files,
         adapters=adapters,
@@ -419,7 +418,7 @@ def _plan(
     decisions = [*scope.notes, *of_storage, *written.notes, *texts, *method_notes(items, len(experts))]
     decisions += [*statistics.notes_on(items), *(ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu")]
     decisions += left_out_note(left_out)
-    likely = (*negative_means(items), *scope.warnings, *unread_warnings(recipe, base, experts))
+    likely = (*negative_means(items), *scope.warnings)
     ignored = scope.ignored or ((),) * len(experts)
     return MergePlan(
         recipe=recipe,

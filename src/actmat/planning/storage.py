@@ -17,7 +17,6 @@ from actmat.checkpoints.quantization import quantization_config
 from actmat.checkpoints.side_files import is_unknown
 from actmat.errors import CheckpointError, Note, first_of
 from actmat.experts.deltas import Deltas, DeltaSource
-from actmat.identity.accounted import adapter_warnings, file_warnings
 from actmat.identity.reading import read_configs
 from actmat.layout.components import component_configs, single_file_of
 from actmat.layout.in_memory import names_in_memory
@@ -92,22 +91,6 @@ def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]
         files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files()
         left_out |= {f"{path} ({recipe.model.files_of})": why for path, why in files.left_out.items()}
     return left_out
-
-
-def unread_warnings(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]) -> list[str]:
-    """Warnings on trained weights of the inputs that the merge does not read."""
-    warnings = []
-    named = list(zip(recipe.labels, experts, strict=True))
-    full = {label: e.model.folder for label, e in named if not e.needs_base}
-    if base is not None:
-        of_experts = {label: folder.side_files() for label, folder in full.items()}
-        warnings += file_warnings(base.folder.side_files(), of_experts)
-    for label, expert in named:
-        if (stored := expert.stored) is not None:
-            names = {n for f in expert.model.folder.files for n in f.whole().names}
-            known = () if base is None else base.specs
-            warnings += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
-    return warnings
 
 
 def unknown_note(base: Model) -> list[str]:

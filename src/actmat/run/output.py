@@ -26,7 +26,7 @@ from actmat.engine.observer import Writer
 from actmat.engine.record import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
 from actmat.experts.deltas import Deltas
-from actmat.identity.inputs import files_of
+from actmat.identity.inventory import files_of
 from actmat.identity.templates import chat_template
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan

@@ -133,11 +133,8 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
             f"of them, or average them (actmat average uniform {location.rstrip('/')}/{steps[-1]} ...)."
         )
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
-    likely = "the wrong folder, or a download of the config alone. Fix: give the folder that holds the weights."
-    if MODULES in names and (inner := next((n for n in names if n.startswith("0_")), "")):
-        likely = (
-            f"a sentence-transformers model with its encoder in '{inner}'. Fix: merge these folders ({location}"
-            f"/{inner}), and put the result there in a copy of the base, whose other modules (pooling, dense) stay."
-        )
     files = first_of(names, 6) or "an empty folder"
-    return CheckpointError(f"{location}: expected weights ({patterns}), found {files}. Likely cause: {likely}")
+    return CheckpointError(
+        f"{location}: expected weights ({patterns}), found {files}. Likely cause: the wrong folder, or a "
+        "download of the config alone. Fix: give the folder that holds the weights."
+    )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors
-from actmat.checkpoints.model import Config, Model
+from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
 from actmat.experts.locate import OpenInput, has_factors, locate, require_model, stored_of
@@ -27,8 +27,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
-from actmat.identity.configs import compare_configs, listed
-from actmat.identity.entries import ABSENT
+from actmat.identity.agreement import Written, agree
 from actmat.linalg.scaling import FLOAT32_MAX
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ LIKE = (
     "Convert the base with llama.cpp's convert_hf_to_gguf.py (any type) and pass that file as --like: it gives names, "
     "metadata and tokenizer"
 )
+FIX = "give the GGUF file of the model's own base, or convert the output with llama.cpp's convert_hf_to_gguf.py"
 
 
 @dataclass(frozen=True)
@@ -83,35 +83,38 @@ def write_gguf(located: OpenInput, out: Path, *, like: str | None = None, type: 
         raise RecipeError(f"GGUF export needs --like, a GGUF file of the base. {LIKE}.")
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
-    with _pattern(like) as (pattern, config):
+    with _pattern(like) as (pattern, base):
         if isinstance(located, Adapter) and has_factors(located):
             if located.problems:
                 raise CheckpointError(f"{located.location} cannot be read as an adapter.", located.problems)
             return _write(out, pattern, _pieces_of_adapter(located, pattern, type), {"adapter": _alpha(located)})
         model = require_model(located)
-        _check_settings(model, config, like)
-        return _write(out, pattern, _pieces_of_model(model.tensors, pattern, type), {"file_type": FILE_TYPES[type]})
+        remarks = _remarks(model, base)
+        text = _write(out, pattern, _pieces_of_model(model.tensors, pattern, type), {"file_type": FILE_TYPES[type]})
+        return "\n".join((text, *remarks))
 
 
 @contextlib.contextmanager
-def _pattern(like: str) -> Iterator[tuple[GgufFile, Config | None]]:
-    """Open the pattern, and its config; only its header is read."""
+def _pattern(like: str) -> Iterator[tuple[GgufFile, Model]]:
+    """Open the pattern, and the model that it is; only its header is read."""
     with locate(like) as located:
         stored = getattr(stored_of(located).tensors, "stored", None)
         if not isinstance(stored, GgufFile):
             raise CheckpointError(f"{like}: --like is not a GGUF file. {LIKE}.")
-        yield stored, stored_of(located).config
+        yield stored, stored_of(located)
 
 
-def _check_settings(model: Model, config: Config | None, like: str) -> None:
-    """Raise for a model that computes otherwise than the metadata of the pattern say, which are copied."""
-    differences, _ = compare_configs(config or {}, {"the model": model.config or {}})
-    if changing := [d for d in differences if d.kind == "function" and ABSENT not in (d.base, d.expert)]:
-        raise AlignmentError(
-            f"{model.location} cannot be written with the metadata of {like}: {listed(changing, 'there')}. Likely "
-            "cause: the GGUF file of another base. Fix: give that of the model's own base, or convert the output with "
-            "llama.cpp's convert_hf_to_gguf.py"
-        )
+def _remarks(model: Model, base: Model) -> list[str]:
+    """Remarks on the model's settings and weights that the file will not have, as the pattern's metadata are copied.
+
+    Raises:
+        AlignmentError: the model computes otherwise than the metadata say, or its tokens are others.
+    """
+    agreed = agree([("base", base), ("model", model)], Written("file", files_from="base", fix=FIX))
+    if agreed.problems:
+        said = f"{model.location} cannot be written with the metadata of {base.location}"
+        raise AlignmentError(said, agreed.problems)
+    return [*(f"warning: {text}" for text in agreed.warnings), *(f"note: {text}" for text in agreed.notes)]
 
 
 def _pieces_of_model(tensors: Tensors, pattern: GgufFile, type: str) -> list[_Piece]:

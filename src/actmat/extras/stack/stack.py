@@ -16,10 +16,11 @@ from actmat.checkpoints.composed import Composed, whole
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer, stack_parts
 from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.resolve import commit_of
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_of
 from actmat.extras.stack.layers import Slice, restacked, without_layers
+from actmat.identity.agreement import Written, agree, label_names
 from actmat.identity.configs import compare_configs, listed
-from actmat.identity.inputs import compare_parts
+from actmat.layout.ties import is_output_head
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
@@ -84,8 +85,28 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
         merged=first.folder.merged,
         absent=tuple(dict.fromkeys(name for model in models for name in model.folder.absent)),
     )
-    warnings = compare_parts(first, parts[-1][0]) if len(models) > 1 else ()
+    warnings = [*_compare_parts(first, parts[-1][0]), *_lost_tensors(models, origins)] if len(models) > 1 else ()
     return Model(tensors, folder.noted(*warnings, severity="warning").noted(*_notes(models)))
+
+
+def _compare_parts(first: Model, last: Model) -> list[str]:
+    """Warnings on a stack, whose token table and files are those of its first part, and whose head is the last's."""
+    agreed = agree([("base", first), (last.location, last)], Written("stack", files_from="base"))
+    warnings = [*agreed.warnings, *agreed.notes]
+    words = f"table and files are those of the first part, and the output head is that of the last, '{last.location}'"
+    if agreed.problems:
+        warnings.append(f"{words}, which has other tokens in its rows: stack models of one vocabulary")
+    labels = [names for part in (first, last) if (names := label_names(part.config))]
+    if len(set(labels)) > 1:
+        warnings.append(f"{words}, whose rows have other labels: {first_of(labels[1])}")
+    return warnings
+
+
+def _lost_tensors(models: Sequence[Model], origins: Mapping[str, tuple[Model, str]]) -> list[str]:
+    """A warning on tensors of no layer that only parts have of which the stack takes none but layers."""
+    lost = [f"{n} ({m.location})" for m in models for n in m.specs if split_layer(n) is None and n not in origins]
+    text = "tensors that are neither in layers nor in the part that gives them are left out"
+    return [f"{text}: {first_of(lost)}"] if lost else []
 
 
 def _pinned(model: Model, location: str) -> str:
@@ -134,6 +155,13 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Model]) -> list[s
         listed = ", ".join(f"'{prefix}' in {location}" for prefix, location in stacks.items())
         problems.append(f"the layers have different names: {listed}. Likely cause: models of different architectures")
     problems += _disagreements(opened)
+    first, last = (opened[p.location] for p in (parts[0], parts[-1]))
+    heads = [n for n in first.specs if is_output_head(n)]
+    if heads and not any(map(is_output_head, last.specs)):
+        problems.append(
+            f"'{heads[0]}' is in {first.location} and not in {last.location}, whose table of tokens stands for it: the "
+            "stack would have no output head. Fix: save the last part with a head of its own"
+        )
     placed = [(opened[p.location], p) for p in parts]
     return problems if problems or placed[0][0].config is None else restacked(_slices(placed))[1]
 

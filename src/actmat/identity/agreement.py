@@ -1,0 +1,179 @@
+"""`agree`: everything of a command's inputs beside their tensors, compared; what it means for the output.
+
+Configs, labels, tokens, chat templates, settings and files follow the rule of weights; what differs is said or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from actmat.checkpoints.layer_names import is_before_layers, split_layer
+from actmat.checkpoints.model import CONFIG, Model
+from actmat.errors import first_of
+from actmat.experts.deltas import Deltas
+from actmat.identity.configs import FIX, InputAgreement, agree_configs, words_of
+from actmat.identity.files import FileAgreement, agree_files, unequal_keys
+from actmat.identity.inventory import Inventory
+from actmat.identity.templates import HEADER_TEMPLATE
+from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens
+from actmat.layout.ties import is_output_head
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What an output is, and what the user chose for it.
+
+    Args:
+        kind: a model in a folder; an adapter, which has no config of a model; a stack, which has the files of its first
+            part; or one file, whose header is that of the base.
+        config_from: whose entries of the config are written where they differ: 'base' or a label; None: not said.
+        files_from: whose tokenizer and settings are written; None: the experts' where they agree, else the base's.
+        kept: tensors that are copied from the base.
+        has_vocabulary: rows of token tables are taken by token.
+        fix: how a user resolves what differs, where no field of a recipe does.
+    """
+
+    kind: Literal["model", "adapter", "stack", "file"] = "model"
+    config_from: str | None = None
+    files_from: str | None = None
+    kept: Collection[str] = ()
+    has_vocabulary: bool = False
+    fix: str = ""
+
+
+def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: Written) -> InputAgreement:
+    """Compare the inputs of a command, and derive the output's config and files.
+
+    Args:
+        inputs: with their labels; the base first, labelled 'base', where there is one.
+        output: what is written.
+    """
+    reader = TokenReader()
+    every = [Inventory(label, model, reader) for label, model in inputs]
+    base = every[0] if every[0].label == "base" else None
+    experts = every if base is None else every[1:]
+    warnings = [text for expert in experts for text in expert.unread(base)]
+    agreed = InputAgreement()
+    if base is not None and output.kind != "stack":
+        agreed = _agree_models(base, experts, output)
+    files = FileAgreement()
+    if output.kind != "file" and (base is None or base.folder.files):
+        owner, coded = output.files_from, output.config_from or "base"
+        by_label = {i.label: i for i in every if i.source is not None}
+        is_model = output.kind == "model"
+        files = agree_files(by_label, owner, coded, is_new=output.has_vocabulary, is_model=is_model)
+    problems, notes = ([], []) if output.has_vocabulary else _tokens(every, output)
+    if TOKENIZER in files.taken and not problems:
+        notes = _tokens(every, replace(output, files_from=files.taken[TOKENIZER]))[1]
+    if base is None:
+        problems = [f"{p}; with --base and --to model" for p in problems]
+    notes = [*agreed.notes, *notes, *files.notes, *_header_notes(every, output)]
+    if output.kind == "adapter":
+        return InputAgreement(tuple(problems), (*agreed.problems, *notes), tuple(warnings), files=files.taken)
+    every_problem = (*agreed.problems, *problems)
+    return InputAgreement(every_problem, tuple(notes), tuple(warnings), agreed.configs, files.taken)
+
+
+def _agree_models(base: Inventory, experts: Sequence[Inventory], output: Written) -> InputAgreement:
+    """Configs and labels of a base and its experts."""
+    written = base.folder.written.get(CONFIG, base.config)
+    configs = [(expert.label, expert.config) for expert in experts]
+    agreed = agree_configs(written, configs, output.config_from, output.fix)
+    agreed = _with_labels(agreed, base, written, configs, output)
+    full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
+    if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
+        bare = ["the base"] if base.config is None else bare
+        note = f"no config.json of {first_of(bare)} is there to be compared. Fix: give the folder of the model"
+        agreed = replace(agreed, notes=(*agreed.notes, note))
+    return agreed
+
+
+def _header_notes(every: Sequence[Inventory], output: Written) -> list[str]:
+    """A note on settings of tokenizers that headers of weight files hold and that differ; they are written as one."""
+    settings = {i.label: dict(i.folder.header_settings()) for i in every}
+    if output.kind == "file":
+        settings |= {i.label: {HEADER_TEMPLATE: i.template} for i in every if i.template and not settings[i.label]}
+    holders = [(label, held) for label, held in settings.items() if held or output.kind == "file"]
+    (first, ours), *others = holders or [("", {})]
+    rows = [
+        f"{key} ('{label}')"
+        for label, theirs in others
+        for key in unequal_keys({k: v for k, v in ours.items() if len(theirs) > 1 or k in theirs}, theirs)
+    ]
+    return [f"headers differ in {first_of(rows)}: those of {words_of(first)} are written"] if rows else []
+
+
+def _with_labels(
+    agreed: InputAgreement,
+    base: Inventory,
+    written: Mapping[str, Any] | None,
+    configs: Sequence[tuple[str, Mapping[str, Any] | None]],
+    output: Written,
+) -> InputAgreement:
+    """The comparison with that of labels; those of an expert are written if its entries are, or the base has none."""
+    take = output.config_from
+    named = {label: names for label, config in (("base", base.config), *configs) if (names := label_names(config))}
+    first = "base" if "base" in named else next(iter(named), "")
+    sizes = ((n := len(named.get(first, ()))), n + 1)  # detectors have a row for "no object", and a head per layer
+    rows = [n for n, s in base.model.specs.items() if s.shape and s.shape[0] in sizes and n not in output.kept]
+    heads = [
+        n for n in rows if re.search("class|score|label", n) or (split_layer(n) is None and not is_before_layers(n))
+    ]
+    if not heads or set(named) <= {"base"}:
+        return agreed
+    owner = take if take in named or take == "base" else first
+    if owner != "base" and named[owner] != named.get("base"):
+        labels = {k: v for k, v in (dict(configs)[owner] or {}).items() if k in ("id2label", "label2id")}
+        config = {**(agreed.configs.get(CONFIG) or written or {}), **labels}
+        agreed = replace(agreed, configs={**agreed.configs, CONFIG: config})
+    if len(set(named.values())) < 2:
+        return agreed
+    listed = "; ".join(f"{words_of(label)}: {first_of(names, 4)}" for label, names in named.items())
+    text = f"config.json: id2label differs, so that rows of the head mean other labels ({listed})"
+    if take is not None:
+        return replace(agreed, notes=(*agreed.notes, f"{text}; written as in {words_of(owner)} (config_from)"))
+    every = re.sub(r"\.\d+\.", ".*.", heads[0]).rpartition(".")[0] + ".*"
+    problem = (
+        f"{text}: '{heads[0]}' cannot be merged row by row. Fix: give experts whose labels have one order, keep the "
+        f"base's head (--keep '{every}'), or merge it all the same: {FIX}"
+    )
+    return replace(agreed, problems=(*agreed.problems, problem))
+
+
+def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """Names of a classifier's labels, in the order of its rows; None without any, or for generic names.
+
+    >>> label_names({"id2label": {"1": "pos", "0": "neg"}}), label_names({"id2label": {"0": "LABEL_0"}})
+    (('neg', 'pos'), None)
+    >>> label_names({"label2id": {"pos": 1, "neg": 0}})
+    ('neg', 'pos')
+    """
+    names, rows = ((config or {}).get(key) for key in ("id2label", "label2id"))
+    if names is None and isinstance(rows, Mapping):
+        names = {str(row): name for name, row in rows.items()}
+    if not isinstance(names, Mapping) or not all(str(k).isdecimal() and len(str(k)) < 9 for k in names):
+        return None
+    in_order = tuple(str(names[k]) for k in sorted(names, key=lambda k: int(str(k))))
+    return None if not in_order or in_order == tuple(f"LABEL_{i}" for i in range(len(in_order))) else in_order
+
+
+def _tokens(every: Sequence[Inventory], output: Written) -> tuple[list[str], list[str]]:
+    """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared."""
+    base = every[0] if every[0].label == "base" and output.kind != "stack" else None
+    rows, kept = MOST_ROWS, False
+    if base is not None:
+        if not (tables := base.tables()) or len(every) < 2:
+            return [], []
+        rows = max(base.model.specs[n].shape[0] for n in tables)
+        heads = [n for n, s in base.model.specs.items() if is_output_head(n) and s.shape[:1] == (rows,)]
+        kept = all(n in output.kept for n in (*tables, *heads))
+    notes: list[str] = []
+    inputs: list[TokenInput] = []
+    for item in every:
+        if base is None or item.is_adapter or rows in {item.model.specs[n].shape[0] for n in item.tables()}:
+            inputs += item.tokens(notes)
+    problems, remarks = compare_tokens(inputs, output.files_from or "base", rows, merged=not kept, fix=output.fix)
+    return problems, [*remarks, *notes]
