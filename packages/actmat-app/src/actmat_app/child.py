@@ -98,15 +98,15 @@ def _plan(job: Job, told: Told) -> Result:
 
     fields = {name: value for name, value in _fields(job).items() if name not in INPUT_FIELDS}
     data = fields.pop("data", None)
-    html = plan_html(actmat.plan(**fields))
+    plan = actmat.plan(**fields)
     if data is None:
-        return {"html": html}
+        return {"html": plan_html(plan)}
     from actmat.extras.tune.sources import InputSettings
     from actmat.extras.tune.with_inputs import plan_inputs
     from actmat.recipe.arguments import make_arguments
 
     recipe, _ = make_arguments(fields.pop("base"), fields.pop("experts"), fields)
-    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings())) + html}
+    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings()))}
 
 
 def _merge(job: Job, told: Told) -> Result:

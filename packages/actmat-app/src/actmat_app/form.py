@@ -39,7 +39,7 @@ def recipe_fields(
             one per line, or a file with prompts.
 
     Raises:
-        RecipeError: a field is too long, or is not YAML.
+        RecipeError: a field is too long, or is not YAML; or prompts for a single file.
     """
     if sum(len(text) for text in (base, more, *rows) if isinstance(text, str)) > LONGEST:
         raise RecipeError(f"The form is too long: expected at most {LONGEST} characters.")
@@ -58,6 +58,8 @@ def recipe_fields(
         fields["experts"].append(expert)
         if lines := [line.strip() for line in str(prompts or "").splitlines() if line.strip()]:
             data[ExpertRef(**expert).label] = lines if len(lines) > 1 else lines[0]
+    if data and kind == FILE:
+        raise RecipeError("A merge by prompts is run from its folder, found a single file. Fix: no prompts, or Adapter.")
     fields |= {"data": data} if data else {}
     if "output" not in added and (kind in (MODEL, ADAPTER) or rank):
         fields |= {"to": MODEL.lower() if kind == MODEL else ADAPTER.lower()} | ({"rank": rank} if rank else {})

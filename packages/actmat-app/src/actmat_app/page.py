@@ -144,13 +144,13 @@ def _results(jobs: Jobs) -> list[Any]:
     For visitors no event runs a model or writes a file of a name of theirs.
     """
     local, out = jobs.limits is None, gr.State("")
-    with gr.Column(visible=False) as results, gr.Tabs():
-        with gr.Tab("Try a prompt", visible=False) as trying:
+    with gr.Tabs(visible=False) as results:
+        with gr.Tab("Try a prompt", visible=False, id="try") as trying:
             if local:
                 _try(jobs, out)
-        with gr.Tab("Copy code"):
-            python = gr.Code(label="Python", language="python", lines=3, wrap_lines=True)
-            vllm = gr.Code(label="vLLM", language="shell", lines=1, wrap_lines=True)
+        with gr.Tab("Copy code", id="code"):
+            python = gr.Code(label="Python", language="python", lines=3, wrap_lines=True, show_line_numbers=False)
+            vllm = gr.Code(label="vLLM", language="shell", lines=1, wrap_lines=True, show_line_numbers=False)
             use = gr.HTML()
         if local:
             with gr.Tab("GGUF"):
@@ -167,11 +167,12 @@ def _result_values(done: Mapping[str, Any]) -> list[Any]:
     if not done:
         return [gr.update(visible=False), gr.update(visible=False), *[gr.skip()] * 7]
     page = Path(done["page"]) if done["page"] else None
+    can_run = "archive" not in done and not done["out"].endswith(SUFFIX)
     return [
         gr.update(visible="archive" in done, value=done.get("archive")),
-        gr.update(visible=True),
+        gr.update(visible=True, selected="try" if can_run else "code"),
         done["out"],
-        gr.update(visible="archive" not in done and not done["out"].endswith(SUFFIX)),
+        gr.update(visible=can_run),
         gr.update(visible=bool(done["python"]), value=done["python"]),
         gr.update(visible=bool(done["vllm"]), value=done["vllm"]),
         done["use"],
@@ -182,7 +183,7 @@ def _result_values(done: Mapping[str, Any]) -> list[Any]:
 
 def _try(jobs: Jobs, out: Any) -> None:
     """Add the fields of a prompt that the merge, its experts and its base answer."""
-    prompt = gr.Textbox(label="Prompt", info="Answered by the merge, the experts and the base", max_lines=8)
+    prompt = gr.Textbox(label="Prompt", placeholder="for the merge, the experts and the base", max_lines=4)
     ask, answers = gr.Button("Ask"), gr.HTML()
 
     def show_answers(out: str, prompt: str, request: gr.Request) -> Iterator[str]:
