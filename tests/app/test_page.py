@@ -110,13 +110,15 @@ def press(screen: Any, button: str, text: str) -> str:
     return str(shown.inner_text())
 
 
+SCROLLING = "[...document.querySelectorAll('html, .am, .am table')].filter(e => e.scrollWidth > e.clientWidth).length"
+
+
 def clipped(screen: Any) -> list[int]:
-    """Widths at which the page scrolls sideways."""
+    """Widths at which the page or a table scrolls sideways."""
     wide = []
     for width in WIDTHS:
         screen.set_viewport_size({"width": width, "height": 900})
-        if screen.evaluate("document.documentElement.scrollWidth") > width:
-            wide.append(width)
+        wide += [width] if screen.evaluate(SCROLLING) else []
     return wide
 
 

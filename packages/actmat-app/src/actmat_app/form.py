@@ -59,7 +59,7 @@ def recipe_fields(
         if lines := [line.strip() for line in str(prompts or "").splitlines() if line.strip()]:
             data[ExpertRef(**expert).label] = lines if len(lines) > 1 else lines[0]
     if data and kind == FILE:
-        raise RecipeError("A merge by prompts is run from its folder, found a single file. Fix: no prompts, or Adapter.")
+        raise RecipeError("A merge by prompts runs from its folder, found Single file. Fix: Automatic, or no prompts.")
     fields |= {"data": data} if data else {}
     if "output" not in added and (kind in (MODEL, ADAPTER) or rank):
         fields |= {"to": MODEL.lower() if kind == MODEL else ADAPTER.lower()} | ({"rank": rank} if rank else {})

@@ -17,7 +17,10 @@ from actmat_app.jobs import Events, Jobs
 from actmat_app.view import error_html, frame_html, progress_html
 
 TITLE = "Merge models"
-LOCAL = "Folders, files, hub ids or URLs. Works for full models and for LoRA adapters."
+LOCAL = (
+    "Full models or LoRA adapters: folders, files, hub ids or URLs; `NAME=` before an expert names it. Adapters need no "
+    "base. With prompts of each task, best eight, the merge is made for them, and says how many answers it kept."
+)
 SERVED = "Public hub repositories with safetensors: at most {} experts, {} in total."
 MOST_EXPERTS = 16
 """Rows of the local page."""
@@ -62,13 +65,14 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
             gr.LoginButton()  # at the top, because signing in reloads the page
         experts = _experts(MOST_EXPERTS if limits is None else limits.max_experts, local=limits is None)
         with gr.Row():
-            base = gr.Textbox(label="Base", placeholder="org/base; adapters need none", scale=3)
+            base = gr.Textbox(label="Base", placeholder="org/name", scale=3)
             output = gr.Textbox(label="Output", placeholder="merged", visible=limits is None, scale=2)
             kind = gr.Radio(KINDS, value=AUTOMATIC, label="Kind of output", visible=limits is None, scale=5)
         form = [base, kind, *_options(methods), *experts]
         with gr.Row():
-            plan, merge = gr.Button("Plan"), gr.Button("Merge", variant="primary")
-            stop = gr.Button("Stop")
+            plan = gr.Button("Plan", min_width=80)
+            merge = gr.Button("Merge", variant="primary", min_width=80)
+            stop = gr.Button("Stop", min_width=80)
         shown = gr.HTML(elem_id="am-shown")
         download = gr.DownloadButton("Download", visible=False)
         outputs = [shown, download, *_results(jobs)]
@@ -105,7 +109,7 @@ def _experts(most: int, *, local: bool) -> list[Any]:
     for number in range(most):
         with gr.Row(visible=number < SHOWN_EXPERTS) as row:
             fields += [
-                gr.Textbox(label="Expert", placeholder="org/model, a folder or a file; NAME=PATH", scale=5),
+                gr.Textbox(label="Expert", placeholder="org/name, folder or file", scale=5),
                 gr.Number(1.0, label="Weight", scale=1, min_width=90),
                 gr.Textbox(label="Prompts", placeholder="one per line, or a file", max_lines=4, scale=5, visible=local),
             ]
