@@ -110,15 +110,16 @@ def press(screen: Any, button: str, text: str) -> str:
     return str(shown.inner_text())
 
 
-SCROLLING = "[...document.querySelectorAll('html, .am, .am table')].filter(e => e.scrollWidth > e.clientWidth).length"
+SCROLLING = """[...document.querySelectorAll('html, .am, .am table')].filter(e => e.scrollWidth > e.clientWidth)
+               .map(e => `${e.scrollWidth} > ${e.clientWidth}: ${e.outerHTML.slice(0, 300)}`)"""
 
 
-def clipped(screen: Any) -> list[int]:
-    """Widths at which the page or a table scrolls sideways."""
+def clipped(screen: Any) -> list[str]:
+    """Parts that scroll sideways, at any of `WIDTHS`: the page and tables."""
     wide = []
     for width in WIDTHS:
         screen.set_viewport_size({"width": width, "height": 900})
-        wide += [width] if screen.evaluate(SCROLLING) else []
+        wide += screen.evaluate(SCROLLING)
     return wide
 
 

@@ -18,8 +18,8 @@ from actmat_app.view import error_html, frame_html, progress_html
 
 TITLE = "Merge models"
 LOCAL = (
-    "Full models or LoRA adapters: folders, files, hub ids or URLs; `NAME=` before an expert names it. Adapters need no "
-    "base. With prompts of each task, best eight, the merge is made for them, and says how many answers it kept."
+    "Full models or LoRA adapters: folders, files, hub ids or URLs; `NAME=` before an expert names it. Adapters need "
+    "no base. With prompts of each task, best eight, the merge is made for them, and says how many answers it kept."
 )
 SERVED = "Public hub repositories with safetensors: at most {} experts, {} in total."
 MOST_EXPERTS = 16
