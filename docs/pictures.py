@@ -32,10 +32,15 @@ def take() -> None:
         actmat.merge(base, experts, out="merged", diagnose=True)
         _shoot(Path("merged/report.html").absolute().as_uri(), "report.png")
         page = build(Jobs(), [])
-        values = {"Base": base, "Experts": "\n".join(experts), "Output": "merged"}
+        places = iter(experts)
+        values = {"Base": base, "Output": "merged"}
         for block in page.blocks.values():
-            block.value = values.get(str(getattr(block, "label", "")), getattr(block, "value", None))
-            if getattr(block, "elem_id", None) == "am-shown":
+            label = str(getattr(block, "label", ""))
+            if label == "Expert":
+                block.value = next(places, "")
+            elif label in values:
+                block.value = values[label]
+            elif getattr(block, "elem_id", None) == "am-shown":
                 block.value = str(plan_html(actmat.plan(base, experts)))
         page.launch(prevent_thread_lock=True, quiet=True, **SHOWN)
         _shoot(page.local_url, "ui.png")

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.family import family
 from tests.helpers.hub import HubStandIn, served
 from tests.helpers.hub_uploads import Uploads
 
 from actmat_app import jobs as module
 from actmat_app.jobs import Jobs
 from actmat_app.limits import Limits
+
+__all__ = ["family"]
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 SECRET = "hf_secret-of-the-visitor"
@@ -32,6 +35,18 @@ def save_lora(folder: Path, seed: int, module: str = "model.layers.0.self_attn.q
               "base_model_name_or_path": "org/base", "task_type": "CAUSAL_LM"}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(fields | config))
     return 2.0 * (b.double() @ a.double())
+
+
+LAYER = "lora_unet_double_blocks_0_img_attn_proj"
+"""Module of an image model."""
+
+
+def save_image_lora(file: Path, value: float) -> Path:
+    """A LoRA file of rank 2 in kohya's names, whose delta is `2 * value` everywhere."""
+    down, up = torch.ones(2, 8), torch.full((8, 2), value)
+    alpha = torch.tensor(2.0)
+    save_file({f"{LAYER}.lora_down.weight": down, f"{LAYER}.lora_up.weight": up, f"{LAYER}.alpha": alpha}, file)
+    return file
 
 
 World = tuple[HubStandIn, dict[str, torch.Tensor]]

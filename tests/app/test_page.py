@@ -1,4 +1,4 @@
-"""The page itself, where Gradio is installed: who may open it, and a merge through its own requests."""
+"""The page itself, where Gradio is installed: who may open it; driven in Chromium, where playwright is installed."""
 
 import importlib.util
 import json
@@ -9,13 +9,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.app.conftest import SECRET
-from tests.helpers.merging import Family
+from safetensors.torch import load_file
+from tests.app.conftest import LAYER, SECRET, save_image_lora
+from tests.helpers.browser import browser
+from tests.helpers.family import TEXTS
 
 if importlib.util.find_spec("gradio") is None:
     pytest.skip("Gradio is not installed: pip install 'gradio>=6.31'", allow_module_level=True)
@@ -32,17 +34,6 @@ class Opener:
         body = None if data is None else json.dumps(data).encode()
         given = {"Cookie": self.cookie, "Content-Type": "application/json", **headers}
         return urllib.request.urlopen(urllib.request.Request(self.url + path, body, given), timeout=60)
-
-    def click(self, button: int, *values: Any) -> list[Any]:
-        """Press a button and wait for the values that it sets."""
-        job = {"data": list(values), "fn_index": button, "session_hash": "me"}
-        self("gradio_api/queue/join", job).read()
-        for line in self("gradio_api/queue/data?session_hash=me"):
-            said = json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else {}
-            if said.get("msg") == "process_completed":
-                assert said["success"], said
-                return list(said["output"]["data"])
-        raise AssertionError("the page gave no answer")
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +63,108 @@ def test_only_the_one_with_the_token_opens_the_page(page: Opener) -> None:
         page(f"?token={page.token}", Cookie="")
 
 
-def test_a_merge_through_the_page(page: Opener, tmp_path: Path) -> None:
-    family = Family.make(tmp_path, layers=1)
-    with page("config") as answer:
-        config = json.load(answer)
-    buttons = {d["api_name"]: d["id"] for d in config["dependencies"]}
-    assert {d["api_visibility"] for d in config["dependencies"]} == {"private"}
-    form = [str(family.base), "\n".join(map(str, family.experts)), "auto", 1, 0, "", ""]
-    assert "auto: actmat_ridge" in page.click(buttons["show_plan"], *form)[0]
-    said, _, frame, report, out = page.click(buttons["show_merge"], str(family.out), *form)
-    assert out == str(family.out)
-    assert "finished in" in said
-    assert frame["visible"]
-    assert "&lt;title&gt;" in report
-    assert 'sandbox="allow-scripts"' in report
-    said, *_ = page.click(buttons["show_merge"], "", *form)
-    assert "No output given" in said
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update")  # fmt: skip
+WIDTHS = (1280, 390)
+"""Of a laptop and a telephone, in pixels."""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    driving = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    place = browser()
+    if place is None:
+        pytest.skip("no Chromium is installed")
+    with driving.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=place, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def screen(page: Opener, chromium: Any) -> Iterator[Any]:
+    """The page in a browser whose console stays silent."""
+    screen, said = chromium.new_page(viewport={"width": WIDTHS[1], "height": 900}), []
+    screen.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    screen.set_default_timeout(200_000)
+    screen.goto(f"{page.url}?token={page.token}")
+    yield screen
+    assert not said
+    screen.close()
+
+
+def fill(screen: Any, experts: Sequence[tuple[str, str]], **fields: Any) -> None:
+    """Fill in a row per expert, its place and its prompts, and fields by their labels."""
+    for number, (place, prompts) in enumerate(experts):
+        screen.get_by_label("Expert").nth(number).fill(place)
+        screen.get_by_label("Prompts").nth(number).fill(prompts)
+    for label, text in fields.items():
+        screen.get_by_label(label, exact=True).fill(str(text))
+
+
+def press(screen: Any, button: str, text: str) -> str:
+    """Press a button, wait for a text in the result, and return the result."""
+    screen.get_by_role("button", name=button, exact=True).click()
+    shown = screen.locator("#am-shown")
+    shown.get_by_text(text).first.wait_for()
+    return str(shown.inner_text())
+
+
+SCROLLING = """[...document.querySelectorAll('html, .am, .am table')].filter(e => e.scrollWidth > e.clientWidth)
+               .map(e => `${e.scrollWidth} > ${e.clientWidth}: ${e.outerHTML.slice(0, 300)}`)"""
+
+
+def clipped(screen: Any) -> list[str]:
+    """Parts that scroll sideways, at any of `WIDTHS`: the page and tables."""
+    wide = []
+    for width in WIDTHS:
+        screen.set_viewport_size({"width": width, "height": 900})
+        wide += screen.evaluate(SCROLLING)
+    return wide
+
+
+def test_adapters_are_planned_merged_by_prompts_and_tried(screen: Any, family: Path, tmp_path: Path) -> None:
+    rows = [(f"{name}={family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
+    fill(screen, [("nobody", ""), rows[0]], Base=family / "base", Output=tmp_path / "merged")
+    screen.get_by_role("button", name="Add an expert").click()
+    screen.get_by_label("Expert").nth(2).fill(rows[1][0])
+    screen.get_by_label("Prompts").nth(2).fill("x = 1\nwhile x")
+    screen.get_by_role("button", name="Remove").first.click()
+    screen.get_by_label("Expert").nth(2).wait_for(state="hidden")
+    assert [screen.get_by_label("Expert").nth(n).input_value() for n in range(2)] == [place for place, _ in rows]
+    assert "code: 2 inputs measured" in press(screen, "Plan", "inputs measured")
+    said = press(screen, "Merge", "finished in")
+    assert said.index("answers") < said.index("finished in") < said.index("Notes")
+    screen.get_by_role("tab", name="Try a prompt").click()
+    screen.get_by_label("Prompt", exact=True).fill("w3 w4 w5")
+    screen.get_by_role("button", name="Ask").click()
+    screen.locator(".am-answers").wait_for()
+    assert screen.locator(".am-answers b").all_inner_texts() == ["the merge", *TEXTS, "the base"]
+    screen.get_by_role("tab", name="Copy code").click()
+    screen.get_by_text("PeftModel.from_pretrained").wait_for()
+    assert clipped(screen) == []
+    assert (tmp_path / "merged" / "adapter_config.json").is_file()
+
+
+def test_files_of_an_image_model_become_one_file(screen: Any, tmp_path: Path) -> None:
+    files = [save_image_lora(tmp_path / f"{name}.safetensors", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    fill(screen, [(str(file), "") for file in files], Output=tmp_path / "merged")
+    screen.get_by_label("Single file").check()
+    assert "Is it good?" not in press(screen, "Merge", "finished in")
+    screen.get_by_text("ComfyUI/models/loras/").wait_for()
+    assert screen.get_by_role("tab", name="Try a prompt").count() == 0
+    assert float(load_file(tmp_path / "merged.safetensors")[f"{LAYER}.alpha"]) > 0
+    assert clipped(screen) == []
+
+
+def test_a_merge_stops_and_errors_say_how_to_go_on(screen: Any, family: Path, tmp_path: Path) -> None:
+    experts = [(f"{family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
+    fill(screen, experts, Base=family / "base")
+    assert "Fix: fill in the field 'Output'" in press(screen, "Merge", "No output given")
+    fill(screen, (), Output=tmp_path / "merged")
+    press(screen, "Merge", "starting")
+    assert "finished" not in press(screen, "Stop", "Stopped.")
+    assert not (tmp_path / "merged").exists()
 
 
 SIGNED_IN = f"""
@@ -104,12 +181,12 @@ class Recorded(Jobs):
 
 gradio.routes.attach_oauth = lambda app: None  # it wants a Space around it
 found = {{f.fn.__name__: f for f in build(Recorded(Limits()), []).fns.values() if f.fn is not None}}
-assert "compare" not in found
+assert not {{"show_answers", "export"}} & {{*found}}
 assert {{found[n].concurrency_id for n in ("show_plan", "show_merge", "push_signed_in")}} == {{"job"}}
 assert SHOWN["run_history"] is False
 request, signed_in = gradio.Request(session_hash="v"), gradio.OAuthToken(token="{SECRET}", scope="", expires_at=0)
 for token, who in (("", signed_in), ("own", signed_in), ("", None)):
-    said, emptied = found["push_signed_in"].fn("out", "me/a", token, False, request, who)
+    *_, (said, emptied) = found["push_signed_in"].fn("out", "me/a", token, False, request, who)
     assert "No." in said and emptied == ""
 """
 

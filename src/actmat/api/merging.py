@@ -62,7 +62,8 @@ def merge(
             expert writes prompts itself ("self": all do). The merge is made for them, and `answers` of the report says
             what it kept. Needs `out`. Experts in memory are then models of transformers, which run as they are, with
             the tokenizer of the folder that they were loaded from.
-        progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
+        progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere. Of a
+            merge by inputs, only a `TuneProgress` hears: of its stages.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
             ...; see `settings.RunSettings`); `check`, like `data`, but only to compare
@@ -84,7 +85,8 @@ def merge(
     if data or asked.get("check"):
         from actmat.extras.tune.with_inputs import merge_by_arguments
 
-        return merge_by_arguments(recipe, settings, data or {}, asked, inputs.modules)
+        asked["as_adapter"] = not {"output", "to"} & fields.keys()
+        return merge_by_arguments(recipe, settings, data or {}, asked, inputs.modules, progress)
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]

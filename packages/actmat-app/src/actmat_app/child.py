@@ -5,52 +5,77 @@ A separate process can be stopped like a command, and has its own memory and, fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from actmat.progress import NoProgress, tensors_to_do
+from actmat.extras.tune.progress import MergingProgress, TuneProgress
+from actmat_app.form import SUFFIX
 
 if TYPE_CHECKING:
-    from actmat.planning import MergePlan
+    from actmat.extras.serving import Serving
 
-INTERVAL_S = 0.2
-"""Minimum seconds between two progress lines."""
+INTERVAL_S = 0.5
+"""Seconds between two lines about an unchanged stage."""
 
 Tell = Callable[..., None]
 Job = Mapping[str, Any]
+Result = dict[str, Any]
 
 
-class Told(NoProgress):
-    """Reports the progress of a merge; implements `actmat.progress.Progress`."""
+class Told(TuneProgress):
+    """Reports the stage of a job: when it begins, and then at intervals."""
 
     def __init__(self, tell: Tell) -> None:
-        self._tell, self._lock = tell, threading.Lock()
-        self._done, self._total, self._last = 0, 1, 0.0
+        self._tell, self._began = tell, time.monotonic()
+        self._stage, self._parts, self._total, self._stage_began = "", 0, 0, self._began
 
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Report the amount of work."""
-        self._total, self._done = tensors_to_do(plans, resumed)
-        self.count(self._done, self._total)
+    def doing(self, what: str, total: int = 0) -> None:
+        """Report a stage of so many parts."""
+        self._stage, self._parts, self._total, self._stage_began = what, 0, total, time.monotonic()
+        self.report()
 
-    def tensor(self, name: str, nbytes: int) -> None:
-        """Count a tensor."""
-        with self._lock:
-            self._done += 1
-            self.count(self._done, self._total)
+    def done(self, parts: int) -> None:
+        """Note the parts that are done, for the next report."""
+        self._parts = parts
 
-    def count(self, done: int, total: int) -> None:
-        """Report the number of finished tensors at intervals."""
-        if time.monotonic() - self._last >= INTERVAL_S or done == total:
-            self._last = time.monotonic()
-            self._tell("progress", done=done, total=total)
+    def report(self) -> None:
+        """Report the stage, the seconds since the job began, and, where it can be said, those left of the stage."""
+        from actmat_app.view import progress_html
+
+        each = (time.monotonic() - self._stage_began) / self._parts if self._parts else None
+        left = None if each is None else each * (self._total - self._parts)
+        self._tell("progress", html=progress_html(self._stage, self._parts, self._total, left, self.spent))
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the job began."""
+        return time.monotonic() - self._began
+
+    @contextlib.contextmanager
+    def regularly(self) -> Iterator[None]:
+        """Report at intervals until the block ends."""
+        ended = threading.Event()
+
+        def repeat() -> None:
+            while not ended.wait(INTERVAL_S):
+                self.report()
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def _fields(job: Job) -> Mapping[str, Any]:
@@ -66,48 +91,91 @@ def _fields(job: Job) -> Mapping[str, Any]:
     return fields
 
 
-def _plan(job: Job, tell: Tell) -> None:
+def _plan(job: Job, told: Told) -> Result:
     import actmat
     from actmat.api.merging import INPUT_FIELDS
     from actmat_app.view import lines_html, plan_html
 
     fields = {name: value for name, value in _fields(job).items() if name not in INPUT_FIELDS}
-    if (data := fields.pop("data", None)) is None:
-        return tell("done", html=plan_html(actmat.plan(**fields)))
+    data = fields.pop("data", None)
+    plan = actmat.plan(**fields)
+    if data is None:
+        return {"html": plan_html(plan)}
     from actmat.extras.tune.sources import InputSettings
     from actmat.extras.tune.with_inputs import plan_inputs
     from actmat.recipe.arguments import make_arguments
 
     recipe, _ = make_arguments(fields.pop("base"), fields.pop("experts"), fields)
-    return tell("done", html=lines_html(plan_inputs(recipe, data, {}, InputSettings())))
+    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings()))}
 
 
-def _merge(job: Job, tell: Tell) -> None:
+def _merge(job: Job, told: Told) -> Result:
     import actmat
-    from actmat_app.view import merged_html
+    from actmat_app.view import merged_html, notes_html
 
-    measured = not job["out"].endswith(".safetensors")  # a single file holds no report
-    report = actmat.merge(**{"diagnose": measured, **_fields(job), "out": job["out"]}, progress=Told(tell))
-    page = Path(report.out) / "report.html"
-    tell("done", html=merged_html(report), out=str(report.out), page=str(page) if page.is_file() else "")
+    fields = _fields(job)
+    is_file = job["out"].endswith(SUFFIX)  # it holds no report
+    progress = told if fields.get("data") else MergingProgress(told, "merging")
+    report = actmat.merge(**{"diagnose": not is_file, **fields, "out": job["out"]}, progress=progress)
+    page, code = Path(report.out) / "report.html", _loading_commands(str(report.out))
+    return {
+        "html": merged_html(report, told.spent),
+        "out": str(report.out),
+        "page": str(page) if page.is_file() else "",
+        "python": "\n".join(code.python),
+        "vllm": code.vllm,
+        "use": notes_html(code.notes),
+    }
 
 
-def _compare(job: Job, tell: Tell) -> None:
-    from actmat.extras.pages.comparison import compare
-    from actmat_app.view import compared_html
+def _loading_commands(out: str) -> Serving:
+    """Commands that load an output; without any, the reason is its note."""
+    from actmat.errors import CheckpointError
+    from actmat.extras.serving import Serving, serving_commands
 
-    found = compare(job["first"], job["second"], progress=Told(tell).count)
-    tell("done", html=compared_html(found))
+    try:
+        return serving_commands(out)
+    except CheckpointError as error:
+        return Serving((), "", (str(error),))
 
 
-def _push(job: Job, tell: Tell) -> None:
+def _try(job: Job, told: Told) -> Result:
+    from actmat.extras.collect.outputs import recipe_of_output
+    from actmat.extras.models.loading import load_model
+    from actmat.extras.tune.trying import answer
+    from actmat_app.view import answers_html
+
+    recipe = recipe_of_output(job["out"])
+    places, base, answers = {"the merge": job["out"]}, recipe.base, {}
+    places |= {expert.label: expert.path for expert in recipe.experts}
+    told.doing("asking", len(places) + 1)
+    for name, place in places.items():
+        loaded = load_model(place, adapters_base=base or None)
+        base = base or (str(loaded.checkpoint) if loaded.adapter else "")
+        answers[name] = answer(loaded, job["prompt"], new_tokens=job["new_tokens"])
+        told.done(len(answers))
+    if base:
+        answers["the base"] = answer(load_model(base), job["prompt"], new_tokens=job["new_tokens"])
+    return {"html": answers_html(answers)}
+
+
+def _export(job: Job, told: Told) -> Result:
+    import actmat
+    from actmat_app.view import notes_html
+
+    return {"html": notes_html([actmat.export(job["out"], out=job["file"], to="gguf", **job["options"])])}
+
+
+def _push(job: Job, told: Told) -> Result:
     import actmat
     from actmat_app.view import pushed_html
 
-    tell("done", html=pushed_html(actmat.push(job["out"], job["repo"], public=job["public"])))
+    return {"html": pushed_html(actmat.push(job["out"], job["repo"], public=job["public"]))}
 
 
-JOBS = {"plan": _plan, "merge": _merge, "compare": _compare, "push": _push}
+JOBS = {"plan": (_plan, "reading the inputs"), "merge": (_merge, "reading the inputs"), "try": (_try, "loading"),
+        "export": (_export, "writing"), "push": (_push, "sending")}  # fmt: skip
+"""Name of a job -> its function and its first stage."""
 
 
 def main() -> None:
@@ -123,13 +191,16 @@ def main() -> None:
 
     def tell(event: str, **fields: Any) -> None:
         text = json.dumps({"event": event, **fields})
-        lines.write((text.replace(token, "***") if token else text) + "\n")
+        lines.write((text.replace(token, "***") if token else text) + "\n")  # one call: threads do not mix
 
     from actmat.errors import MergeError, memory_errors
 
     try:
-        with memory_errors():
-            JOBS[job["do"]](job, tell)
+        (do, stage), told = JOBS[job["do"]], Told(tell)
+        told.doing(stage)
+        with memory_errors(), told.regularly():
+            result = do(job, told)
+        tell("done", **result)
     except MergeError as error:
         tell("failed", headline=error.headline, problems=[*error.problems, *getattr(error, "__notes__", ())])
     except KeyboardInterrupt as stop:

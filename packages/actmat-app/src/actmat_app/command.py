@@ -21,7 +21,7 @@ def ui(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Open a page to plan, merge, compare and push.
+    """Open a page to plan, merge, try and push.
 
     Only this machine can open the page, at an address with a secret token.
     Ctrl-C ends it; a running merge stops and keeps its finished tensors.

@@ -6,55 +6,75 @@ from typing import Any
 
 from actmat.cli.flags import experts_of
 from actmat.errors import RecipeError
+from actmat.recipe.experts import ExpertRef
 from actmat.recipe.text import UnreadableError, parse_yaml
 
 LONGEST = 20_000
 """Maximum number of characters in all fields together."""
 
+AUTOMATIC, MODEL, ADAPTER, FILE = "Automatic", "Model", "Adapter", "Single file"
+KINDS = (AUTOMATIC, MODEL, ADAPTER, FILE)
+"""Kinds of output; automatic: a model if there is a base, else an adapter."""
+
+SUFFIX = ".safetensors"
+
 
 def recipe_fields(
-    base: str, experts: str, method: str, scale: float, rank: float, more: str, inputs: str = ""
+    base: str | None, kind: str, method: str, scale: float, rank: float, more: str | None, *rows: str | float | None
 ) -> dict[str, Any]:
-    r"""Arguments of `actmat.plan`.
+    r"""Arguments of `actmat.plan`. Fields that the page has not shown yet are None.
 
-    >>> recipe_fields("base", "math 0.7\nc=my code", "auto", 1, 0, "seed: 1")["experts"]
-    [{'path': 'math', 'weight': 0.7}, {'path': 'my code', 'name': 'c'}]
+    >>> fields = recipe_fields("base", "Adapter", "auto", 1, 0, "seed: 1", "math", 0.7, "", "c=my code", 1, "x =\ny")
+    >>> fields["experts"], fields["data"], fields["to"]
+    ([{'path': 'math', 'weight': 0.7}, {'path': 'my code', 'name': 'c'}], {'c': ['x =', 'y']}, 'adapter')
 
     Args:
         base: location; empty: adapters are merged into an adapter.
-        experts: one location per line, optionally with `NAME=` before it and a weight after it.
+        kind: one of `KINDS`.
         method: a method, or auto.
         scale: factor of the merged delta.
         rank: rank of an adapter to write; 0: the rank of the inputs.
         more: YAML with other recipe fields or run settings, which take precedence.
-        inputs: inputs of each expert by its name, one per line: `NAME=` and a prompt or a file.
+        rows: of each expert its location, possibly with `NAME=` before it, its weight (1: not given), and its prompts,
+            one per line, or a file with prompts.
 
     Raises:
-        RecipeError: a field is too long, or is not YAML.
+        RecipeError: a field is too long, or is not YAML; or prompts for a single file.
     """
-    if len(base) + len(experts) + len(more) + len(inputs) > LONGEST:
+    if sum(len(text) for text in (base, more, *rows) if isinstance(text, str)) > LONGEST:
         raise RecipeError(f"The form is too long: expected at most {LONGEST} characters.")
     try:
-        added = parse_yaml(more)[1] or {}
+        added = parse_yaml(more or "")[1] or {}
     except UnreadableError as error:
         raise RecipeError(f"Field 'More' is not valid YAML: {error}") from None
     if not isinstance(added, dict):
         raise RecipeError(f"Field 'More': expected YAML such as 'dtype: bfloat16', found {type(added).__name__}.")
-    lines = filter(None, map(str.strip, experts.splitlines()))
-    fields = {"base": base.strip(), "experts": [_expert(line) for line in lines], "method": method, "scale": scale}
-    kind = "extracted" if fields["base"] else "adapter"
-    data = dict(line.partition("=")[::2] for line in filter(None, map(str.strip, inputs.splitlines())))
-    if wrong := [name for name, given in data.items() if not given]:
-        raise RecipeError(f"Field 'Inputs': expected NAME=INPUTS, found '{wrong[0][:200]}'. Fix: one expert per line.")
+    fields: dict[str, Any] = {"base": (base or "").strip(), "experts": [], "method": method, "scale": scale}
+    data = {}
+    for place, weight, prompts in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        if not (place := str(place or "").strip()):
+            continue
+        (expert,) = experts_of([place], None if weight in (None, 1) else [float(weight)])
+        fields["experts"].append(expert)
+        if lines := [line.strip() for line in str(prompts or "").splitlines() if line.strip()]:
+            data[ExpertRef(**expert).label] = lines if len(lines) > 1 else lines[0]
+    if data and kind == FILE:
+        raise RecipeError("A merge by prompts runs from its folder, found Single file. Fix: Automatic, or no prompts.")
     fields |= {"data": data} if data else {}
-    return fields | ({"output": {"kind": kind, "rank": rank}} if rank else {}) | added
+    if "output" not in added and (kind in (MODEL, ADAPTER) or rank):
+        fields |= {"to": MODEL.lower() if kind == MODEL else ADAPTER.lower()} | ({"rank": rank} if rank else {})
+    return fields | added
 
 
-def _expert(line: str) -> dict[str, Any]:
-    """Parse one line into an expert."""
-    place, _, last = line.rpartition(" ")
-    try:
-        (found,) = experts_of([place.strip()], [float(last)]) if place else experts_of([line], None)
-    except ValueError:
-        (found,) = experts_of([line], None)
-    return found
+def output_place(out: str | None, kind: str) -> str:
+    """Location to write: a single file gets its suffix.
+
+    >>> output_place(" merged ", "Single file"), output_place("merged", "Automatic")
+    ('merged.safetensors', 'merged')
+
+    Raises:
+        RecipeError: no location.
+    """
+    if not (out := (out or "").strip()):
+        raise RecipeError("No output given. Fix: fill in the field 'Output'.")
+    return f"{out.removesuffix(SUFFIX)}{SUFFIX}" if kind == FILE else out

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +42,7 @@ PATIENCE_S = 10.0
 OUT = "merged"
 """Name of a visitor's output; relative, because reports and manifests show it."""
 
-Events = Iterator[Mapping[str, Any]]
+Events = Generator[dict[str, Any], None, None]
 
 
 class Jobs:
@@ -105,9 +105,7 @@ class Jobs:
     def merge(self, user: str, fields: Mapping[str, Any], out: str) -> Events:
         """Yield the events of a merge; the last one has the folder `out` and, for a visitor, the file `archive`."""
         if self.limits is None:
-            if not out.strip():
-                raise RecipeError("No output given. Fix: fill in the field 'Output'.")
-            yield from self.run(user, {"do": "merge", "fields": fields, "out": out.strip()})
+            yield from self.run(user, {"do": "merge", "fields": fields, "out": out})
             return
         for folder in self._kept()[self.limits.keep - 1 :]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,29 +1,43 @@
-"""The page: fields, plan, merge with progress and report, comparison, push. `Jobs` does the work."""
+"""The page: a row per expert, plan, merge with its stages, and what to do with the result. `Jobs` does the work."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from actmat.errors import MergeError, format_size
-from actmat_app.form import recipe_fields
-from actmat_app.jobs import Jobs
-from actmat_app.view import error_html, frame_html
+from actmat_app.form import AUTOMATIC, KINDS, SUFFIX, output_place, recipe_fields
+from actmat_app.jobs import Events, Jobs
+from actmat_app.view import error_html, frame_html, progress_html
 
 TITLE = "Merge models"
-LOCAL = "Folders, files, hub ids or URLs. Works for full models and for LoRA adapters."
+LOCAL = (
+    "Full models or LoRA adapters: folders, files, hub ids or URLs; `NAME=` before an expert names it. Adapters need "
+    "no base. With prompts of each task, best eight, the merge is made for them, and says how many answers it kept."
+)
 SERVED = "Public hub repositories with safetensors: at most {} experts, {} in total."
-EXPERTS = "One per line, optionally followed by a weight; NAME=PATH sets a name"
-INPUTS = "NAME=a prompt or a file, one expert per line. The merge is made for them and says how many answers it kept"
+MOST_EXPERTS = 16
+"""Rows of the local page."""
+SHOWN_EXPERTS = 2
+"""Rows of a new page."""
+EXPERT_FIELDS = 3
+"""Location, weight, prompts."""
 MORE = "Other recipe fields as YAML, or a whole recipe"
 TOKEN = "Used for this push only and not stored. Empty: {}"
-JOB: dict[str, Any] = {"concurrency_id": "job", "concurrency_limit": 1, "api_visibility": "private"}
-"""One job at a time for all buttons; programs use the command line or the library."""
+LONGEST_ANSWER = 64
+"""Tokens of an answer to a prompt that is tried."""
+PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+"""For all events: programs use the command line or the library; a job shows its own progress."""
+JOB: dict[str, Any] = {"concurrency_id": "job", "concurrency_limit": 1, **PRIVATE}
+"""One job at a time for all buttons."""
+AT_ONCE: dict[str, Any] = {"concurrency_limit": None, **PRIVATE}
+"""For events that wait for no job."""
 
 KEPT_S = 3600
 """Seconds for which a file can be downloaded."""
@@ -44,60 +58,161 @@ SHOWN: dict[str, Any] = {
 def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
     """Build the page for a job runner."""
     limits = jobs.limits
-    with gr.Blocks(analytics_enabled=False, title=TITLE, delete_cache=(600, KEPT_S)) as page:
+    with gr.Blocks(analytics_enabled=False, title=TITLE, delete_cache=(600, KEPT_S), fill_width=True) as page:
         about = LOCAL if limits is None else SERVED.format(limits.max_experts, format_size(limits.max_bytes))
         gr.Markdown(f"# {TITLE}\n{about}")
         if _signs_in():
             gr.LoginButton()  # at the top, because signing in reloads the page
+        experts = _experts(MOST_EXPERTS if limits is None else limits.max_experts, local=limits is None)
         with gr.Row():
-            with gr.Column():
-                form = _form(methods, local=limits is None)
-                output = gr.Textbox(label="Output", info="A new folder", placeholder="merged", visible=limits is None)
-                with gr.Row():
-                    plan, merge = gr.Button("Plan"), gr.Button("Merge", variant="primary")
-                    stop = gr.Button("Stop")
-            with gr.Column():
-                shown = gr.HTML(elem_id="am-shown", min_height=80)
-                download = gr.DownloadButton("Download", visible=False)
-        with gr.Accordion("Report", open=False, visible=False) as frame:
-            report = gr.HTML()
-        with gr.Accordion("Push to the hub", open=False):
-            out: Any = gr.Textbox(label="Merged model") if limits is None else gr.State("")
-            _push(jobs, out)
-        if limits is None:
-            with gr.Accordion("Compare two merges", open=False):
-                _compare(jobs)
+            base = gr.Textbox(label="Base", placeholder="org/name", scale=3)
+            output = gr.Textbox(label="Output", placeholder="merged", visible=limits is None, scale=2)
+            kind = gr.Radio(KINDS, value=AUTOMATIC, label="Kind of output", visible=limits is None, scale=5)
+        form = [base, kind, *_options(methods), *experts]
+        with gr.Row():
+            plan = gr.Button("Plan", min_width=80)
+            merge = gr.Button("Merge", variant="primary", min_width=80)
+            stop = gr.Button("Stop", min_width=80)
+        shown = gr.HTML(elem_id="am-shown")
+        download = gr.DownloadButton("Download", visible=False)
+        outputs = [shown, download, *_results(jobs)]
 
-        def show_plan(request: gr.Request, *values: Any) -> str:
-            return _result(lambda: jobs.run(_user(jobs, request), {"do": "plan", "fields": recipe_fields(*values)}))[0]
+        def show_plan(request: gr.Request, *values: Any) -> Iterator[str]:
+            def start() -> Events:
+                return jobs.run(_user(jobs, request), {"do": "plan", "fields": recipe_fields(*values)})
 
-        def show_merge(request: gr.Request, out: str, *values: Any, progress: gr.Progress = gr.Progress()) -> Any:  # noqa: B008
-            said, done = _result(lambda: jobs.merge(_user(jobs, request), recipe_fields(*values), out), progress)
-            page = Path(done["page"]) if done.get("page") else None
-            text = "" if page is None else frame_html(page.read_text(encoding="utf-8"))
-            file = gr.update(visible="archive" in done, value=done.get("archive"))
-            return said, file, gr.update(visible=page is not None), text, done.get("out", "")
+            for text, _ in _events(start):
+                yield text
+
+        def show_merge(request: gr.Request, out: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+            def start() -> Events:
+                place = output_place(out, str(values[1])) if limits is None else ""
+                return jobs.merge(_user(jobs, request), recipe_fields(*values), place)
+
+            for text, done in _events(start):
+                yield text, *_result_values(done)
 
         def stop_job(request: gr.Request) -> None:
             jobs.stop(_user(jobs, request))
 
         plan.click(show_plan, form, shown, **JOB)
-        merge.click(show_merge, [output, *form], [shown, download, frame, report, out], show_progress_on=shown, **JOB)
-        stop.click(stop_job, queue=False, api_visibility="private")
+        merge.click(show_merge, [output, *form], outputs, **JOB)
+        stop.click(stop_job, **AT_ONCE)
     return page.queue(max_size=20, default_concurrency_limit=1, api_open=False)
 
 
-def _form(methods: Sequence[str], *, local: bool) -> list[Any]:
-    """The fields, in the order of `recipe_fields`."""
-    base = gr.Textbox(label="Base", info="Not needed to merge adapters into an adapter", placeholder="org/base")
-    experts = gr.Textbox(label="Experts", info=EXPERTS, lines=3, placeholder="org/math 0.7\norg/code 0.3")
-    inputs = gr.Textbox(label="Inputs", info=INPUTS, lines=2, placeholder="math=What is 2 + 2?", visible=local)
+def _experts(most: int, *, local: bool) -> list[Any]:
+    """Add a row per expert, some of them hidden, and the button that shows one more; returns the fields."""
+    rows: list[Any] = []
+    fields: list[Any] = []
+    removals = []
+    for number in range(most):
+        with gr.Row(visible=number < SHOWN_EXPERTS) as row:
+            fields += [
+                gr.Textbox(label="Expert", placeholder="org/name, folder or file", scale=5),
+                gr.Number(1.0, label="Weight", scale=1, min_width=90),
+                gr.Textbox(label="Prompts", placeholder="one per line, or a file", max_lines=4, scale=5, visible=local),
+            ]
+            removals.append(gr.Button("Remove", size="sm", scale=0, min_width=90))
+        rows.append(row)
     with gr.Row():
-        method = gr.Dropdown(["auto", *methods], value="auto", label="Method", info="auto: by the inputs")
-        scale = gr.Number(1.0, label="Scale", info="Of the merged change")
-        rank = gr.Number(0, label="Rank", info="Of adapters; 0: as given", precision=0, minimum=0)
-    more = gr.Textbox(label="More", info=MORE, lines=2, placeholder="options: {density: 0.3}\ndtype: bfloat16")
-    return [base, experts, method, scale, rank, more, inputs]
+        count, add = gr.State(SHOWN_EXPERTS), gr.Button("Add an expert", size="sm", scale=0, min_width=160)
+
+    def visible(shown: int) -> list[Any]:
+        return [shown, *(gr.update(visible=number < shown) for number in range(most))]
+
+    def remove(number: int, shown: int, *values: Any) -> list[Any]:
+        start, stop = EXPERT_FIELDS * number, EXPERT_FIELDS * (number + 1)
+        return [*visible(max(shown - 1, 1)), *values[:start], *values[stop:], "", 1.0, ""]
+
+    add.click(lambda shown: visible(min(shown + 1, most)), count, [count, *rows], **AT_ONCE)
+    for number, button in enumerate(removals):
+        button.click(partial(remove, number), [count, *fields], [count, *rows, *fields], **AT_ONCE)
+    return fields
+
+
+def _options(methods: Sequence[str]) -> list[Any]:
+    """Add the folded fields that few merges need, in the order of `recipe_fields`."""
+    with gr.Accordion("Method and more", open=False):
+        with gr.Row():
+            method = gr.Dropdown(["auto", *methods], value="auto", label="Method", info="auto: by the inputs")
+            scale = gr.Number(1.0, label="Scale", info="Of the merged change")
+            rank = gr.Number(0, label="Rank", info="Of adapters; 0: as given", precision=0, minimum=0)
+        more = gr.Textbox(label="More", info=MORE, lines=2, placeholder="options: {density: 0.3}\ndtype: bfloat16")
+    return [method, scale, rank, more]
+
+
+def _results(jobs: Jobs) -> list[Any]:
+    """Add what can be done with a merge, hidden until there is one; returns the components of `_result_values`.
+
+    For visitors no event runs a model or writes a file of a name of theirs.
+    """
+    local, out = jobs.limits is None, gr.State("")
+    with gr.Tabs(visible=False) as results:
+        with gr.Tab("Try a prompt", visible=False, id="try") as trying:
+            if local:
+                _try(jobs, out)
+        with gr.Tab("Copy code", id="code"):
+            python = gr.Code(label="Python", language="python", lines=3, wrap_lines=True, show_line_numbers=False)
+            vllm = gr.Code(label="vLLM", language="shell", lines=1, wrap_lines=True, show_line_numbers=False)
+            use = gr.HTML()
+        if local:
+            with gr.Tab("GGUF"):
+                _export(jobs, out)
+        with gr.Tab("Push"):
+            _push(jobs, out)
+        with gr.Tab("Report", visible=False) as reporting:
+            report = gr.HTML()
+    return [results, out, trying, python, vllm, use, reporting, report]
+
+
+def _result_values(done: Mapping[str, Any]) -> list[Any]:
+    """Values of the download and of the components of `_results` for the last event of a merge; empty: none yet."""
+    if not done:
+        return [gr.update(visible=False), gr.update(visible=False), *[gr.skip()] * 7]
+    page = Path(done["page"]) if done["page"] else None
+    can_run = "archive" not in done and not done["out"].endswith(SUFFIX)
+    return [
+        gr.update(visible="archive" in done, value=done.get("archive")),
+        gr.update(visible=True, selected="try" if can_run else "code"),
+        done["out"],
+        gr.update(visible=can_run),
+        gr.update(visible=bool(done["python"]), value=done["python"]),
+        gr.update(visible=bool(done["vllm"]), value=done["vllm"]),
+        done["use"],
+        gr.update(visible=page is not None),
+        "" if page is None else frame_html(page.read_text(encoding="utf-8")),
+    ]
+
+
+def _try(jobs: Jobs, out: Any) -> None:
+    """Add the fields of a prompt that the merge, its experts and its base answer."""
+    prompt = gr.Textbox(label="Prompt", placeholder="for the merge, the experts and the base", max_lines=4)
+    ask, answers = gr.Button("Ask"), gr.HTML()
+
+    def show_answers(out: str, prompt: str, request: gr.Request) -> Iterator[str]:
+        job = {"do": "try", "out": out, "prompt": prompt, "new_tokens": LONGEST_ANSWER}
+        for text, _ in _events(lambda: jobs.run(_user(jobs, request), job)):
+            yield text
+
+    ask.click(show_answers, [out, prompt], answers, **JOB)
+
+
+def _export(jobs: Jobs, out: Any) -> None:
+    """Add fields and button of a GGUF file."""
+    with gr.Row():
+        file = gr.Textbox(label="File", info="A new file, for llama.cpp", placeholder="merged.gguf", scale=2)
+        like = gr.Textbox(label="GGUF file of the base", info="Gives names, metadata and tokenizer", scale=2)
+        form = gr.Dropdown(["bf16", "f16", "f32", "q8_0"], label="Type", info="Of the matrices")
+    write, written = gr.Button("Write"), gr.HTML()
+
+    def export(out: str, file: str, like: str, form: str, request: gr.Request) -> Iterator[str]:
+        options = {"type": form} | ({"like": like.strip()} if like.strip() else {})
+        job = {"do": "export", "out": out, "file": file.strip() or f"{out}.gguf", "options": options}
+        for text, _ in _events(lambda: jobs.run(_user(jobs, request), job)):
+            yield text
+
+    write.click(export, [out, file, like, form], written, **JOB)
 
 
 def _push(jobs: Jobs, out: Any) -> None:
@@ -109,43 +224,27 @@ def _push(jobs: Jobs, out: Any) -> None:
     public = gr.Checkbox(label="Public (default: private)")
     send, pushed = gr.Button("Push"), gr.HTML()
 
-    def push(out: str, repo: str, token: str, public: bool, request: gr.Request) -> tuple[str, str]:
-        return _result(lambda: jobs.push(_user(jobs, request), out, repo, token, public=public))[0], ""
+    def push(out: str, repo: str, token: str, public: bool, request: gr.Request) -> Iterator[tuple[str, str]]:
+        for text, _ in _events(lambda: jobs.push(_user(jobs, request), out, repo, token, public=public)):
+            yield text, ""
 
     def push_signed_in(
         out: str, repo: str, token: str, public: bool, request: gr.Request, signed_in: gr.OAuthToken | None
-    ) -> tuple[str, str]:
-        return push(out, repo, token or ("" if signed_in is None else signed_in.token), public, request)
+    ) -> Iterator[tuple[str, str]]:
+        yield from push(out, repo, token or ("" if signed_in is None else signed_in.token), public, request)
 
     send.click(push_signed_in if _signs_in() else push, [out, repo, token, public], [pushed, token], **JOB)
 
 
-def _compare(jobs: Jobs) -> None:
-    """Add fields and button of a comparison."""
-    with gr.Row():
-        first, second = gr.Textbox(label="First merge"), gr.Textbox(label="Second merge")
-    start, said = gr.Button("Compare"), gr.HTML()
-
-    def compare(first: str, second: str, request: gr.Request, progress: gr.Progress = gr.Progress()) -> str:  # noqa: B008
-        job = {"do": "compare", "first": first, "second": second}
-        return _result(lambda: jobs.run(_user(jobs, request), job), progress)[0]
-
-    start.click(compare, [first, second], said, show_progress_on=said, **JOB)
-
-
-def _result(start: Any, progress: Any = None) -> tuple[str, Mapping[str, Any]]:
-    """HTML of a job and its last event; for a failed job, its error and an empty event."""
-    events: Iterator[Mapping[str, Any]]
+def _events(start: Callable[[], Events]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield HTML of the progress of a job, then of its result with its last event, or of its error."""
+    yield progress_html("starting"), {}
     try:
         with contextlib.closing(start()) as events:
             for event in events:
-                if event["event"] == "progress" and progress is not None:
-                    progress((event["done"], event["total"]), unit="tensors")
-                elif event["event"] == "done":
-                    return event["html"], event
+                yield event["html"], event if event["event"] == "done" else {}
     except MergeError as error:
-        return error_html(str(error)), {}
-    raise AssertionError("a job ends with its result or an error")
+        yield error_html(str(error)), {}
 
 
 def _user(jobs: Jobs, request: gr.Request) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -13,7 +13,6 @@ from actmat.report import words
 
 if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
-    from actmat.extras.pages.comparison import MergeComparison
     from actmat.planning import MergePlan
     from actmat.run import MergeReport
 
@@ -30,28 +29,56 @@ def plan_html(plan: MergePlan) -> Markup:
     over = words.plural(len(plan.experts), "expert")
     said = Markup("<p><b>{}</b> over {}</p>").format(html(plan.recipe.method), over)
     why = _list(plan.recipe.notes)
-    notes = _list(str(note) for note in plan.notes if note.text not in plan.recipe.notes)
+    notes = _folded("Notes", [str(note) for note in plan.notes if note.text not in plan.recipe.notes])
     cost = _list([words.action_counts(plan), words.plan_traffic(plan), words.plan_time(plan, usable_cores())])
     recipe = Markup("<details><summary>Recipe</summary><pre>{}</pre></details>").format(html(recipe_yaml(plan.recipe)))
     return _section(said, why, cost, table, notes, recipe)
 
 
-def merged_html(report: MergeReport) -> Markup:
-    """Format a finished merge: answers kept, warnings, findings and notes."""
-    how = "already complete and intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
+def progress_html(stage: str, done: int = 0, total: int = 0, left: float | None = None, spent: float = 0.0) -> Markup:
+    """Format the stage of a running job with a bar.
+
+    >>> print(progress_html("merging", 3, 4, 2.0, 6.0))
+    <section class="am" role="status"><p><b>merging</b>, 3 of 4, about 2 s left (6 s so far)</p>\
+<progress max="4" value="3"></progress></section>
+
+    Args:
+        stage: of the job.
+        done, total: parts of the stage; `total` 0: unknown.
+        left: seconds left of the stage; None: unknown.
+        spent: seconds since the job began.
+    """
+    parts = [Markup("<b>{}</b>").format(stage), *([f"{done:,} of {total:,}"] if total else [])]
+    if total and left is not None:
+        parts += ["finishing" if done >= total else f"about {left:.0f} s left"]
+    bar = Markup(' max="{}" value="{}"').format(total, done) if total else Markup("")
+    said = Markup('<section class="am" role="status"><p>{}{}</p><progress{}></progress></section>')
+    return said.format(Markup(", ").join(parts), f" ({spent:.0f} s so far)" if spent else "", bar)
+
+
+def merged_html(report: MergeReport, seconds: float) -> Markup:
+    """Format a finished merge: answers kept, output, warnings, and folded notes.
+
+    Args:
+        report: of the merge.
+        seconds: of the whole job, the comparison of answers included.
+    """
+    how = "already complete and intact" if report.was_finished else f"finished in {seconds:.1f} s"
     checks = () if report.diagnosis is None else report.diagnosis.checks
-    found = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
-    found += map(str, (*words.warnings_of(report.totals, report.plan), *report.plan.notes))
-    said = Markup("<p><b>{}</b> by {} {}</p>").format(html(report.out), html(report.plan.recipe.method), how)
-    return _section(said, _is_good(report), _list(found))
+    findings = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
+    findings += map(str, words.warnings_of(report.totals, report.plan))
+    findings += [str(note) for note in report.plan.notes if note.severity == "warning"]
+    notes = [note.text for note in report.plan.notes if note.severity != "warning"]
+    said = Markup("<p><b>{}</b> by {}, {}</p>").format(html(report.out), html(report.plan.recipe.method), how)
+    return _section(_is_good(report), said, _list(findings), _folded("Notes", notes))
 
 
 def _is_good(report: MergeReport) -> Markup:
     """Format the answers kept, or how they are measured."""
     if not report.answers:
-        how = "" if report.diagnosis is None else words.measure_answers(report.diagnosis)
-        said = Markup("<p><b>Is it good?</b> Not measured: give inputs of each expert, or later <code>{}</code></p>")
-        return said.format(html(how)) if how else Markup("")
+        if words.are_image_files(i.location for i in report.plan.inputs):
+            return Markup("")
+        return Markup("<p><b>Is it good?</b> Not measured: give each expert prompts of its task, best eight.</p>")
     rows = [
         (
             r.expert,
@@ -63,14 +90,21 @@ def _is_good(report: MergeReport) -> Markup:
     return html_table(verdict(report.answers), ("expert", "kept", *RIVALS.values(), "inputs"), rows)
 
 
+def answers_html(answers: Mapping[str, str]) -> Markup:
+    """Format the answers of several models to one prompt, side by side where there is room."""
+    cards = [Markup("<article><b>{}</b><pre>{}</pre></article>").format(html(name), html(text or "(nothing)"))
+             for name, text in answers.items()]  # fmt: skip
+    return _section(Markup('<div class="am-answers">{}</div>').format(Markup("").join(cards)))
+
+
 def lines_html(lines: Iterable[str]) -> Markup:
     """Format lines of a terminal."""
     return _section(Markup("<pre>{}</pre>").format(html("\n".join(lines))))
 
 
-def compared_html(found: MergeComparison) -> Markup:
-    """Format a comparison: what differs, as tables."""
-    return _section(Markup(found._repr_html_()))
+def notes_html(notes: Iterable[str]) -> Markup:
+    """Format a list of sentences."""
+    return _section(_list(notes))
 
 
 def pushed_html(pushed: PushReport) -> Markup:
@@ -105,3 +139,9 @@ def _section(*parts: Markup) -> Markup:
 def _list(notes: Iterable[str]) -> Markup:
     items = Markup("").join(Markup("<li>{}</li>").format(html(n)) for n in notes)
     return Markup("<ul>{}</ul>").format(items) if items else items
+
+
+def _folded(title: str, notes: Sequence[str]) -> Markup:
+    if not notes:
+        return Markup("")
+    return Markup("<details><summary>{} ({})</summary>{}</details>").format(title, len(notes), _list(notes))

@@ -57,6 +57,8 @@ def serving_commands(out: str) -> Serving:
     if file is not None and first_factor(file.specs) is not None:
         file.close()
         return _of_lora_file(out, Path(out).name)
+    if source.named is not None:
+        return Serving((), "", ("load it where its base is loaded, such as ComfyUI/models/checkpoints/",))
     if MANIFEST_NAME not in source.names:
         raise CheckpointError(f"{out} has no {MANIFEST_NAME}: expected a merged model or adapter made by actmat.")
     place = out.removeprefix("hf://")

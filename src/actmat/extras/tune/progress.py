@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 
-class TuneProgress:
-    """Callbacks; does nothing."""
+class TuneProgress(NoProgress):
+    """Callbacks for stages; does nothing."""
 
     def doing(self, what: str, total: int = 0) -> None:
         """A stage begins, of so many parts; 0: unknown."""

@@ -39,6 +39,7 @@ from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
 from actmat.foreign import markdown
 from actmat.methods import get_method
+from actmat.progress import Progress
 from actmat.recipe import ExpertRef, Recipe
 from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.report.manifest import write_manifest
@@ -205,6 +206,7 @@ def merge_by_arguments(
     data: Any,
     asked: Mapping[str, Any],
     modules: Mapping[str, nn.Module],
+    progress: Progress | None,
 ) -> MergeReport:
     """Merge by inputs of the experts, from the arguments of `actmat.merge`.
 
@@ -213,6 +215,7 @@ def merge_by_arguments(
         data: expert -> its inputs, or "self".
         asked: `check` and fields of `InputSettings`.
         modules: those among the inputs in memory, by their places.
+        progress: receives callbacks if it is a `TuneProgress`; None: the usual.
 
     Raises:
         RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
@@ -239,7 +242,9 @@ def merge_by_arguments(
             stack.enter_context(evaluating(expert.model))
             fields.setdefault("model_dtype", str(next(expert.model.parameters()).dtype).removeprefix("torch."))
         settings = InputSettings(loaded=loaded, **fields)
-        return merge_with_inputs([recipe], data, check, settings, run, usual_tune_progress())[0]
+        watching = usual_tune_progress() if progress is None else progress
+        watching = watching if isinstance(watching, TuneProgress) else TuneProgress()
+        return merge_with_inputs([recipe], data, check, settings, run, watching)[0]
 
 
 def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
