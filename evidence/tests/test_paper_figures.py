@@ -14,6 +14,7 @@ from actmat.layout.patterns import compile_pattern
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat_experiments import paper
+from actmat_experiments.analyses.packed import packed
 from actmat_experiments.harness.report import NOTES, paper_lines, show
 from actmat_experiments.harness.request import TableRequest
 from actmat_experiments.harness.results import Score, append_scores
@@ -178,7 +179,17 @@ def test_the_tables_print_them(tmp_path, markdown):
     assert sum("lambda = 1" in note for note in NOTES["vision"]) == 1
 
 
-def test_splitting_packed_attention_gains_what_the_paper_says():
-    for model, gain in {"ViT-B/16": 4.5, "ViT-B/32": 3.6, "ViT-L/14": 2.8}.items():
-        figures = paper.paper_figures(model, "full")
-        assert figures["regmean", "default"] - figures["regmean_packed", "default"] == pytest.approx(gain, abs=0.06)
+def test_the_ablation_of_packed_attention_as_an_analysis(tmp_path):
+    result = packed()
+    assert set(result.arms) == {"paper, ViT-B/16", "paper, ViT-B/32", "paper, ViT-L/14"}
+    assert all(2.5 < arms.gain < 4.6 for arms in result.arms.values())
+    counts = {"average": 30, "regmean_packed": 40, "regmean": 45}
+    lines = [Score("vision-small", "full", row, "default", "t", 0, n, 100) for row, n in counts.items()]
+    append_scores(score_file(tmp_path, "vision-small"), lines)
+    own = packed(tmp_path)
+    assert own.arms["vision-small"].values == pytest.approx((30, 40, 45))
+    assert own.arms["vision-small"].gain == pytest.approx(5)
+    assert own.arms["vision-small"].halves[0] > 1
+    assert own.tables()[0].row_count == 4
+    assert len(own.figure().axes[0].patches) == 12
+    assert own.to_json()["models"]["vision-small"]["gain"] == pytest.approx(5)

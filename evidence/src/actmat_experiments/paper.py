@@ -52,6 +52,11 @@ DEVIATING: Mapping[tuple[str, Regime, str], float] = {("ViT-B/32", "lora", "base
 and in the records, 52.0 in Table 5. No fine-tuning takes part in it, so the two cannot both hold."""
 
 
+def paper_models() -> tuple[str, ...]:
+    """Models of the paper's tables, as the suites call them."""
+    return tuple(_runs())
+
+
 def paper_tasks(model: str, regime: Regime) -> dict[str, dict[str, float]]:
     """Row -> benchmark -> accuracy in percent; empty for a model or regime that the paper does not have.
 

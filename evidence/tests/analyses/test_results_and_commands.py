@@ -106,6 +106,7 @@ def test_theorem1(tmp_path):
         ("distribution", ("--samples", "8", "--permutations", "2", "--layer", "*up_proj*"), "layers"),
         ("trajectory", ("--moments", "2", "--layer", "*up_proj*"), "layers"),
         ("interference", ("-m", "average"), "models"),
+        ("transfer", (), "tasks"),
     ],
 )
 def test_analyses_of_a_demo(command, flags, key, demo, tmp_path):

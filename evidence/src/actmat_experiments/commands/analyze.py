@@ -187,6 +187,18 @@ def theorem2(
 
 
 @_analysis
+def transfer(
+    demo: Demo = DEMO,
+    method: Annotated[str, typer.Option("--method", "-m", help="One of the demo's merges.")] = "actmat",
+) -> Any:
+    """Theorem 3.3 on real networks: mean absolute negative transfer of every task, and its bounds."""
+    from actmat_experiments.analyses.demo_bounds import demo_transfer
+
+    with _working("replacing layers", None):
+        return demo_transfer(demo, method=method)
+
+
+@_analysis
 def interference(
     demo: Demo = DEMO,
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these of the demo's merges.")] = None,
@@ -206,6 +218,19 @@ def interference(
             raise RecipeError("--method chooses among the merges of a demo; name your own merges with --merged.")
         base, experts, grams = given
         return run(base, experts, others, grams)
+
+
+@_analysis
+def packed(
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Cache folder of 'actmat experiment run'; shows its scores, too.")
+    ] = None,
+) -> Any:
+    """The paper's ablation of packed attention: RegMean with and without the split of q, k and v."""
+    from actmat_experiments.analyses.packed import packed as run
+
+    with _working("reading scores", None):
+        return run(cache)
 
 
 @_analysis
