@@ -25,7 +25,7 @@ import actmat
 from actmat.progress import NoProgress
 from actmat_experiments.core import locate_inputs, make_recipe, size_and_overlap
 from actmat_experiments.harness.cache import file_digest, library_versions
-from actmat_experiments.harness.origin import current_origin
+from actmat_experiments.harness.origin import UNKNOWN, current_origin
 from actmat_experiments.harness.results import Score, append_scores, read_scores
 from benchmarks.common import own_command, program, read_lines, stored_tensors
 from benchmarks.evidence.group import FOLDER, FOLDERS
@@ -142,7 +142,11 @@ def main() -> None:
         with sizes.open("a") as file:
             file.write(json.dumps(about | chats.facts() | {"commit": current_origin()["commit"]}) + "\n")
     weights = file_digest(Path(p) / "adapter_model.safetensors" for p in chats.experts.values())
-    facts = {"training": {"weights": weights}, **current_origin(), "versions": library_versions(*VERSIONS)}
+    facts = {
+        "training": {"weights": weights, **UNKNOWN},
+        "run": current_origin(),
+        "versions": library_versions(*VERSIONS),
+    }
     for row in (row for row in ROWS if row not in done):
         scores = [
             Score(suite, "lora", row, "default", task, 0, correct, total, model=given.set, detail=facts)
