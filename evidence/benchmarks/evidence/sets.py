@@ -15,7 +15,19 @@ from statistics import fmean as mean
 from actmat.run.automatic import APART, ModelKind
 from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import RESULTS, read_lines, read_result
-from benchmarks.evidence.group import FOLDER, FRESH, LARGER, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
+from benchmarks.evidence.group import (
+    FOLDER,
+    FOLDERS,
+    FRESH,
+    LARGER,
+    MEASURED,
+    RANKS,
+    REGIMES,
+    SUITES,
+    Group,
+    groups,
+    method_of,
+)
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.evidence.subsets import subset_file
@@ -115,7 +127,7 @@ def every_set(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[Expert
     """All sets with scores."""
     sizes = _facts(folder, "sizes", "size") | _facts(folder, "gram", "change")
     overlaps = _facts(folder, "sizes", "overlap") | _facts(folder, "gram", "overlap")
-    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES, *LARGER)), *groups(small, SMALL)]
+    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES, *LARGER, *FOLDERS)), *groups(small, SMALL)]
     known += [some for group in known if group.regime == "full" for some in _subsets(group, folder)]
     known += _others(folder.parent)
     sets = []
