@@ -23,7 +23,7 @@ from torch import Tensor
 
 import actmat
 from actmat.progress import NoProgress
-from actmat_experiments.core import locate_inputs, make_recipe, size_and_overlap
+from actmat_experiments.core import locate_inputs, make_recipe, modules_differ, size_and_overlap
 from actmat_experiments.harness.cache import file_digest, library_versions
 from actmat_experiments.harness.origin import UNKNOWN, current_origin
 from actmat_experiments.harness.results import Score, append_scores, read_scores
@@ -83,8 +83,9 @@ class Chats:
         experts = [{"path": path, "name": task} for task, path in self.experts.items()]
         with locate_inputs(make_recipe({"base": str(self.base), "experts": experts})) as located:
             size, overlap = size_and_overlap(located) or (None, 0.0)
+            differ = modules_differ(located)
         assert size is not None, self.folder
-        return {"size": round(size, 6), "overlap": round(overlap, 3)}
+        return {"size": round(size, 6), "overlap": round(overlap, 3), "modules_differ": differ}
 
     def merged(self, row: str) -> Mapping[str, Tensor]:
         """Weights of a merge."""
@@ -92,7 +93,7 @@ class Chats:
             prompts = {t: [r["text"] for r in read_lines(self.folder / f"{t}.jsonl")[:PROMPTS]] for t in self.tasks}
             with tempfile.TemporaryDirectory() as out:
                 actmat.merge(self.base, self.experts, out=out, data=prompts, overwrite=True, progress=NoProgress())
-                return stored_tensors(Path(out))
+                return actmat.merge(self.base, [out], progress=NoProgress()).tensors  # of an adapter
         method, *post = row.split("+")
         options = {"scaling": 1.0} if method == "task_arithmetic_1" else {}
         name = method.removesuffix("_1")
@@ -114,7 +115,8 @@ class Chats:
             yield task, sum(map(self._count, parts)), len(rows)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.model.load_state_dict(tensors, strict=False)
+        unknown = self.model.load_state_dict(tensors, strict=False).unexpected_keys  # a tied head is missing
+        assert not unknown, unknown
 
     @torch.no_grad()
     def _count(self, rows: Sequence[dict[str, str]]) -> int:

