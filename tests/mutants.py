@@ -79,6 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ("size: mean", LOOK, "(mean(sizes) if", "(median(sizes) if", AUTOMATIC),
     ("overlap: pairs", LOOK, "in pairwise(cores) for", "in list(pairwise(cores))[:1] for", AUTOMATIC),
     ("start: no base", AUTO, 'return "other" if start else "unknown"', 'return "unknown"', AUTOMATIC),
+    ("modules: of all", LOOK, "frozenset(e.modules) for", "len(e.modules) > 0 for", AUTOMATIC),
     ("score: divergence", SCORE, "(expert.log_p_PK - log_q_PK)", "(log_q_PK - expert.log_p_PK)", SCORE),
     ("kept: whole", KEPT, "[not differing for differing in", "[differing < 2 for differing in", WHOLE),
     ("right: whole", KEPT, "[right == n for right, n in", "[right > 0 for right, n in", WHOLE),

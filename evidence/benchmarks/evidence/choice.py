@@ -282,8 +282,8 @@ RULE_HEAD = [
 WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
     "gentle": ("LoRA adapters", f"below about {100 * GENTLE:.1g} % of the base's weights"),
-    "adapters": ("LoRA adapters of the same modules, from different `A`", f"about {100 * GENTLE:.1g} to {100 * HOT:.1g} %"),
-    "mixed": ("all else: adapters that are larger, of different modules, from one `A`, without a base, with models", ""),
+    "adapters": ("LoRA adapters of the same modules, different `A`", f"about {100 * GENTLE:.1g} to {100 * HOT:.1g} %"),
+    "mixed": ("all else: adapters that are larger, of different modules, from one `A`, without a base; models", ""),
 }
 
 

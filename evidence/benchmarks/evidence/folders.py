@@ -9,7 +9,9 @@ out.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,35 +90,34 @@ class Chats:
         return {"size": round(size, 6), "overlap": round(overlap, 3), "modules_differ": differ}
 
     def merged(self, row: str) -> Mapping[str, Tensor]:
-        """Weights of a merge."""
+        """Weights of a merge, of the base, or of the expert of a task."""
+        if row == "base":
+            return stored_tensors(self.base)
+        if row in self.tasks:
+            return actmat.merge(self.base, [self.experts[row]], progress=NoProgress()).tensors
         if row == "regmean:data=training":
             prompts = {t: [r["text"] for r in read_lines(self.folder / f"{t}.jsonl")[:PROMPTS]] for t in self.tasks}
             with tempfile.TemporaryDirectory() as out:
                 actmat.merge(self.base, self.experts, out=out, data=prompts, overwrite=True, progress=NoProgress())
                 return actmat.merge(self.base, [out], progress=NoProgress()).tensors  # of an adapter
-        method, *post = row.split("+")
-        options = {"scaling": 1.0} if method == "task_arithmetic_1" else {}
-        name = method.removesuffix("_1")
-        return actmat.merge(
-            self.base, self.experts, method=name, options=options, post=post, progress=NoProgress()
-        ).tensors
+        method, *post = row.removesuffix("_1").split("+")
+        fields = {"options": options_of(row), "post": post, "progress": NoProgress()}
+        return actmat.merge(self.base, self.experts, method=method, **fields).tensors
 
-    def answers(self, row: str) -> Iterator[tuple[str, int, int]]:
-        """Task, right answers and questions, of a merge, the base, or each task's expert."""
-        if row not in ("base", "experts"):
-            self._load(self.merged(row))
-        elif row == "base":
-            self._load(stored_tensors(self.base))
+    def scores(self, suite: str, model: str, row: str) -> Iterator[Score]:
+        """Right answers to the questions of each task, of a merge, the base, or each task's expert."""
+        training = file_digest(Path(p) / "adapter_model.safetensors" for p in self.experts.values())
+        facts = {"training": {"weights": training, **UNKNOWN}, "run": current_origin(), "split": "test"}
+        facts |= {"versions": library_versions(*VERSIONS), "rule": re.split("[:+]", row)[0], "scale": 1.0}
         for task in self.tasks:
-            if row == "experts":
-                self._load(actmat.merge(self.base, [self.experts[task]], progress=NoProgress()).tensors)
+            if row == "experts" or task == self.tasks[0]:
+                merged = self.merged(task if row == "experts" else row)
+                unknown = self.model.load_state_dict(merged, strict=False).unexpected_keys  # a tied head is missing
+                assert not unknown, unknown
+                facts |= {"merge": digest_of(merged), "options": options_of(row)}
             rows = sorted(read_lines(self.folder / f"{task}.test.jsonl")[: self.limit], key=lambda r: len(r["text"]))
-            parts = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
-            yield task, sum(map(self._count, parts)), len(rows)
-
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        unknown = self.model.load_state_dict(tensors, strict=False).unexpected_keys  # a tied head is missing
-        assert not unknown, unknown
+            right = sum(self._count(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH))
+            yield Score(suite, "lora", row, "default", task, 0, right, len(rows), model=model, detail=dict(facts))
 
     @torch.no_grad()
     def _count(self, rows: Sequence[dict[str, str]]) -> int:
@@ -124,6 +125,19 @@ class Chats:
         tokens = self.tokenizer([r["text"] for r in rows], return_tensors="pt", padding=True)
         first = self.model(**tokens, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
         return sum(a == self.tokenizer(r["answer"]).input_ids[0] for a, r in zip(first, rows, strict=True))
+
+
+def options_of(row: str) -> dict[str, float]:
+    """Options of a row's method."""
+    return {"scaling": 1.0} if row == "task_arithmetic_1" else {}
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and values."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def main() -> None:
@@ -143,17 +157,8 @@ def main() -> None:
         about = {"suite": suite, "model": given.set, "regime": "lora", "seed": 0}
         with sizes.open("a") as file:
             file.write(json.dumps(about | chats.facts() | {"commit": current_origin()["commit"]}) + "\n")
-    weights = file_digest(Path(p) / "adapter_model.safetensors" for p in chats.experts.values())
-    facts = {
-        "training": {"weights": weights, **UNKNOWN},
-        "run": current_origin(),
-        "versions": library_versions(*VERSIONS),
-    }
     for row in (row for row in ROWS if row not in done):
-        scores = [
-            Score(suite, "lora", row, "default", task, 0, correct, total, model=given.set, detail=facts)
-            for task, correct, total in chats.answers(row)
-        ]
+        scores = list(chats.scores(suite, given.set, row))
         append_scores(path, scores)
         print(row, *(f"{100 * s.share:.1f}" for s in scores), f"{100 * fmean(s.share for s in scores):.1f}", flush=True)
     for file in (path, sizes):
