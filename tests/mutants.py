@@ -24,6 +24,8 @@ LORA, SCORE = "src/actmat/experts/lora/config.py", "src/actmat/extras/tune/evalu
 EVIDENCE, CHOSEN = (f"evidence/tests/benchmarks/test_{n}.py" for n in ("evidence", "choice"))
 FILTERS, REGMEAN = "tests/linalg/interference/test_filters.py", "tests/methods/test_regmean.py"
 
+KEPT, BY_INPUTS, WHOLE = *(f"src/actmat/extras/tune/{n}.py" for n in ("kept", "with_inputs")), "tests/tune/test_kept.py"
+
 LOOK, AUTO, AUTOMATIC = "src/actmat/run/adapters.py", "src/actmat/run/automatic.py", "tests/e2e/test_automatic.py"
 
 Mutant = tuple[str, str, str, str, str]
@@ -77,7 +79,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ("size: mean", LOOK, "(mean(sizes) if", "(median(sizes) if", AUTOMATIC),
     ("overlap: pairs", LOOK, "in pairwise(cores) for", "in list(pairwise(cores))[:1] for", AUTOMATIC),
     ("start: no base", AUTO, 'return "other" if start else "unknown"', 'return "unknown"', AUTOMATIC),
+    ("modules: of all", LOOK, "frozenset(e.modules) for", "len(e.modules) > 0 for", AUTOMATIC),
     ("score: divergence", SCORE, "(expert.log_p_PK - log_q_PK)", "(log_q_PK - expert.log_p_PK)", SCORE),
+    ("kept: whole", KEPT, "[not differing for differing in", "[differing < 2 for differing in", WHOLE),
+    ("right: whole", KEPT, "[right == n for right, n in", "[right > 0 for right, n in", WHOLE),
+    (
+        "kept: inputs",
+        BY_INPUTS,
+        "(sum(sum(c[label].kept) for",
+        "(sum(sum(c[label].kept) / len(c[label].kept) for",
+        WHOLE,
+    ),
+    ("prior: fewest", BY_INPUTS, "fewest = min((sum(", "fewest = max((sum(", WHOLE),
 )
 
 

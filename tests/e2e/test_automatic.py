@@ -21,7 +21,16 @@ from actmat.recipe import Recipe
 from actmat.run import adapters as adapters_module
 from actmat.run import automatic
 from actmat.run.adapters import ALL_BELOW, size_and_overlap
-from actmat.run.automatic import APART, GENTLE, ON_ADAPTERS, SHARED_START, TABLE, AutoChoice, choice_for
+from actmat.run.automatic import (
+    APART,
+    DIFFERENT_MODULES,
+    GENTLE,
+    ON_ADAPTERS,
+    SHARED_START,
+    TABLE,
+    AutoChoice,
+    choice_for,
+)
 from actmat.run.locate import locate_inputs
 
 
@@ -47,12 +56,31 @@ def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
     assert ("change the weights by 21 %" if with_base else "of a decoder of unknown size") in plan.recipe.notes[-1]
 
 
-def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def gentle_pair(models: Path, folder: Path) -> list[Path]:
     for name in ("math", "code"):
-        shutil.copytree(models / "adapters" / name, tmp_path / name)
-        path = tmp_path / name / "adapter_model.safetensors"
+        shutil.copytree(models / "adapters" / name, folder / name)
+        path = folder / name / "adapter_model.safetensors"
         save_file({n: t * (1e-3 if "lora_B" in n else 1) for n, t in load_file(path).items()}, path)
-    adapters = [tmp_path / "math", tmp_path / "code"]
+    return [folder / "math", folder / "code"]
+
+
+def test_adapters_of_different_modules_are_averaged_unless_gentle(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = gentle_pair(models, tmp_path)
+    monkeypatch.setattr(automatic, "GENTLE", 0.0)
+    assert actmat.plan(models / "base", adapters).recipe.method == TABLE["adapters", "any"].method
+    path = adapters[1] / "adapter_model.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if "q_proj" not in n}, path)
+    method, note = recipe_of(actmat.plan(models / "base", adapters))
+    assert method == choice_for("other", "any").method
+    assert f"; they change different modules ({DIFFERENT_MODULES})" in note
+    monkeypatch.setattr(automatic, "GENTLE", 1.0)
+    assert actmat.plan(models / "base", adapters).recipe.method == TABLE["gentle", "any"].method
+
+
+def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = gentle_pair(models, tmp_path)
     recipe = {"base": str(models / "base"), "experts": [{"path": str(a)} for a in adapters]}
     with locate_inputs(Recipe.model_validate(recipe)) as given:
         found = size_and_overlap(given)

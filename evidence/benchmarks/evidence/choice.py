@@ -6,11 +6,11 @@ Sets are those of `sets.expert_sets`. Candidates of a row of the table are those
 every set of the row, at their defaults. The row takes the one with the largest mean gain over the average that is in
 no set and seed more than a point below the average or the base; where none holds that, the one whose worst set is
 best. The mean is over bases, of each over its sets and the seeds that all candidates have. The method in force stays
-where another is less than `LEVEL` points better. Adapters have rows by the size of their deltas relative to the
-base's weights. Both borders are fitted, too, and whether adapters above the first that share the start of `A` are
-with the largest, for which nothing is safe. For every base, all this is fitted without its sets, which show what that
-table gives. Which rows were measured in them decides nothing: where one was chosen that they lack, the table is not
-tested there.
+where another is less than `LEVEL` points better. Adapters have rows by the size of their deltas relative to the base's
+weights. Both borders are fitted, too, and whether adapters above the first that share the start of `A`, or change
+different modules, are with the largest, for which nothing is safe. For every base, all this is fitted without its
+sets, which show what that table gives. Which rows were measured in them decides nothing: where one was chosen that
+they lack, the table is not tested there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from actmat.run.automatic import GENTLE, HOT, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
 from benchmarks.evidence.group import FOLDER, Group
 from benchmarks.evidence.intervals import Interval, Points, paired
-from benchmarks.evidence.sets import ExpertSet, expert_sets
+from benchmarks.evidence.sets import FEATURES, ExpertSet, expert_sets
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.pages import table
@@ -55,15 +55,17 @@ class Cuts(NamedTuple):
 
     Args:
         low, high: sizes of deltas from which they are no longer gentle, and from which they count among the others.
-        apart: whether those from `low` on count among the others, too, if they share the start of `A`.
+        apart: features of adapters that count among the others, too, from `low` on; see `ExpertSet.features`.
     """
 
     low: float
     high: float
-    apart: bool = True
+    apart: frozenset[str] = frozenset()
 
 
-IN_FORCE = Cuts(GENTLE, HOT)
+APARTS = (frozenset({"start"}), frozenset[str](), frozenset(FEATURES), frozenset({"modules"}))
+"""What may count among the others; of those that gain the same, the first is taken."""
+IN_FORCE = Cuts(GENTLE, HOT, frozenset(FEATURES))
 
 
 def form_of(one: ExpertSet, cuts: Cuts) -> ModelForm:
@@ -74,7 +76,7 @@ def form_of(one: ExpertSet, cuts: Cuts) -> ModelForm:
         return "unknown"
     if one.size < cuts.low:
         return "gentle"
-    return "other" if one.size >= cuts.high or (cuts.apart and one.is_shared) else "adapters"
+    return "other" if one.size >= cuts.high or cuts.apart & one.features else "adapters"
 
 
 def units(some: Sequence[ExpertSet]) -> list[list[ExpertSet]]:
@@ -127,7 +129,7 @@ def fitted(every: Sequence[ExpertSet], cuts: Cuts, without: str = "") -> Fitted:
 
 def _belongs(one: ExpertSet, form: ModelForm, kind: ModelKind, cuts: Cuts) -> bool:
     if form == "unknown":
-        return one.group.regime == "lora" and not one.is_shared
+        return one.group.regime == "lora" and "start" not in one.features
     return form in ("mixed", form_of(one, cuts)) and kind in ("any", one.kind)
 
 
@@ -167,7 +169,7 @@ def ranked_cuts(every: Sequence[ExpertSet], without: str = "", count: int = 2) -
 
     if not bases:
         return [(0.0, Cuts(0.0, 0.0))]
-    every_cut = [Cuts(*pair, apart) for pair, apart in product(pairs or [(0.0, 0.0)], (True, False))]
+    every_cut = [Cuts(*pair, apart) for pair, apart in product(pairs or [(0.0, 0.0)], APARTS)]
     return sorted(((gain(cuts), cuts) for cuts in every_cut), key=lambda pair: -pair[0])
 
 
@@ -280,8 +282,8 @@ RULE_HEAD = [
 WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
     "gentle": ("LoRA adapters", f"below about {100 * GENTLE:.1g} % of the base's weights"),
-    "adapters": ("LoRA adapters from different `A`", f"about {100 * GENTLE:.1g} to {100 * HOT:.1g} %"),
-    "mixed": ("all else: adapters that are larger, from one `A`, without a base or factors, or with models", ""),
+    "adapters": ("LoRA adapters of the same modules, different `A`", f"about {100 * GENTLE:.1g} to {100 * HOT:.1g} %"),
+    "mixed": ("all else: adapters that are larger, of different modules, from one `A`, without a base; models", ""),
 }
 
 
@@ -341,7 +343,7 @@ def _best(group: Group, rows: Sequence[str], seeds: Points) -> str:
     return f"`{max(means, key=means.__getitem__)}` {max(means.values()):.1f}" if means else ""
 
 
-BORDER_HEAD = ["left out", "below, %", "from, %", "one `A` apart", "gentle", "between", "points"]
+BORDER_HEAD = ["left out", "below, %", "from, %", "apart", "gentle", "between", "points"]
 
 
 def border_rows(folder: Path = FOLDER) -> list[list[str]]:
@@ -363,10 +365,12 @@ def _borders(every: Sequence[ExpertSet]) -> list[str]:
     gain, best = ranked[0]
     rows = _pair(every, best)
     same = [c for g, c in ranked if g > gain - TIE and c.apart == best.apart and _pair(every, c) == rows]
-    apart = {c.apart for g, c in ranked if g > gain - TIE}
+    tied = [c.apart for g, c in ranked if g > gain - TIE]
+    certain, possible = frozenset.intersection(*tied), frozenset.union(*tied)
+    apart = ", ".join(f if f in certain else f"({f})" for f in FEATURES if f in possible)
     sizes = [one.size for one in every if one.size is not None]
     low, high = (_range([c[k] for c in same], sizes) for k in (0, 1))
-    return [low, high, "either" if len(apart) == 2 else "yes" if best.apart else "no", *rows, f"{gain:+.1f}"]
+    return [low, high, apart, *rows, f"{gain:+.1f}"]
 
 
 def _range(cuts: Sequence[float], sizes: Sequence[float]) -> str:

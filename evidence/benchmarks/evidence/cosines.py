@@ -1,4 +1,4 @@
-"""Cosines of `D^T D` with measured Gram matrices: by kind of layer, and by length and rate of training."""
+"""Cosines of `D^T D` with measured Gram matrices, by kind of layer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from benchmarks.common import read_lines
 from benchmarks.evidence.group import REGIMES, SUITES, Group
 
 HEAD = ["experts", "layer", "n", "`D^T D`", "identity", "`D^T D` nearer", "change of weights"]
-SWEEP_HEAD = [
-    *("experts", "steps", "rate", "own accuracy", "`D^T D`", "identity", "`D^T D` nearer"),
-    "change of weights",
-]
-
 Row = Mapping[str, Any]
-
-
-def sweep_file(folder: Path, suite: str) -> Path:
-    """Cosines of one task's experts that were trained for other lengths and at other rates."""
-    return folder / f"{suite}-sweep.jsonl"
 
 
 def _means(rows: list[Row]) -> list[str]:
@@ -56,17 +46,3 @@ def fact_of(folder: Path, group: Group, fact: str) -> float | None:
     rows = [row for name in REGIMES for row in read_lines(folder / f"{name}-gram.jsonl") if row["model"] == group.model]
     values = [row[fact] for row in rows if fact in row and row["settings"] == group.scores[0].settings]
     return mean(values) if values else None
-
-
-def sweep_rows(folder: Path) -> list[list[str]]:
-    """Mean cosines over all layers by length and rate, the shortest and coldest training first."""
-    found = []
-    for suite in SUITES:
-        by_run: dict[tuple[int, float], list[Row]] = {}
-        for row in read_lines(sweep_file(folder, suite)):
-            by_run.setdefault((row["steps"], row["rate"]), []).append(row)
-        for (steps, rate), rows in sorted(by_run.items()):
-            title = f"{suite}, {rows[0]['model']}, {rows[0]['regime']}, {rows[0]['task']}"
-            own = f"{100 * rows[0]['correct'] / rows[0]['total']:.0f}"
-            found.append([title, str(steps), f"{rate:g}", own, *_means(rows)])
-    return found

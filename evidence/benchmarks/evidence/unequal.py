@@ -1,6 +1,7 @@
 """Experts of unequal size: what becomes of those that changed the base less?
 
     python -m benchmarks.evidence.unequal digits            # the demo's first four tasks, two at higher rates
+    python -m benchmarks.evidence.unequal mixtures          # experts of two or four of the six tasks, which overlap
     python -m benchmarks.evidence.unequal suites FOLDER     # a cache, with the data in FOLDER/data
     python -m benchmarks.evidence.unequal reactions FOLDER  # of the package rxnfp: models/transformers
 
@@ -17,9 +18,11 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,6 +42,8 @@ from benchmarks.common import finish, stored_tensors
 
 METHODS = ("average", "actmat_ridge", "actmat", "tsv", "dc_merge", "aswudi", "iso_c", "ties")
 FACTORS, SEEDS, TASKS = (1.0, 2.0, 3.0, 5.0), (0, 1, 2), 4
+MIXED = (2, 4)
+SETTINGS = training.DemoSettings()
 SUITES: Mapping[str, tuple[Any, tuple[str, ...], dict[str, float]]] = {
     "text-minilm": (text, ("sst2", "agnews_backwards", "subj_letters", "trec_letters"), {"epochs": 1, "test": 200}),
     "vision-small": (small, ("mnist", "eurosat", "dtd10", "sign_digits"), {"epochs": 2, "base_epochs": 20}),
@@ -59,42 +64,95 @@ def ratio(base: Path, experts: Iterable[Path]) -> float:
     return max(sizes) / min(sizes)
 
 
-def merges(base: Path, experts: list[Path]) -> Iterator[tuple[str, Path]]:
+def merges(base: Path, experts: list[Path], methods: Sequence[str] = METHODS) -> Iterator[tuple[str, Path]]:
     """Names and places of the merges."""
-    for method in METHODS:
+    for method in methods:
         out = base.parent / "merged"
         actmat.merge(base, [str(e) for e in experts], method=method, out=out, overwrite=True)
         yield method, out
 
 
+@dataclass(frozen=True)
+class Digits:
+    """The base of the demo with a seed, and its tasks."""
+
+    folder: Path
+    seed: int
+
+    def __post_init__(self) -> None:
+        save_encoder(training.train_base(SETTINGS, self.seed), self.base)
+
+    @property
+    def base(self) -> Path:
+        """Folder of the base."""
+        return self.folder / f"base-{self.seed}"
+
+    @cached_property
+    def data(self) -> Mapping[str, Any]:
+        """Images of every task."""
+        return training.load_data(SETTINGS, self.seed)
+
+    @cached_property
+    def heads(self) -> Mapping[str, Any]:
+        """Frozen head of every task."""
+        return training.fit_heads(load_encoder(self.base), self.data, SETTINGS)
+
+    def expert(self, tasks: Sequence[str], factor: float = 1.0) -> Path:
+        """Folder of an expert of one task, or of a mixture whose batches take turns; `factor` is of the rate."""
+        rate = SETTINGS.finetuning.learning_rate * factor
+        expert, schedule = load_encoder(self.base), replace(SETTINGS.finetuning, learning_rate=rate)
+        parts = [
+            training.task_losses(
+                *(expert, self.heads[task], self.data[task].train, schedule),
+                training.generator_for(self.seed, f"order of {task}"),
+            )
+            for task in tasks
+        ]
+        steps = sum(schedule.steps(len(self.data[task].train)) for task in tasks)
+        losses = (next(parts[n % len(parts)]) for n in range(steps))
+        training.descend(list(expert.parameters()), losses, steps, schedule)
+        out = self.folder / f"{self.seed}-{factor}-{'-'.join(tasks)}"
+        save_encoder(expert, out)
+        return out
+
+    def scores(self, place: Path, tasks: Iterable[str]) -> list[float]:
+        """Accuracies in %."""
+        data = {task: self.data[task] for task in tasks}
+        return [100 * float(m.double().mean()) for m in correct(self.heads, data, place).values()]
+
+    def rows(self, experts: Mapping[tuple[str, ...], Path], methods: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Accuracies on all tasks of the experts, by method; `experts`: mean of those that learned a task."""
+        tasks = list(dict.fromkeys(task for learned in experts for task in learned))
+        own = {learned: dict(zip(tasks, self.scores(e, tasks), strict=True)) for learned, e in experts.items()}
+        about = {"seed": self.seed, "ratio": ratio(self.base, experts.values()), "smaller": 0}
+        yield about | {"method": "base", "scores": self.scores(self.base, tasks)}
+        yield about | {"method": "experts", "scores": [fmean(own[x][t] for x in own if t in x) for t in tasks]}
+        for method, out in merges(self.base, list(experts.values()), methods):
+            yield about | {"method": method, "scores": self.scores(out, tasks)}
+
+
 def digits(folder: Path) -> Iterator[dict[str, Any]]:
     """Accuracies by seed, factor of the rate, and method."""
-    settings = training.DemoSettings()
     for seed in SEEDS:
-        base = folder / f"base-{seed}"
-        data = training.load_data(settings, seed)
-        save_encoder(training.train_base(settings, seed), base)
-        heads = training.fit_heads(load_encoder(base), data, settings)
-        data = dict(list(data.items())[:TASKS])
-
-        def scores(place: Path) -> list[float]:
-            return [100 * float(m.double().mean()) for m in correct(heads, data, place).values()]  # noqa: B023
-
+        start = Digits(folder, seed)
+        tasks = [(task,) for task in list(start.data)[:TASKS]]
         for factor in FACTORS:
-            experts = []
-            for k, (task, split) in enumerate(data.items()):
-                rate = settings.finetuning.learning_rate * (factor if k % 2 else 1)
-                expert, order = load_encoder(base), training.generator_for(seed, f"order of {task}")
-                schedule = replace(settings.finetuning, learning_rate=rate)
-                training.finetune(expert, heads[task], split.train, schedule, order)
-                experts.append(folder / f"{seed}-{factor}-{task}")
-                save_encoder(expert, experts[-1])
-            own = [scores(e)[k] for k, e in enumerate(experts)]
-            about = {"seed": seed, "set": f"{factor:g} x rate", "ratio": ratio(base, experts), "smaller": 0}
-            yield about | {"method": "base", "scores": scores(base)}
-            yield about | {"method": "experts", "scores": own}
-            for method, out in merges(base, experts):
-                yield about | {"method": method, "scores": scores(out)}
+            experts: dict[tuple[str, ...], Path] = {
+                task: start.expert(task, factor if k % 2 else 1) for k, task in enumerate(tasks)
+            }
+            yield from ({"set": f"{factor:g} x rate"} | row for row in start.rows(experts, METHODS))
+
+
+def mixtures(folder: Path) -> Iterator[dict[str, Any]]:
+    """Accuracies by seed, number of tasks that each expert has learned, and method; neighbors share all but one."""
+    for seed in SEEDS[:1]:
+        start = Digits(folder, seed)
+        tasks = list(start.data)
+        for count in MIXED:
+            learned = [tuple((tasks + tasks)[k : k + count]) for k in range(len(tasks))]
+            experts = {some: start.expert(some) for some in learned}
+            about = {"set": f"each expert of {count} of 6 tasks"}
+            yield from (about | row for row in start.rows(experts, (*METHODS, "task_arithmetic", "ct_merging")))
 
 
 def suites(cache: Path) -> Iterator[dict[str, Any]]:
@@ -202,7 +260,7 @@ def public(given: Path, folder: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=("digits", "suites", "reactions"))
+    parser.add_argument("study", choices=("digits", "mixtures", "suites", "reactions"))
     parser.add_argument("folder", nargs="?", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -211,9 +269,11 @@ def main() -> None:
             rows = list(public(given.folder, Path(folder)))
             finish("reactions", rows, list(rows[0]), questions=len(reactions()))
             return
-        raw = list(digits(Path(folder)) if given.study == "digits" else suites(given.folder))
+        studies = {"digits": digits, "mixtures": mixtures}
+        raw = list(suites(given.folder) if given.study == "suites" else studies[given.study](Path(folder)))
         rows = list(by_set(raw))
-        finish("unequal" if given.study == "digits" else "unequal-suites", rows, list(rows[0]), raw=raw)
+        name = {"digits": "unequal", "suites": "unequal-suites"}.get(given.study, given.study)
+        finish(name, rows, list(rows[0]), raw=raw)
 
 
 if __name__ == "__main__":

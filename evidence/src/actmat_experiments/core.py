@@ -14,7 +14,7 @@ from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import TensorLayout
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
-from actmat.run.adapters import size_and_overlap
+from actmat.run.adapters import modules_differ, size_and_overlap
 from actmat.run.locate import locate_inputs
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
@@ -35,6 +35,7 @@ __all__ = [
     "in_one_line",
     "locate_inputs",
     "make_recipe",
+    "modules_differ",
     "one_thread",
     "open_statistics",
     "output_energy",

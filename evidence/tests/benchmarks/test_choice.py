@@ -10,6 +10,7 @@ from statistics import mean
 import pytest
 from benchmarks.common import RESULTS
 from benchmarks.evidence.choice import (
+    APARTS,
     CANDIDATES,
     IN_FORCE,
     TOLERATED,
@@ -26,13 +27,14 @@ from benchmarks.evidence.choice import (
     held_out,
     held_rows,
     on_adapters,
+    ranked_cuts,
 )
 from benchmarks.evidence.group import CONTROLS, FOLDER, FRESH, MORE, SUITES, Group
 from benchmarks.evidence.intervals import paired
-from benchmarks.evidence.sets import ELSEWHERE, ExpertSet, every_set, expert_sets, left_out_rows
+from benchmarks.evidence.sets import ELSEWHERE, FEATURES, ExpertSet, every_set, expert_sets, left_out_rows
 
 from actmat.methods import all_methods, get_method
-from actmat.run.automatic import APART, HOT, ON_ADAPTERS, SHARED, SHARED_START, SOLVING, TABLE
+from actmat.run.automatic import APART, DIFFERENT_MODULES, HOT, ON_ADAPTERS, SHARED, SHARED_START, SOLVING, TABLE
 from actmat_experiments.harness.results import Score, append_scores
 
 
@@ -48,7 +50,7 @@ def test_every_set_that_was_merged_is_in_the_table_or_is_listed_with_the_reason(
     suites = {one.group.suite for one in every_set()}
     for path in FOLDER.glob("*.jsonl"):
         name = path.stem
-        if name.endswith(("-gram", "-sizes", "-sweep", "-subsets")) or name in CONTROLS:
+        if name.endswith(("-gram", "-sizes", "-subsets")) or name in CONTROLS:
             continue
         assert name in (*SUITES, *sum(MORE.values(), ())), f"{name} is no file of the evidence"
         assert json.loads(path.read_text().splitlines()[0])["suite"] in suites
@@ -71,6 +73,31 @@ def test_the_note_of_a_shared_start_is_of_the_sets_that_have_it() -> None:
         gains = [gain.mean for gain in found if gain is not None]
         assert len(gains) == len(shared)
         assert f" {row} {min(gains):+.1f} to {max(gains):+.1f}" in SHARED_START, "as on docs/regimes.md"
+
+
+def test_the_note_of_different_modules_is_of_the_set_that_has_them() -> None:
+    (only,) = [one for one in expert_sets() if one.modules_differ]
+    for row in ("ct_merging", "dc_merge"):
+        assert f" {row} {mean(only.gains(row)):+.1f}" in DIFFERENT_MODULES
+
+
+def test_what_sets_adapters_apart_gains_a_point_on_bases_that_were_held_out() -> None:
+    """Each feature by itself: without it, the borders move, and bases that lack the feature lose."""
+    every = [one for one in expert_sets() if one.group.regime == "lora"]
+    for feature in FEATURES:
+        gains = []
+        for apart in (APARTS, tuple(some for some in APARTS if feature not in some)):
+            held = []
+            for base in dict.fromkeys(one.base for one in every):
+                cuts = next(cuts for _, cuts in ranked_cuts(every, base) if cuts.apart in apart)
+                rows = fitted(every, cuts, base)
+                held += [
+                    HeldOut(one, "other", rows.get((form_of(one, cuts), "any")) or "average")
+                    for one in every
+                    if one.base == base
+                ]
+            gains.append(mean(own.gain for own in by_base(held).values() if own.gain is not None))
+        assert gains[0] > gains[1] + 1, feature
 
 
 def test_the_borders_are_those_of_the_largest_gain_of_all_sets_of_adapters() -> None:
@@ -200,8 +227,9 @@ def test_a_method_below_the_base_is_not_safe(tmp_path: Path) -> None:
 
 
 def test_the_split_by_starts_is_fitted_without_the_base_too() -> None:
-    assert cuts_of(expert_sets()).apart
-    assert not cuts_of(expert_sets(), without="ViT-S/14").apart, "only images lose from one A"
+    assert cuts_of(expert_sets()).apart == set(FEATURES)
+    assert "start" not in cuts_of(expert_sets(), without="ViT-S/14").apart, "only images lose from one A"
+    assert "modules" not in cuts_of(expert_sets(), without="SmolLM2-135M").apart, "one set has different modules"
 
 
 def test_a_training_is_never_mixed_with_another_of_its_seed() -> None:

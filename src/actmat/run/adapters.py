@@ -44,6 +44,11 @@ def size_and_overlap(located: Located) -> tuple[float | None, float] | None:
     return (mean(sizes) if sizes else None, median(cosines or [0.0])) if sizes or cosines else None
 
 
+def modules_differ(located: Located) -> bool:
+    """Whether adapters do not all change the same modules."""
+    return len({frozenset(e.modules) for e in located.experts if isinstance(e, Adapter)}) > 1
+
+
 def _modules(located: Located) -> Iterator[tuple[float, list[LowRank]]]:
     """Norm of the weights, 0 without a base, and the adapters' factors, of modules that all adapters change: of all
     where they are small, else of a few.
@@ -59,8 +64,8 @@ def _modules(located: Located) -> Iterator[tuple[float, list[LowRank]]]:
     specs = {n: s for n, s in base.specs.items() if len(s.shape) == 2 and all(e.source(n).rank for e in experts)}
     is_small = sum(math.prod(s.shape) for s in specs.values()) <= ALL_BELOW
     for name in list(specs) if is_small else _few(list(specs)):
-        norm = float(torch.linalg.vector_norm(base.tensors.read(name).float()))
-        yield norm, [e.factors(name, specs[name].shape, torch.float32) for e in experts]
+        weight_OI = base.tensors.read(name).float()
+        yield float(weight_OI.norm()), [e.factors(name, weight_OI.shape, torch.float32) for e in experts]
 
 
 def _few(names: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from actmat.planning.choose import WHOLE
 from actmat.planning.implied import IN_ONE_FILE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
-from actmat.run.adapters import size_and_overlap
+from actmat.run.adapters import modules_differ, size_and_overlap
 from actmat.run.locate import Located
 
 AUTO = "auto"
@@ -80,8 +80,8 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
 ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
     "gentle": AutoChoice("actmat", sets=4, gain=6.8, worst=-4.0),
     "adapters": AutoChoice("actmat", sets=4, gain=-8.8, worst=-17.9),
-    "unknown": AutoChoice("actmat", sets=6, gain=-6.9, worst=-33.4),
-    "other": AutoChoice("actmat", sets=4, gain=-32.7, worst=-55.0),
+    "unknown": AutoChoice("actmat", sets=6, gain=-7.3, worst=-33.4),
+    "other": AutoChoice("actmat", sets=5, gain=-26.4, worst=-55.0),
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
 
@@ -96,6 +96,8 @@ SHARED_START = (
     "ct_merging -8.5 to +5.0, dc_merge -4.7 to +5.7"
 )
 """Measurement of adapters that share it: see docs/regimes.md."""
+DIFFERENT_MODULES = "points over the average in the one set measured: ct_merging -9.3, dc_merge +0.7"
+"""Measurement of adapters that do not all change the same modules: see docs/choosing.md."""
 
 
 def choice_for(form: ModelForm, kind: ModelKind) -> AutoChoice:
@@ -111,8 +113,7 @@ def with_method(located: Located) -> Recipe:
     """
     recipe = located.recipe
     if recipe.method != AUTO:
-        is_told = recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters
-        return _told(located) if is_told else recipe
+        return _told(located) if recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters else recipe
     method, space, options, reason = _chosen(located)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
@@ -121,12 +122,12 @@ def with_method(located: Located) -> Recipe:
 def _told(located: Located) -> Recipe:
     """The recipe of a method that solves or orthogonalizes, on adapters, with measurements among the notes."""
     recipe = located.recipe
-    form, size, start = _by_size(located)
-    note = f"{recipe.method} on adapters{size}{start}"
+    form, size, apart = _by_size(located)
+    note = f"{recipe.method} on adapters{size}{apart}"
     if recipe.method == "actmat":
         better, beyond = choice_for(form, "any"), _beyond(located, _kind(located.config))
         note += f": {ON_ADAPTERS[form]}; auto would choose {better.method}: {better.gain:+.1f}{beyond}"
-    is_known = note in recipe.notes or len(located.experts) == 1 or (recipe.method != "actmat" and not start)
+    is_known = note in recipe.notes or len(located.experts) == 1 or (recipe.method != "actmat" and not apart)
     return recipe if is_known else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
@@ -149,29 +150,28 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     if located.only_adapters and all(isinstance(e, Adapter) and e.layout in IN_ONE_FILE for e in located.experts):
         why = "LoRA files of an image model: task_arithmetic with scaling=1, their sum at strength 1, as image tools do"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-w for other strengths)"
-    kind, size, start = _kind(located.config) if form != "mixed" else "any", "", ""
+    kind, size, apart = _kind(located.config) if form != "mixed" else "any", "", ""
     if form == "adapters":
-        form, size, start = _by_size(located)
+        form, size, apart = _by_size(located)
     choice = choice_for(form, kind)
-    words = {"full": "checkpoints", "mixed": "checkpoints and adapters"}
-    what = words.get(form, "adapters")
+    what = {"full": "checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     beyond = _beyond(located, kind) if form != "mixed" else ""
-    tune = "" if kind == "any" else "; actmat tune chooses by unlabeled inputs"  # of image models it cannot
-    reason = f"{choice.method}, for {what}{of}{size}{start} ({choice}{beyond}){tune}"
-    return choice.method, space, {}, reason
+    reason = f"{choice.method}, for {what}{of}{size}{apart} ({choice}{beyond})"  # of image models tune cannot choose
+    return choice.method, space, {}, reason + "; actmat tune chooses by unlabeled inputs" * (kind != "any")
 
 
 def _by_size(located: Located) -> tuple[ModelForm, str, str]:
-    """The form of adapters with factors; their size in words, and those on the starts of `A`, empty if apart."""
+    """The form of adapters with factors; their size in words, and what else sets them apart, empty if nothing does."""
     size, overlap = size_and_overlap(located) or (None, 0.0)
     shared, measured = ("the start", SHARED_START) if overlap >= SHARED else ("a part", "not measured")
-    start = f"; they share {shared} of A (overlap {overlap:.2f}; {measured})" if overlap >= APART else ""
+    apart = f"; they share {shared} of A (overlap {overlap:.2f}; {measured})" if overlap >= APART else ""
+    apart += f"; they change different modules ({DIFFERENT_MODULES})" if modules_differ(located) else ""
     if size is None:
-        return "other" if start else "unknown", " of unknown size", start
+        return "other" if apart else "unknown", " of unknown size", apart
     words = f" that change the weights by {100 * size:.2g} %" + ", more than any measured ones" * (size > HOTTEST)
-    form: ModelForm = "gentle" if size < GENTLE else "other" if start or size >= HOT else "adapters"
-    return form, words, start
+    form: ModelForm = "gentle" if size < GENTLE else "other" if apart or size >= HOT else "adapters"
+    return form, words, apart
 
 
 def _beyond(located: Located, kind: ModelKind) -> str:
@@ -182,8 +182,8 @@ def _beyond(located: Located, kind: ModelKind) -> str:
         return "; not measured for mixtures of experts"
     if located.base is None:
         return "; measured on models of up to half a billion parameters"
-    largest = LARGEST_OF_ADAPTERS if located.only_adapters else LARGEST
-    if sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values()) > largest[kind]:
+    weights = sum(math.prod(spec.shape) for spec in stored_of(located.base).specs.values())
+    if weights > (LARGEST_OF_ADAPTERS if located.only_adapters else LARGEST)[kind]:
         return "; no model of this size is among them"
     return f"; none of them merges {len(located.experts)} experts" if len(located.experts) > MOST else ""
 
@@ -215,10 +215,9 @@ def check_options(recipe: Recipe) -> None:
     """
     if recipe.method != AUTO:
         return
-    listed = [", ".join(recipe.options)] if recipe.options else []
-    listed += [f"{', '.join(e.options)} of expert '{e.label}'" for e in recipe.experts if e.options]
-    rules = [(i, r) for i, r in enumerate(recipe.rules) if r.options and r.method is None]
-    if listed := listed + [f"{', '.join(r.options)} of rules.{i}" for i, r in rules]:
+    owners = [("", recipe.options), *((f" of expert '{e.label}'", e.options) for e in recipe.experts)]
+    owners += [(f" of rules.{i}", r.options) for i, r in enumerate(recipe.rules) if r.method is None]
+    if listed := [", ".join(options) + owner for owner, options in owners if options]:
         raise RecipeError(
             f"Options belong to a method, but none is named (auto): found {'; '.join(listed)}. Fix: name the method "
             "that they are meant for (--method NAME, 'method' in a recipe; leave -m out for mergekit's), or drop them"

@@ -138,10 +138,10 @@ class TransferResult(Analysis):
         """Sides per task, and the stages' parts, mean over tasks."""
         caption = (
             "nats. |.|: mean absolute transfer; (1): local errors, propagated; (2): the same split into\n"
-            "the rest with true Gram matrices, and what the estimates add; times: (1) and (2) over |.|."
+            "the rest with true Gram matrices, and what the estimates add."
         )
         sums = new_table(f"Negative transfer and its bounds: {self.title}", caption, "task",
-                         ("mean", "|.|", "(1)", "times", "(2)", "times"))  # fmt: skip
+                         ("mean", "|.|", "(1)", "(1) / |.|", "(2)", "(2) / |.|"))  # fmt: skip
         for name, t in self.tasks.items():
             low, high = (x / t.absolute if t.absolute else math.nan for x in (t.propagated, t.bound))
             cells = (t.signed, t.absolute, t.propagated, low, t.bound, high)

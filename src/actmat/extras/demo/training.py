@@ -120,7 +120,7 @@ def train_base(settings: DemoSettings, seed: int) -> Encoder:
                 batch = looks[which].take(orders[which][number])
                 yield nn.functional.cross_entropy(heads[which](encoder(batch.images_NHW)), batch.labels_N)
 
-    _descend([*encoder.parameters(), *heads.parameters()], losses(), len(looks) * schedule.steps(n), schedule)
+    descend([*encoder.parameters(), *heads.parameters()], losses(), len(looks) * schedule.steps(n), schedule)
     return encoder
 
 
@@ -134,7 +134,7 @@ def fit_heads(base: Encoder, data: Mapping[str, Split], settings: DemoSettings) 
 def finetune(expert: Encoder, head: Head, examples: Examples, schedule: DemoSchedule, order: torch.Generator) -> None:
     """Train all weights of a base copy in place on one task, with its frozen head."""
     losses = task_losses(expert, head, examples, schedule, order)
-    _descend(list(expert.parameters()), losses, schedule.steps(len(examples)), schedule)
+    descend(list(expert.parameters()), losses, schedule.steps(len(examples)), schedule)
 
 
 def task_losses(
@@ -152,7 +152,7 @@ def task_losses(
                 yield nn.functional.cross_entropy(head(encoder(batch.images_NHW)), batch.labels_N)
 
 
-def _descend(weights: Sequence[nn.Parameter], losses: Iterable[Tensor], n_steps: int, schedule: DemoSchedule) -> None:
+def descend(weights: Sequence[nn.Parameter], losses: Iterable[Tensor], n_steps: int, schedule: DemoSchedule) -> None:
     """Take an AdamW step for every loss."""
     rate = schedule.learning_rate
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=schedule.weight_decay, fused=True)
