@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from docs.equations import typeset
 from docs.markdown import ROOT
 
 DOCS = ROOT / "docs"
@@ -35,6 +36,8 @@ ELSEWHERE = {
     "examples/two_models.ipynb": "two-models.md",
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
+EQUATIONS = ("methods", "post", "analyses")
+"""Folders of pages whose indented blocks are equations."""
 AS_IS = (".png", ".svg", ".css", ".js", ".json")
 """Files that are copied."""
 CODE_OR_LINK = re.compile(
@@ -143,6 +146,8 @@ def stage(folder: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             text = notebook_page(json.loads(text))
+        if path.parent.name in EQUATIONS or path.stem == "spaces":
+            text = typeset(text)
         target.write_text(relinked(unescaped(NOT_MARKS.sub("", text)), path, sites), encoding="utf-8")
         pages.append(place)
     return pages
@@ -158,6 +163,8 @@ def build(out: Path, work: Path) -> list[str]:
     pages = stage(work / "pages")
     given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     given |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(given["nav"], pages)}
+    if repository := os.environ.get("GITHUB_REPOSITORY"):  # the workflow that publishes the site knows its address
+        given["repo_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{repository}"
     return run_mkdocs(given, work)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import nbformat
 import pytest
 from docs import generate, markdown
+from docs.equations import typeset
 from docs.markdown import PLACE, filled, pages
 from docs.record import NOTEBOOK, recorded, run
 from docs.site import DOCS, build, navigation, places, relinked
@@ -114,6 +115,21 @@ def test_links_are_those_of_the_site() -> None:
     )
     deep = relinked("[a](../README.md) [b](../../README.md)", DOCS / "methods" / "ties.md", sites)
     assert deep == "[a](../pages.md) [b](../index.md)"
+
+
+def test_an_equation_is_typeset_and_the_text_around_it_kept() -> None:
+    math = typeset("text `a_b`\n\n    D^ = sum_{t in A} w_t D_t^T,   rank(S*) <= 2\n\nend\n")
+    assert math.startswith('text `a_b`\n\n<div class="equations"><div><math ')
+    assert math.endswith("</math></div></div>\n\nend\n")
+    assert math.count("<math ") == 2
+    for part in (
+        '<mover accent="true"><mi>D</mi><mo stretchy="false">^</mo></mover>',
+        '<munder><mo movablelimits="false">∑</mo><mrow><mi>t</mi>',
+        "<msubsup><mi>D</mi><mrow><mi>t</mi></mrow><mrow><mi>T</mi></mrow></msubsup>",
+        "<msup><mi>S</mi><mo>∗</mo></msup>",
+        "≤",
+    ):
+        assert part in math
 
 
 def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
