@@ -10,11 +10,9 @@ mkdocs.yml, `...: FOLDER` stands for the pages of a folder that are not named.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,49 +151,34 @@ def stage(folder: Path) -> list[str]:
     return pages
 
 
-def build(out: Path, work: Path) -> list[str]:
-    """Stage the pages and build the site; what is wrong with it, such as links that lead nowhere.
+def build(out: Path, work: Path) -> None:
+    """Stage the pages and build the site.
 
     Args:
         out: folder of the site.
         work: folder for the pages and the configuration.
+
+    Raises:
+        mkdocs.exceptions.Abort: something is wrong, such as links that lead nowhere; each has a line in the log.
     """
-    pages = stage(work / "pages")
-    given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    given |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(given["nav"], pages)}
-    if repository := os.environ.get("GITHUB_REPOSITORY"):  # the workflow that publishes the site knows its address
-        given["repo_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{repository}"
-    return run_mkdocs(given, work)
-
-
-def run_mkdocs(config: dict[str, Any], work: Path) -> list[str]:
-    """Build a site in a folder; all warnings, for which `mkdocs build --strict` would stop."""
     from mkdocs.commands.build import build as build_site
     from mkdocs.config import load_config
 
+    pages = stage(work / "pages")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    config |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(config["nav"], pages)}
+    if repository := os.environ.get("GITHUB_REPOSITORY"):  # the workflow that publishes the site knows its address
+        config["repo_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{repository}"
     (work / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    warnings: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    logger, kept = logging.getLogger("mkdocs"), Kept(logging.WARNING)
-    logger.addHandler(kept)
-    try:
-        build_site(load_config(str(work / "mkdocs.yml")))
-    finally:
-        logger.removeHandler(kept)
-    return warnings
+    build_site(load_config(str(work / "mkdocs.yml"), strict=True))
 
 
 def main() -> None:
     """Build the site; exit status 1 when something is wrong with it."""
     out, work = ROOT / "build" / "site", ROOT / "build" / "docs"
     work.mkdir(parents=True, exist_ok=True)
-    found = build(out, work)
-    print("\n".join([*found, f"{out}: {len(found)} warnings"]))
-    sys.exit(bool(found))
+    build(out, work)
+    print(out / "index.html")
 
 
 if __name__ == "__main__":
