@@ -22,13 +22,12 @@ GREEK = ("beta", "gamma", "epsilon", "zeta", "eta", "kappa", "lambda", "phi")
 
 def typeset(page: str) -> str:
     """The page with its equations as MathML."""
-    return BLOCK.sub(lambda block: _lines(block[0]), page)
+    return BLOCK.sub(lambda block: f'<div class="equations">{"".join(map(_line, block[0].splitlines()))}</div>\n', page)
 
 
-def _lines(block: str) -> str:
-    rows = (re.split(r" {3,}", line.strip()) for line in block.splitlines())
-    cells = ("".join(f'<math displaystyle="true">{_row(cell)}</math>' for cell in row) for row in rows)
-    return '<div class="equations">' + "".join(f"<div>{row}</div>" for row in cells) + "</div>\n"
+def _line(text: str) -> str:
+    cells = (f'<math displaystyle="true">{_row(cell)}</math>' for cell in re.split(r" {3,}", text.strip()))
+    return f"<div>{''.join(cells)}</div>"
 
 
 def _row(text: str) -> str:
@@ -44,23 +43,24 @@ def _atom(atom: re.Match[str]) -> str:
             re.match("[A-Za-z]{2}", atom.string[atom.end() :]),
         )
         return f'<mspace width="{0.3 if any(words) else 0.12}em"/>'
-    above, shown = base in LIMITS, _sign(base)
+    shown = _sign(base)
     if mark in ("^", "~"):
         shown = f'<mover accent="true">{shown}<mo stretchy="false">{mark}</mo></mover>'
-    scripts = [_row(sub.strip("{}"))] if sub else []
-    if sup or mark == "*":
-        scripts.append(_row(sup) if sup else "<mo>∗</mo>")
-    tag = ("munder" if above else "msub") if sub else "msup"
-    tag = "msubsup" if len(scripts) == 2 else tag
-    return f"<{tag}>{shown}{''.join(scripts)}</{tag}>" if scripts else shown
+    above = "<mo>∗</mo>" if mark == "*" else sup and _row(sup)
+    if not sub:
+        return f"<msup>{shown}{above}</msup>" if above else shown
+    below = _row(sub.strip("{}"))
+    if above:
+        return f"<msubsup>{shown}{below}{above}</msubsup>"
+    tag = "munder" if base in LIMITS else "msub"
+    return f"<{tag}>{shown}{below}</{tag}>"
 
 
 def _sign(base: str) -> str:
     if base in LIMITS:
         return f'<mo movablelimits="false">{LIMITS[base]}</mo>'
-    if base.isdigit():
-        return f"<mn>{base}</mn>"
-    if base.isalpha() and base not in SYMBOLS:
-        return f"<mi>&{base};</mi>" if base in GREEK else f"<mi>{base}</mi>"
+    if base.isalnum() and base not in SYMBOLS:
+        name = f"&{base};" if base in GREEK else base
+        return f"<mn>{name}</mn>" if base.isdigit() else f"<mi>{name}</mi>"
     space = ' lspace="0" rspace="0"' if base in ("|", "||") else ""
     return f'<mo stretchy="false"{space}>{escape(SYMBOLS.get(base, base))}</mo>'

@@ -163,8 +163,8 @@ def _settings(name: str) -> dict[str, str]:
 
 def _meaning(text: str) -> tuple[str, str]:
     """Default and meaning in the help of a flag or a setting."""
-    found = re.search(r"\s*\(default: (.*?)\)\.?$", text)
-    return (f"`{found[1]}`", text.replace(found[0], ".").replace("..", ".")) if found else ("", text)
+    found = re.search(r"\s*\(default: (.*?)\)", text)
+    return (f"`{found[1]}`", text.replace(found[0], "")) if found else ("", text)
 
 
 def _flags(name: str) -> dict[str, list[str]]:
@@ -180,11 +180,9 @@ def _flags(name: str) -> dict[str, list[str]]:
         default = "" if parameter.default in (None, False, inspect.Parameter.empty) else str(parameter.default)
         if is_flag:
             default = spelled[0].strip("`") if parameter.default else ""
-        text = info.help or ""
-        if found := re.search(r"\s*\(default: (.*?)\)", text):
-            default, text = found[1], text.replace(found[0], "")
-        spelling = ", ".join(spelled)
-        rows[parameter.name] = [spelling, default and f"`{default}`", text + (" Repeatable." if many else "")]
+        stated, text = _meaning(info.help or "")
+        stated = stated or (default and f"`{default}`")
+        rows[parameter.name] = [", ".join(spelled), stated, text + (" Repeatable." if many else "")]
     return rows
 
 

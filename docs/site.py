@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ ELSEWHERE = {
     "examples/two_models.ipynb": "two-models.md",
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
-EQUATIONS = ("methods", "post", "analyses")
-"""Folders of pages whose indented blocks are equations."""
 AS_IS = (".png", ".svg", ".css", ".js", ".json")
 """Files that are copied."""
 CODE_OR_LINK = re.compile(
@@ -93,32 +91,23 @@ def notebook_page(notebook: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
+def navigation(entries: Iterable[Any], pages: Collection[str]) -> list[Any]:
     """The navigation with the pages that it does not name in place of `...: FOLDER`."""
-    given, pages = list(entries), sorted(pages)
-    named = set(_leaves(given))
+    entries = list(entries)
+    others = [page for page in sorted(pages) if f"'{page}'" not in str(entries)]
 
     def filled(items: Iterable[Any]) -> list[Any]:
         out: list[Any] = []
         for item in items:
-            if not isinstance(item, dict):
+            if isinstance(item, str):
                 out.append(item)
             elif "..." in item:
-                out += [p for p in pages if os.path.dirname(p) == item["..."] and p not in named]
+                out += [page for page in others if os.path.dirname(page) == item["..."]]
             else:
-                ((title, inner),) = item.items()
-                out.append({title: filled(inner) if isinstance(inner, list) else inner})
+                out += [{title: filled(inner) if isinstance(inner, list) else inner} for title, inner in item.items()]
         return out
 
-    return filled(given)
-
-
-def _leaves(nav: Any) -> Iterator[str]:
-    """Pages that are named."""
-    if isinstance(nav, str):
-        yield nav
-    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
-        yield from _leaves(entry)
+    return filled(entries)
 
 
 def unescaped(text: str) -> str:
@@ -144,8 +133,8 @@ def stage(folder: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             text = notebook_page(json.loads(text))
-        if path.parent.name in EQUATIONS or path.stem == "spaces":
-            text = typeset(text)
+        if path.parent.name in ("methods", "post", "analyses") or path.stem == "spaces":
+            text = typeset(text)  # their indented blocks are equations
         target.write_text(relinked(unescaped(NOT_MARKS.sub("", text)), path, sites), encoding="utf-8")
         pages.append(place)
     return pages

@@ -20,6 +20,8 @@ class Suite:
         needs: data, machine, and the time of a seed where it was measured.
         module: of its functions `run` and, if the tables are not the usual ones, `table`; imported when one is called.
         regimes: how experts are trained where a command does not say.
+        paper: beginning of the names of its models in the paper's tables; empty for a suite of ours.
+        notes: figures of the paper that cannot hold, or were measured on something else.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Suite:
     needs: str
     module: str
     regimes: tuple[Literal["full", "lora"], ...]
+    notes: tuple[str, ...]
+    paper: str = ""
 
     def run(self, request: RunRequest) -> None:
         """Train, merge, evaluate; scores are written below the cache."""
@@ -43,7 +47,7 @@ class Suite:
 
 
 SUITES = tuple(
-    Suite(**{**row, "regimes": tuple(row.get("regimes", ("full",)))})
+    Suite(**row | {"regimes": tuple(row.get("regimes", ["full"])), "notes": tuple(row.get("notes", []))})
     for row in json.loads(resources.files("actmat_experiments").joinpath("suites.json").read_text(encoding="utf-8"))
 )
 

@@ -24,7 +24,6 @@ command("research", "run, or shown", "the suite or method is unknown, data are m
     experiment
 )
 
-_CACHE = Path("experiment-cache")
 SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="Name of a suite, see 'actmat experiment list'.")]
 CacheFolder = Annotated[Path, typer.Option("--cache", help="Folder of all stages, logs and scores.")]
 Models = Annotated[list[str] | None, typer.Option("--models", help="Only these models; comma-separated.")]
@@ -72,7 +71,7 @@ def run(
     lora: Lora = None,
     seeds: Seeds = "0",
     data: Data = None,
-    cache: CacheFolder = _CACHE,
+    cache: CacheFolder = Path("experiment-cache"),
     device: Device = "cpu",
     threads: Threads = None,
     setting: Settings = None,
@@ -97,7 +96,7 @@ def run(
 @experiment.command()
 def table(
     suite: SuiteName,
-    cache: CacheFolder = _CACHE,
+    cache: CacheFolder = Path("experiment-cache"),
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
     paper: Annotated[bool, typer.Option("--paper", help="Show the paper's figures, without a run.")] = False,
     json: flags.Json = False,

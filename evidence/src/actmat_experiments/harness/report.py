@@ -23,34 +23,13 @@ from actmat_experiments.harness.table import (
     task_table,
 )
 from actmat_experiments.paper import paper_figures, paper_models, paper_tasks
+from actmat_experiments.suites import SUITES, Suite, get_suite
 
-_PAPER_ROWS = (
+PAPER_ROWS = (
     "The paper's data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
     "figures stand by the rows of the authors' rules: iso_c_paper, tsv_paper. Not in its tables, but in the authors' "
-    "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation).",
+    "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation)."
 )
-
-NOTES: dict[str, tuple[str, ...]] = {
-    "vision": (
-        "The paper's LoRA experts adapt only the packed q, k and v, and its LoRA row of RegMean reuses the statistics "
-        "of full fine-tuning; here all linear layers are adapted.",
-        *_PAPER_ROWS,
-        "The paper's ViT-B/16 expert of DTD (98.3 %) looks trained on test images.",
-    ),
-    "language": (
-        "The paper's Story Cloze was rendered with empty choices: 51.2 % for every model, so its averages hold a "
-        "constant for that task.",
-        "The paper's WikiQA sits at its majority class.",
-        "Iso-C at scale 1 is under-scaled for T5.",
-        *_PAPER_ROWS,
-    ),
-}
-"""Figures of the paper that cannot hold, or were measured on something else; printed below the tables."""
-
-
-PAPER_MODELS = {"vision": "ViT", "language": "T5", "reasoning": "OLMo"}
-"""Suite -> beginning of the names of its models in the paper."""
-
 TITLES = {"full": "full fine-tuning", "lora": "LoRA"}
 _CAPTION = (
     "average: ± half of its 95 % interval, over test items and seeds; of expert: mean of\n"
@@ -115,8 +94,12 @@ def show(request: TableRequest, skewed: Sequence[str] = ()) -> None:
                 text = f"note: {others} other setting(s) of this suite are in the cache, not shown"
                 console.print(text, highlight=False)
     if any(s.model for s in scores):
-        for note in NOTES.get(request.suite, ()):
-            console.print(f"note: {note}", markup=False, highlight=False)
+        _print_notes(get_suite(request.suite), console)
+
+
+def _print_notes(suite: Suite, console: Console) -> None:
+    for note in (*suite.notes, *([PAPER_ROWS] if suite.paper else [])):
+        console.print(f"note: {note}", markup=False, highlight=False)
 
 
 def show_paper(request: TableRequest) -> None:
@@ -126,9 +109,11 @@ def show_paper(request: TableRequest) -> None:
         RecipeError: the paper has none.
     """
     console = request.console or Console(quiet=True)
-    models = [m for m in paper_models() if request.suite in PAPER_MODELS and m.startswith(PAPER_MODELS[request.suite])]
-    if not models:
-        raise RecipeError(f"The paper has no figures for '{request.suite}'. It has for: {', '.join(PAPER_MODELS)}")
+    suite = get_suite(request.suite)
+    if not suite.paper:
+        known = ", ".join(s.name for s in SUITES if s.paper)
+        raise RecipeError(f"The paper has no figures for '{suite.name}'. It has for: {known}")
+    models = [model for model in paper_models() if model.startswith(suite.paper)]
     for model, regime in itertools.product(models, REGIMES):
         figures, averages = paper_tasks(model, regime), paper_figures(model, regime)
         tasks = list(dict.fromkeys(task for row in figures.values() for task in row))
@@ -147,6 +132,7 @@ def show_paper(request: TableRequest) -> None:
         if ("task_arithmetic", "tuned") in averages:
             tuned = averages["task_arithmetic", "tuned"]
             console.print(f"task_arithmetic, scale chosen on validation data: average {tuned}", highlight=False)
+    _print_notes(suite, console)
 
 
 def _show_one(request: TableRequest, console: Console, own: Sequence[Score], skewed: Sequence[str]) -> None:
