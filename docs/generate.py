@@ -5,7 +5,7 @@
     python -m docs.generate --pictures  # also takes the pictures anew, by Chromium
 
 Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table), `method NAME`, `steps`, `step NAME`,
-`flags COMMAND`, `exit-codes COMMAND`, `recipe MODEL`, `outputs` (fields of all kinds of output),
+`flags COMMAND`, `exit-codes`, `recipe MODEL`, `outputs` (fields of all kinds of output),
 `exits`, `families`, `api`.
 """
 
@@ -30,7 +30,7 @@ from typer.models import ArgumentInfo
 
 from actmat.cli.catalog import EXPERTS, FILE, SIDE, describe, gflop, shown
 from actmat.cli.flags import with_flags
-from actmat.cli.listing import COMMON, declared_command, info_of
+from actmat.cli.listing import COMMANDS, COMMON, DISTRIBUTIONS, declared_command, info_of
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
@@ -137,42 +137,34 @@ def _measured_on(m: MergeMethod) -> str:
 # Commands
 
 
-LIKE_MERGE = ("plan", "diagnose", "tune", "try")
-"""Commands that take flags of `merge`, of which their pages give the names only."""
-
-
 def flags(name: str) -> str:
-    """Arguments and flags of one command, from its signature, and the fields that --set takes."""
-    rows, merge = _flags(name), _flags("merge") if name in LIKE_MERGE else {}
+    """Arguments and flags of one command, from its signature; those that are as for `merge` by name only."""
+    rows, merge = _flags(name), _flags("merge") if name != "merge" else {}
     shared = [p for p, row in rows.items() if merge.get(p) == row]
+    settings = {f"`{field}`": _meaning(text) for field, text in _settings(name).items()}
+    for field, text in (_settings("merge") if name != "merge" else {}).items():
+        if settings.get(f"`{field}`") == _meaning(text):
+            del settings[f"`{field}`"]
     text = table(["flag", "default", "meaning"], [row for p, row in rows.items() if p not in shared])
     if shared:
         listed = ", ".join(rows[p][0].split(" ")[0].rstrip(",") for p in shared)
-        text += f"\nThese flags are the same as for [`merge`](merge.md#flags): {listed}.\n"
-    return text + _set_fields(name)
+        text += f"\nAs for [`merge`](merge.md#flags): {listed}.\n"
+    if settings:
+        text += "\n" + table(["for `--set`", "default", "meaning"], [[f, *cells] for f, cells in settings.items()])
+    return text
 
 
-def _set_fields(name: str) -> str:
-    """The fields that --set takes: a table of those that are neither of a recipe nor the same as for `merge`."""
-    settings, merge = (vars(with_flags(declared_command(n))).get("settings", {}) for n in (name, "merge"))
+def _settings(name: str) -> dict[str, str]:
+    """Fields that --set takes, but those of a recipe: name -> help."""
     of_recipe = {*ExpertRef.model_fields, *Recipe.model_fields}.union(*(kind.model_fields for kind in OUTPUTS.values()))
-    groups: dict[str, list[str]] = {"recipe": [], "merge": [], "": []}
-    for field, text in settings.items():
-        of_merge = name != "merge" and merge.get(field) == text
-        groups["recipe" if field in of_recipe - {"executor"} else "merge" if of_merge else ""].append(field)
-    texts = {
-        "recipe": "Fields of a [recipe](../formats/recipe.md) that `--set NAME=VALUE` takes",
-        "merge": "Settings for `--set` as for [`merge`](merge.md#flags)",
-    }
-    lines = [f"\n{text}: {', '.join(f'`{f}`' for f in groups[n])}.\n" for n, text in texts.items() if groups[n]]
-    rows = [[f"`{field}`", *_meaning(settings[field])] for field in groups[""]]
-    return "".join(lines) + ("\n" + table(["setting for `--set`", "default", "meaning"], rows) if rows else "")
+    settings: dict[str, str] = vars(with_flags(declared_command(name))).get("settings", {})
+    return {field: text for field, text in settings.items() if field not in of_recipe - {"executor"}}
 
 
 def _meaning(text: str) -> tuple[str, str]:
     """Default and meaning in the help of a flag or a setting."""
-    found = re.search(r"\s*\(default: (.*?)\)\.?$", text)
-    return (f"`{found[1]}`", text.replace(found[0], ".").replace("..", ".")) if found else ("", text)
+    found = re.search(r"\s*\(default: (.*?)\)", text)
+    return (f"`{found[1]}`", text.replace(found[0], "")) if found else ("", text)
 
 
 def _flags(name: str) -> dict[str, list[str]]:
@@ -188,11 +180,9 @@ def _flags(name: str) -> dict[str, list[str]]:
         default = "" if parameter.default in (None, False, inspect.Parameter.empty) else str(parameter.default)
         if is_flag:
             default = spelled[0].strip("`") if parameter.default else ""
-        text = info.help or ""
-        if found := re.search(r"\s*\(default: (.*?)\)", text):
-            default, text = found[1], text.replace(found[0], "")
-        spelling = ", ".join(spelled)
-        rows[parameter.name] = [spelling, default and f"`{default}`", text + (" Repeatable." if many else "")]
+        stated, text = _meaning(info.help or "")
+        stated = stated or (default and f"`{default}`")
+        rows[parameter.name] = [", ".join(spelled), stated, text + (" Repeatable." if many else "")]
     return rows
 
 
@@ -204,12 +194,12 @@ def exits(_: str) -> str:
     return table(["error", "exit code", "meaning"], rows)
 
 
-def exit_codes(command: str) -> str:
-    """Exit codes of one command; without a name, those of all commands."""
-    codes = info_of(declared_command(command)).exits if command else COMMON
-    rows = [[str(code), meaning] for code, meaning in codes.items()]
-    after = "\nMore codes are [common to all commands](README.md#exit-codes).\n" if command else ""
-    return table(["exit code", "when"], rows) + after
+def exit_codes(_: str) -> str:
+    """Exit codes of every command, and those that all share."""
+    names = sorted({*COMMANDS, *DISTRIBUTIONS})
+    rows = [[f"`{name}`", *(info_of(declared_command(name)).exits[code] for code in (0, 1))] for name in names]
+    shared = [[str(code), meaning] for code, meaning in COMMON.items()]
+    return table(["command", "0", "1"], rows) + "\n" + table(["exit code", "of all commands"], shared)
 
 
 # Recipes and layouts

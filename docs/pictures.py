@@ -12,12 +12,11 @@ import tempfile
 from pathlib import Path
 
 from docs.markdown import ROOT
+from tests.helpers.docs_fixture import DIGITS
 
 import actmat
 
 SIZE, DENSITY, COLORS = "560,1000", 2, 64
-DIGITS = ROOT / "tests" / "data" / "digits"
-"""Models of `actmat demo`."""
 
 
 def take() -> None:

@@ -27,7 +27,7 @@ from typer.models import OptionInfo
 import actmat
 from actmat import plugins
 from actmat.cli.flags import with_flags
-from actmat.cli.listing import COMMANDS, COMMON, declared_command, info_of
+from actmat.cli.listing import COMMANDS, COMMON, declared_command
 from actmat.cli.screen import LAYOUTS
 from actmat.diagnostics import model as report
 from actmat.diagnostics.model import Diagnosis
@@ -205,10 +205,8 @@ def surface() -> dict[str, Any]:
     points = project["entry-points"]
     listed = actmat.__all__
     commands: dict[str, list[str]] = {}
-    exits: dict[str, list[int]] = {}
     for name in (*COMMANDS, *points.get("actmat.commands", ())):
         declared = declared_command(name)
-        exits[name] = sorted(info_of(declared).exits)
         if isinstance(declared, typer.Typer):
             commands |= {f"{name} {c.name or c.callback.__name__}": _flags(c.callback)
                          for c in declared.registered_commands if c.callback}  # fmt: skip
@@ -218,7 +216,7 @@ def surface() -> dict[str, Any]:
     return {
         "python": {n: signature(getattr(actmat, n)) for n in sorted(listed) if n != "__version__"},
         "commands": dict(sorted(commands.items())),
-        "exit codes": dict(sorted(exits.items())) | {"all": sorted(COMMON)},
+        "exit codes": sorted({0, 1, *COMMON}),
         "json of commands": dict(sorted(LAYOUTS.items())),
         "files": {kind: version for kind, (version, *_) in FILES.items()},
         "entry points": {group: sorted(points.get(group, ())) for group in sorted(groups)},

@@ -11,7 +11,6 @@ with a `...` line is kept as long as it still fits.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run, agrees, blocks, commands, run_page
 
 NOTEBOOK = Path(__file__).with_name("tutorial.ipynb")
-SECONDS = 120
 
 
 def run(notebook: Any, folder: Path) -> Any:
@@ -35,33 +33,15 @@ def run(notebook: Any, folder: Path) -> Any:
     from nbclient import NotebookClient
 
     environment = {**os.environ, "IPYTHONDIR": str(folder / ".ipython"), "NO_COLOR": "1"}
-    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}})
+    place = {"metadata": {"path": str(folder)}}
+    # a kernel cuts and mixes streams at random
+    client = NotebookClient(notebook, timeout=120, resources=place, coalesce_streams=True)
     with client.setup_kernel(env=environment):
         for number, cell in enumerate(notebook.cells):
             client.execute_cell(cell, number)
             cell.metadata.pop("execution", None)
-    for cell in notebook.cells:
-        cell["outputs"] = _joined(cell.get("outputs", [])) if cell.cell_type == "code" else []
-        if cell.cell_type != "code":
-            del cell["outputs"]
     notebook.metadata.pop("language_info", None)
     return notebook
-
-
-def _joined(outputs: list[Any]) -> list[Any]:
-    """Outputs of a cell with one text per stream, since a kernel cuts and mixes them at random; bars as they ended."""
-    found: list[Any] = []
-    streams: dict[str, Any] = {}
-    for output in outputs:
-        before = streams.setdefault(output.name, output) if output.output_type == "stream" else output
-        if before is not output:
-            before["text"] += output.text
-        else:
-            found.append(output)
-    for output in found:
-        if output.output_type == "stream":
-            output["text"] = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
-    return found
 
 
 def recorded(page: str, run: Run) -> str:

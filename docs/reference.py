@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -45,13 +44,7 @@ def _first(thing: Any) -> str:
 
 def _signature(name: str, thing: Callable[..., Any]) -> str:
     """The call, a parameter per line if it does not fit on one; defaults that are functions by their names."""
-    if dataclasses.is_dataclass(thing):
-        shown = [f"{f.name}: {_type(f.type)}" for f in dataclasses.fields(thing)]
-        return _folded(name, shown, "")
-    try:
-        signature = inspect.signature(thing)
-    except (TypeError, ValueError):
-        return name
+    signature = inspect.signature(thing)
     shown, starred = [], False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not starred:
@@ -60,7 +53,8 @@ def _signature(name: str, thing: Callable[..., Any]) -> str:
         kind = "" if p.annotation is p.empty else f": {_type(p.annotation)}"
         value = "" if p.default is p.empty else f" = {getattr(p.default, '__name__', repr(p.default))}"
         shown.append({p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + p.name + kind + value)
-    result = "" if signature.return_annotation is signature.empty else f" -> {_type(signature.return_annotation)}"
+    made = signature.return_annotation
+    result = "" if made in (signature.empty, None, "None") else f" -> {_type(made)}"
     return _folded(name, shown, result)
 
 

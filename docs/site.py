@@ -10,16 +10,15 @@ mkdocs.yml, `...: FOLDER` stands for the pages of a folder that are not named.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from docs.equations import typeset
 from docs.markdown import ROOT
 
 DOCS = ROOT / "docs"
@@ -92,32 +91,23 @@ def notebook_page(notebook: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
+def navigation(entries: Iterable[Any], pages: Collection[str]) -> list[Any]:
     """The navigation with the pages that it does not name in place of `...: FOLDER`."""
-    given, pages = list(entries), sorted(pages)
-    named = set(_leaves(given))
+    entries = list(entries)
+    others = [page for page in sorted(pages) if f"'{page}'" not in str(entries)]
 
     def filled(items: Iterable[Any]) -> list[Any]:
         out: list[Any] = []
         for item in items:
-            if not isinstance(item, dict):
+            if isinstance(item, str):
                 out.append(item)
             elif "..." in item:
-                out += [p for p in pages if os.path.dirname(p) == item["..."] and p not in named]
+                out += [page for page in others if os.path.dirname(page) == item["..."]]
             else:
-                ((title, inner),) = item.items()
-                out.append({title: filled(inner) if isinstance(inner, list) else inner})
+                out += [{title: filled(inner) if isinstance(inner, list) else inner} for title, inner in item.items()]
         return out
 
-    return filled(given)
-
-
-def _leaves(nav: Any) -> Iterator[str]:
-    """Pages that are named."""
-    if isinstance(nav, str):
-        yield nav
-    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
-        yield from _leaves(entry)
+    return filled(entries)
 
 
 def unescaped(text: str) -> str:
@@ -143,52 +133,41 @@ def stage(folder: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             text = notebook_page(json.loads(text))
+        if path.parent.name in ("methods", "post", "analyses") or path.stem == "spaces":
+            text = typeset(text)  # their indented blocks are equations
         target.write_text(relinked(unescaped(NOT_MARKS.sub("", text)), path, sites), encoding="utf-8")
         pages.append(place)
     return pages
 
 
-def build(out: Path, work: Path) -> list[str]:
-    """Stage the pages and build the site; what is wrong with it, such as links that lead nowhere.
+def build(out: Path, work: Path) -> None:
+    """Stage the pages and build the site.
 
     Args:
         out: folder of the site.
         work: folder for the pages and the configuration.
+
+    Raises:
+        mkdocs.exceptions.Abort: something is wrong, such as links that lead nowhere; each has a line in the log.
     """
-    pages = stage(work / "pages")
-    given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    given |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(given["nav"], pages)}
-    return run_mkdocs(given, work)
-
-
-def run_mkdocs(config: dict[str, Any], work: Path) -> list[str]:
-    """Build a site in a folder; all warnings, for which `mkdocs build --strict` would stop."""
     from mkdocs.commands.build import build as build_site
     from mkdocs.config import load_config
 
+    pages = stage(work / "pages")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    config |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(config["nav"], pages)}
+    if repository := os.environ.get("GITHUB_REPOSITORY"):  # the workflow that publishes the site knows its address
+        config["repo_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{repository}"
     (work / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    warnings: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    logger, kept = logging.getLogger("mkdocs"), Kept(logging.WARNING)
-    logger.addHandler(kept)
-    try:
-        build_site(load_config(str(work / "mkdocs.yml")))
-    finally:
-        logger.removeHandler(kept)
-    return warnings
+    build_site(load_config(str(work / "mkdocs.yml"), strict=True))
 
 
 def main() -> None:
     """Build the site; exit status 1 when something is wrong with it."""
     out, work = ROOT / "build" / "site", ROOT / "build" / "docs"
     work.mkdir(parents=True, exist_ok=True)
-    found = build(out, work)
-    print("\n".join([*found, f"{out}: {len(found)} warnings"]))
-    sys.exit(bool(found))
+    build(out, work)
+    print(out / "index.html")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
+from evidence.tests.helpers.analyses import TINY as TINY_DEMO
 from evidence.tests.helpers.terminal import console_text
 from evidence.tests.helpers.vision import TINY, write_tasks
 from typer.testing import CliRunner
 
 from actmat.cli.main import app
 from actmat.errors import CheckpointError, RecipeError
+from actmat.extras.demo.run import run_demo
+from actmat_experiments import quick
 from actmat_experiments.harness.results import Score, append_scores, majority_share, read_scores
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.table import average_table, markdown_table, over_tasks, summarize, task_table
@@ -186,7 +190,9 @@ def test_a_run_ends_with_its_table_and_the_table_can_be_had_again(tmp_path):
     data = write_tasks(tmp_path / "data", ("cifar100", "a", "b"))
     settings = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
     place = ["--cache", str(tmp_path / "cache")]
-    flags = ["--data", str(data), "--tasks", "a,b", "--methods", "average,actmat", "--threads", "1", *settings]
+    (tmp_path / "mine.py").write_text("def first(deltas):\n    return deltas[0]\n")
+    methods = f"average,actmat,{tmp_path / 'mine.py'}:first"
+    flags = ["--data", str(data), "--tasks", "a,b", "--methods", methods, "--threads", "1", *settings]
     done = call("run", "vision-small", *place, *flags)
     assert done.exit_code == 0, done.output
     assert "actmat" in done.stdout
@@ -197,6 +203,19 @@ def test_a_run_ends_with_its_table_and_the_table_can_be_had_again(tmp_path):
     assert set(data) == {"schema", "suite", "scores"}
     fields = "suite model regime method scale task seed correct total settings detail"
     assert all(set(score) == set(fields.split()) for score in data["scores"])
-    assert {s["method"] for s in data["scores"]} >= {"average", "actmat", "base", "experts"}
+    assert {s["method"] for s in data["scores"]} >= {"average", "actmat", "first", "base", "experts"}
     assert call("table", "vision-small", *place, "--quiet").stdout == ""
     assert (tmp_path / "cache" / "logs" / "merges.log").read_text().count("begin") == 1
+
+
+def test_the_quick_suite_compares_a_method_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(quick, "run_demo", partial(run_demo, settings=TINY_DEMO))
+    method = tmp_path / "mine.py"
+    method.write_text("def first(deltas):\n    return deltas[0]\n")
+    place = ["--cache", str(tmp_path / "cache")]
+    done = call("run", "quick", *place, "--methods", f"average,{method}:first", "--seeds", "0,1")
+    assert done.exit_code == 0, done.output
+    assert [line.strip()[-6:] for line in done.stdout.splitlines() if "photographs" in line] == ["seed 0", "seed 1"]
+    rows = {line.split()[0] for line in done.stdout.splitlines() if " ±" in line}
+    assert sorted(rows) == ["average", "base", "experts", "first", "majority"]
+    assert call("run", "quick", *place, "--lora").exit_code == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from benchmarks.common import relative_error
@@ -10,17 +12,17 @@ from evidence.tests.helpers.terminal import console_text
 from evidence.tests.helpers.tolerances import F64_ORACLE
 
 from actmat import merge_matrices
+from actmat.errors import RecipeError
 from actmat.layout.patterns import compile_pattern
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat_experiments import paper
 from actmat_experiments.analyses.packed import packed
-from actmat_experiments.harness.report import NOTES, paper_lines, show
+from actmat_experiments.harness.report import PAPER_ROWS, paper_lines, show, show_paper
 from actmat_experiments.harness.request import TableRequest
 from actmat_experiments.harness.results import Score, append_scores
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.table import summarize
 
 MODELS = ("T5-base", "T5-large", "ViT-B/16", "ViT-B/32", "ViT-L/14")
 PRINTED = {
@@ -156,14 +158,14 @@ def scores(rows, tasks):
 
 def test_figures_per_benchmark_are_shown_for_the_rows_and_tasks_at_hand():
     tasks = ("mnist", "cars", "elsewhere")
-    lines = summarize(scores(("base", "iso_c", "iso_c_paper", "actmat"), tasks), tasks)
-    found = paper_lines(lines, tasks, paper.paper_tasks("ViT-B/16", "full"))
+    rows = ("base", "actmat", "iso_c", "iso_c_paper")
+    found = paper_lines(rows, tasks, paper.paper_tasks("ViT-B/16", "full"))
     assert found == {
         "base": ["51.7", "64.7", "-"],
         "actmat": ["99.5", "79.8", "-"],
         "iso_c_paper": ["98.8", "82.7", "-"],
     }
-    assert paper_lines(lines, ("elsewhere",), paper.paper_tasks("ViT-B/16", "full")) == {}
+    assert paper_lines(rows, ("elsewhere",), paper.paper_tasks("ViT-B/16", "full")) == {}
 
 
 @pytest.mark.parametrize("markdown", [False, True])
@@ -176,7 +178,7 @@ def test_the_tables_print_them(tmp_path, markdown):
     assert str(paper.paper_figures("ViT-B/16", "full")["task_arithmetic_1", "default"]) in text
     if not markdown:
         assert max(map(len, text.partition("note:")[0].splitlines())) <= 80
-    assert sum("lambda = 1" in note for note in NOTES["vision"]) == 1
+    assert PAPER_ROWS[:40] in text
 
 
 def test_the_ablation_of_packed_attention_as_an_analysis(tmp_path):
@@ -193,3 +195,13 @@ def test_the_ablation_of_packed_attention_as_an_analysis(tmp_path):
     assert own.tables()[0].row_count == 4
     assert len(own.figure().axes[0].patches) == 12
     assert own.to_json()["models"]["vision-small"]["gain"] == pytest.approx(5)
+
+
+@pytest.mark.parametrize("markdown", [False, True])
+def test_the_figures_of_a_suite_are_printed_without_a_run(tmp_path, markdown):
+    request = partial(TableRequest, cache=tmp_path, markdown=markdown)
+    text = console_text(lambda console: show_paper(request("language", console=console)))
+    assert all(f"The paper: {model}, {kind}" in text for model in MODELS[:2] for kind in ("full fine-tuning", "LoRA"))
+    assert "scale chosen on validation data: average 71.4" in text
+    with pytest.raises(RecipeError, match="no figures for 'text-minilm'"):
+        show_paper(request("text-minilm"))

@@ -6,10 +6,12 @@ from typing import Any
 
 import nbformat
 import pytest
+import yaml
 from docs import generate
+from docs.equations import typeset
 from docs.markdown import PLACE, filled, pages
 from docs.record import NOTEBOOK, recorded, run
-from docs.site import DOCS, build
+from docs.site import DOCS, build, places
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT, SOURCES
@@ -67,21 +69,43 @@ def test_recorded_output_replaces_what_disagrees() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("site")
     (root / "work").mkdir()
-    return root / "out", build(root / "out", root / "work")
+    build(root / "out", root / "work")
+    return root / "out"
 
 
-def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None:
-    out, warnings = site
-    assert warnings == []
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    out = site
     assert (out / "index.html").is_file()
     for page in DOCS.rglob("*.md"):
         name = page.relative_to(DOCS).with_suffix(".html")
         assert (out / {"README.html": "pages.html"}.get(str(name), name.with_name(
             "index.html" if name.stem == "README" else name.name))).is_file(), name  # fmt: skip
     assert all((out / "methods" / f"{m.name}.html").is_file() for m in all_methods())
+
+
+def test_an_equation_is_typeset_and_the_text_around_it_kept() -> None:
+    math = typeset("text `a_b`\n\n    D^ = sum_{t in A} w_t D_t^T,   rank(S*) <= 2\n\nend\n")
+    assert math.startswith('text `a_b`\n\n<div class="equations"><div><math ')
+    assert math.endswith("</math></div></div>\n\nend\n")
+    assert math.count("<math ") == 2
+    assert '<mover accent="true"><mi>D</mi><mo stretchy="false">^</mo></mover>' in math
+    assert '<munder><mo movablelimits="false">∑</mo><mrow><mi>t</mi>' in math
+    assert "<msubsup><mi>D</mi><mrow><mi>t</mi></mrow><mrow><mi>T</mi></mrow></msubsup>" in math
+
+
+def test_the_guide_can_be_read_in_an_afternoon() -> None:
+    """Words outside of code blocks, tables included."""
+    guide = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"][0])
+    pages = [path.read_text() for path, place in places().items() if f"'{place}'" in guide and path.suffix == ".md"]
+    assert 15 < len(pages) <= 30
+    assert sum(len(re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.M).split()) for text in pages) <= 20_000
+
+
+def test_the_example_of_a_method_is_the_one_that_its_page_runs() -> None:
+    assert (ROOT / "examples" / "my_method.py").read_text() in (DOCS / "own-method.md").read_text()
 
 
 # The tutorial runs in a kernel, shows what it is stored with, and what its text claims is so.

@@ -195,7 +195,7 @@ def goal_lines(rows: Sequence[Row]) -> str:
 
 
 def short_table(rows: Sequence[Row]) -> str:
-    """What docs/tune.md says of the search, in points."""
+    """What the summary says of the search, in points."""
     some = choices()
     gains = [c.over("average") for c in some]
     more = [c for c in some if c.with_data is not None]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,8 +25,6 @@ app = typer.Typer(
 )
 command("research", "measured and saved", f"there are results already; {BAD_INPUTS}")(app)
 
-Out = Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")]
 Demo = Annotated[Path, typer.Option("--demo", help="Output folder of 'actmat demo' to analyze.")]
 Task = Annotated[str, typer.Option("--task", help="Task of the demo, such as digit or parity.")]
 Moments = Annotated[int, typer.Option("--moments", min=1, help="Number of measurements.")]
@@ -33,30 +32,30 @@ Permutations = Annotated[int, typer.Option("--permutations", min=1, help="Permut
 At = Annotated[Literal["base", "expert"], typer.Option("--at", help="Weights: 'base', or 'expert' of the task.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of all random numbers.")]
 Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights of this pattern, such as '*up_proj*'.")]
-OUT, DEMO = Path("analyses"), Path("demo-output")
+DEMO = Path("demo-output")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where the result of an analysis goes."""
+
+    out: Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")] = Path("analyses")
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")] = False
+    json: flags.Json = False
+    quiet: flags.Quiet = False
 
 
 def _analysis(work: Callable[..., Any]) -> Callable[..., None]:
-    """Register a command that saves and shows the `Analysis` of a function; the flags of all are added."""
-    own = inspect.signature(work, eval_str=True)
+    """Register a command that saves and shows the `Analysis` of a function."""
 
     @functools.wraps(work)
-    def command(*, out: Path, overwrite: bool, json: bool, quiet: bool, **given: Any) -> None:
-        _finish(work(**given), out, overwrite=overwrite, json=json, quiet=quiet)
+    def command(*, saving: Saving, **given: Any) -> None:
+        _finish(work(**given), saving)
 
-    kinds: dict[str, tuple[Any, Any]] = {
-        "out": (Out, OUT),
-        "overwrite": (Overwrite, False),
-        "json": (flags.Json, False),
-        "quiet": (flags.Quiet, False),
-    }
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in kinds.items()
-    ]
-    signature = own.replace(parameters=[*own.parameters.values(), *added], return_annotation=None)
-    command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    command.__dict__["__signature__"] = signature
+    parameters = inspect.signature(work, eval_str=True).parameters.values()
+    added = inspect.Parameter("saving", inspect.Parameter.KEYWORD_ONLY, annotation=Saving)
+    command.__dict__["__signature__"] = inspect.Signature([*parameters, added])
+    command.__annotations__ = {p.name: p.annotation for p in (*parameters, added)}
     return app.command()(with_flags(command))
 
 
@@ -267,18 +266,15 @@ def _working(what: str, total: int | None) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _finish(result: Any, out: Path, *, overwrite: bool, json: bool, quiet: bool) -> None:
+def _finish(result: Any, saving: Saving) -> None:
     """Save an `Analysis`, then show it."""
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, print_result
     from actmat_experiments.analyses import save_analysis
 
-    paths = save_analysis(result, out, overwrite=overwrite)
-    if json:
-        from actmat.cli.screen import print_result
-
+    paths = save_analysis(result, saving.out, overwrite=saving.overwrite)
+    if saving.json:
         print_result("analyze", {**result.to_json(), "files": [str(path) for path in paths]})
-    if json or quiet:
-        return
-    for table in result.tables():
-        console.print(table)
-    console.print(f"Saved {paths[0]}, .png, .svg", soft_wrap=True)
+    elif not saving.quiet:
+        for table in result.tables():
+            console.print(table)
+        console.print(f"Saved {paths[0]}, .png, .svg", soft_wrap=True)

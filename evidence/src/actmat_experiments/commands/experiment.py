@@ -24,7 +24,6 @@ command("research", "run, or shown", "the suite or method is unknown, data are m
     experiment
 )
 
-_CACHE = Path("experiment-cache")
 SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="Name of a suite, see 'actmat experiment list'.")]
 CacheFolder = Annotated[Path, typer.Option("--cache", help="Folder of all stages, logs and scores.")]
 Models = Annotated[list[str] | None, typer.Option("--models", help="Only these models; comma-separated.")]
@@ -59,7 +58,7 @@ def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
     for suite in SUITES:
         listed.add_row(suite.name, suite.summary, suite.needs)
     console.print(listed)
-    console.print("\nSuites without a time were not measured. The smallest experiment is 'actmat demo': a minute.")
+    console.print("\nSuites without a time were not measured.")
 
 
 @experiment.command()
@@ -72,7 +71,7 @@ def run(
     lora: Lora = None,
     seeds: Seeds = "0",
     data: Data = None,
-    cache: CacheFolder = _CACHE,
+    cache: CacheFolder = Path("experiment-cache"),
     device: Device = "cpu",
     threads: Threads = None,
     setting: Settings = None,
@@ -89,11 +88,7 @@ def run(
 
     chosen = get_suite(suite)
     assert request.console is not None, "set by _request"
-    request.console.print(
-        f"{suite}: needs {chosen.needs}. What {cache} has already is not done again; logs are in {cache / 'logs'}.",
-        highlight=False,
-        markup=False,
-    )
+    request.console.print(f"{suite}: needs {chosen.needs}. Results go to {cache}.", highlight=False, markup=False)
     chosen.run(request)
     table(suite, cache, json=json, quiet=quiet)
 
@@ -101,8 +96,9 @@ def run(
 @experiment.command()
 def table(
     suite: SuiteName,
-    cache: CacheFolder = _CACHE,
+    cache: CacheFolder = Path("experiment-cache"),
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
+    paper: Annotated[bool, typer.Option("--paper", help="Show the paper's figures, without a run.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -111,12 +107,16 @@ def table(
     from actmat_experiments.harness.request import TableRequest
     from actmat_experiments.suites import get_suite
 
-    if json and markdown:
-        raise typer.BadParameter("give --json or --markdown, not both")
+    if json and (markdown or paper):
+        raise typer.BadParameter("--json gives scores of a run: leave out --markdown and --paper")
     found = get_suite(suite)
     shown = SafeConsole(quiet=True) if json or quiet else console
     request = TableRequest(suite=suite, cache=cache, markdown=markdown, console=shown)
-    if json:
+    if paper:
+        from actmat_experiments.harness.report import show_paper
+
+        show_paper(request)
+    elif json:
         from actmat.cli.screen import print_result
         from actmat_experiments.harness.report import stored_scores
 

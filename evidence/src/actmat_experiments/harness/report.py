@@ -5,16 +5,16 @@ Figures of the paper are test accuracies in percent, see `actmat_experiments.pap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.request import TableRequest
-from actmat_experiments.harness.results import REGIMES, Regime, Score, read_scores
+from actmat_experiments.harness.results import REFERENCES, REGIMES, Regime, Score, read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import (
-    Line,
     average_table,
     figure_table,
     markdown,
@@ -22,32 +22,14 @@ from actmat_experiments.harness.table import (
     summarize,
     task_table,
 )
-from actmat_experiments.paper import paper_figures, paper_tasks
+from actmat_experiments.paper import paper_figures, paper_models, paper_tasks
+from actmat_experiments.suites import SUITES, Suite, get_suite
 
-_PAPER_ROWS = (
+PAPER_ROWS = (
     "The paper's data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
     "figures stand by the rows of the authors' rules: iso_c_paper, tsv_paper. Not in its tables, but in the authors' "
-    "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation).",
+    "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation)."
 )
-
-NOTES: dict[str, tuple[str, ...]] = {
-    "vision": (
-        "The paper's LoRA experts adapt only the packed q, k and v, and its LoRA row of RegMean reuses the statistics "
-        "of full fine-tuning; here all linear layers are adapted.",
-        *_PAPER_ROWS,
-        "The paper's ViT-B/16 expert of DTD (98.3 %) looks trained on test images.",
-    ),
-    "language": (
-        "The paper's Story Cloze was rendered with empty choices: 51.2 % for every model, so its averages hold a "
-        "constant for that task.",
-        "The paper's WikiQA sits at its majority class.",
-        "Iso-C at scale 1 is under-scaled for T5.",
-        *_PAPER_ROWS,
-    ),
-}
-"""Figures of the paper that cannot hold, or were measured on something else; printed below the tables."""
-
-
 TITLES = {"full": "full fine-tuning", "lora": "LoRA"}
 _CAPTION = (
     "average: ± half of its 95 % interval, over test items and seeds; of expert: mean of\n"
@@ -56,10 +38,10 @@ _CAPTION = (
 
 
 def paper_lines(
-    lines: Sequence[Line], tasks: Sequence[str], figures: Mapping[str, Mapping[str, float]]
+    methods: Iterable[str], tasks: Sequence[str], figures: Mapping[str, Mapping[str, float]]
 ) -> dict[str, list[str]]:
-    """Row -> the paper's figure of each task, "-" where it has none; rows of the table that it has, in its order."""
-    known = [n for n in dict.fromkeys(line.method for line in lines) if n in figures and set(figures[n]) & set(tasks)]
+    """Row -> the paper's figure of each task, "-" where it has none; rows of these that it has, in their order."""
+    known = [n for n in dict.fromkeys(methods) if n in figures and set(figures[n]) & set(tasks)]
     return {n: [f"{figures[n][t]:.1f}" if t in figures[n] else "-" for t in tasks] for n in known}
 
 
@@ -112,8 +94,45 @@ def show(request: TableRequest, skewed: Sequence[str] = ()) -> None:
                 text = f"note: {others} other setting(s) of this suite are in the cache, not shown"
                 console.print(text, highlight=False)
     if any(s.model for s in scores):
-        for note in NOTES.get(request.suite, ()):
-            console.print(f"note: {note}", markup=False, highlight=False)
+        _print_notes(get_suite(request.suite), console)
+
+
+def _print_notes(suite: Suite, console: Console) -> None:
+    for note in (*suite.notes, *([PAPER_ROWS] if suite.paper else [])):
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def show_paper(request: TableRequest) -> None:
+    """Print the figures of the paper for the models of a suite; nothing is run.
+
+    Raises:
+        RecipeError: the paper has none.
+    """
+    console = request.console or Console(quiet=True)
+    suite = get_suite(request.suite)
+    if not suite.paper:
+        known = ", ".join(s.name for s in SUITES if s.paper)
+        raise RecipeError(f"The paper has no figures for '{suite.name}'. It has for: {known}")
+    models = [model for model in paper_models() if model.startswith(suite.paper)]
+    for model, regime in itertools.product(models, REGIMES):
+        figures, averages = paper_tasks(model, regime), paper_figures(model, regime)
+        tasks = list(dict.fromkeys(task for row in figures.values() for task in row))
+        methods = sorted(figures, key=lambda n: (n not in REFERENCES, -averages[n, "default"]))
+        rows = {
+            n: [f"{averages[n, 'default']:.1f}", *cells] for n, cells in paper_lines(methods, tasks, figures).items()
+        }
+        if not rows:
+            continue
+        title, head = f"The paper: {model}, {TITLES[regime]}", ["mean", *tasks]
+        if request.markdown:
+            text = f"**{title}**\n\n" + markdown(["", *head], [[f"`{n}`", *cells] for n, cells in rows.items()])
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            console.print(figure_table(title, rows, head))
+        if ("task_arithmetic", "tuned") in averages:
+            tuned = averages["task_arithmetic", "tuned"]
+            console.print(f"task_arithmetic, scale chosen on validation data: average {tuned}", highlight=False)
+    _print_notes(suite, console)
 
 
 def _show_one(request: TableRequest, console: Console, own: Sequence[Score], skewed: Sequence[str]) -> None:
@@ -121,7 +140,7 @@ def _show_one(request: TableRequest, console: Console, own: Sequence[Score], ske
     tasks = list(dict.fromkeys(s.task for s in own))
     seeds = sorted({s.seed for s in own})
     lines = summarize(own, tasks, paper_figures(model, regime))
-    printed = paper_lines(lines, tasks, paper_tasks(model, regime))
+    printed = paper_lines([line.method for line in lines], tasks, paper_tasks(model, regime))
     title = " ".join(filter(None, [model, TITLES[regime]])) + f", {len(tasks)} tasks"
     title += f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
     if request.markdown:

@@ -82,12 +82,13 @@ def run_demo(
 
             _each(train, experts, bars, "training the experts")
         named = [{"path": str(path), "name": task} for task, path in experts.items()]
+        merged = {name: out / "merged" / name.rpartition(":")[2] for name in chosen}  # FILE.py:NAME is NAME
         for name in bars.track(chosen, description="merging by every method"):
-            fields = {"base": str(out / "base"), "experts": named, "out": str(out / "merged" / name)}
+            fields = {"base": str(out / "base"), "experts": named, "out": str(merged[name])}
             recipe = make_recipe({**fields, "method": name, "seed": seed, "output": "model"})
             run_recipes([recipe], RunSettings(durable=False))
         with one_thread():
-            rows = _rows(heads, data, experts, [out / "base", *(out / "merged" / name for name in chosen)], bars)
+            rows = _rows(heads, data, experts, [out / "base", *merged.values()], bars)
     result = {"out": str(out), "seed": seed, "settings": asdict(settings), "rows": rows, "left_out": left_out}
     (out / "results.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8", newline="\n")
     console.print("", accuracy_table(rows, f"Test accuracy in %, {settings.n_test} photographs, seed {seed}"), sep="\n")
