@@ -174,12 +174,16 @@ class _Scales:
                 return config.scaling_of(group.first.path)
             except MatchError as error:
                 return str(error)
-        if self._weights.specs[stored].numel != 1:
-            return f"tensor '{stored}' has {self._weights.specs[stored].numel} entries; expected one number"
-        alpha = float(self._weights.read(stored).double())
-        if not math.isfinite(alpha):
-            return f"tensor '{stored}' is {alpha}; expected a finite number"
-        return alpha / rank
+        alpha = read_alpha(self._weights, stored)
+        return alpha if isinstance(alpha, str) else alpha / rank
+
+
+def read_alpha(weights: Tensors, name: str) -> float | str:
+    """The number in a tensor of one entry, or a problem."""
+    if weights.specs[name].numel != 1:
+        return f"tensor '{name}' has {weights.specs[name].numel} entries; expected one number"
+    alpha = float(weights.read(name).double())
+    return alpha if math.isfinite(alpha) else f"tensor '{name}' is {alpha}; expected a finite number"
 
 
 def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], scales: _Scales) -> AdapterModule | str:

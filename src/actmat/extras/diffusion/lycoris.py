@@ -43,7 +43,7 @@ from actmat.extras.adapters.groups import Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
-from actmat.extras.diffusion.lora_files import adapter_of
+from actmat.extras.diffusion.lora_files import adapter_of, read_alpha
 from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
@@ -196,11 +196,9 @@ def _scaling(module: LycorisModule, weights: Tensors) -> float | str:
     stored = group.names.get("alpha")
     if stored is None or not rank:
         return 1.0
-    if weights.specs[stored].numel != 1:
-        return f"tensor '{stored}' has {weights.specs[stored].numel} entries; expected one number"
-    alpha = float(weights.read(stored).double())
-    if not math.isfinite(alpha):
-        return f"tensor '{stored}' is {alpha}; expected a finite number"
+    alpha = read_alpha(weights, stored)
+    if isinstance(alpha, str):
+        return alpha
     return alpha / rank if alpha else 1.0
 
 
