@@ -77,14 +77,6 @@ def test_options_of_another_method_are_one_problem() -> None:
     assert "found reduce; density of expert 'e'; k of rules.0. Fix: name the method" in str(error.value)
 
 
-def test_old_models_of_sentence_transformers_are_explained(tmp_path: Path) -> None:
-    """Their encoder was in a folder of its own, which holds the weights."""
-    (tmp_path / "0_Transformer").mkdir()
-    (tmp_path / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
-    said = " ".join(run(["merge", "-b", str(tmp_path), "-e", str(tmp_path), "--out", str(tmp_path / "o")]).err.split())
-    assert f"with its encoder in '0_Transformer'. Fix: merge these folders ({tmp_path}/0_Transformer)" in said
-
-
 def test_one_cause_is_one_line() -> None:
     alike = [f"module 'layers.{k}.{n}' has a delta of {8 + k}x24" for k in range(20) for n in ("q", "k", "v")]
     lines = by_cause(["another problem", *alike])

@@ -15,7 +15,7 @@ from actmat.checkpoints.model import CONFIG, Model
 from actmat.errors import first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.configs import FIX, InputAgreement, agree_configs, words_of
-from actmat.identity.files import FileAgreement, agree_files, unequal_keys
+from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
 from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens
@@ -23,7 +23,7 @@ from actmat.layout.ties import is_output_head
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class OutputChoice:
     """What an output is, and what the user chose for it.
 
     Args:
@@ -44,7 +44,7 @@ class Written:
     fix: str = ""
 
 
-def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: Written) -> InputAgreement:
+def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) -> InputAgreement:
     """Compare the inputs of a command, and derive the output's config and files.
 
     Args:
@@ -59,25 +59,25 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: Written) -> Inpu
     agreed = InputAgreement()
     if base is not None and output.kind != "stack":
         agreed = _agree_models(base, experts, output)
-    files = FileAgreement()
+    of_files = InputAgreement()
     if output.kind != "file" and (base is None or base.folder.files):
         owner, coded = output.files_from, output.config_from or "base"
         by_label = {i.label: i for i in every if i.source is not None}
         is_model = output.kind == "model"
-        files = agree_files(by_label, owner, coded, is_new=output.has_vocabulary, is_model=is_model)
+        of_files = agree_files(by_label, owner, coded, is_new=output.has_vocabulary, is_model=is_model)
     problems, notes = ([], []) if output.has_vocabulary else _tokens(every, output)
-    if TOKENIZER in files.taken and not problems:
-        notes = _tokens(every, replace(output, files_from=files.taken[TOKENIZER]))[1]
+    if TOKENIZER in of_files.files and not problems:
+        notes = _tokens(every, replace(output, files_from=of_files.files[TOKENIZER]))[1]
     if base is None:
         problems = [f"{p}; with --base and --to model" for p in problems]
-    notes = [*agreed.notes, *notes, *files.notes, *_header_notes(every, output)]
+    notes = [*agreed.notes, *notes, *of_files.notes, *_header_notes(every, output)]
     if output.kind == "adapter":
-        return InputAgreement(tuple(problems), (*agreed.problems, *notes), tuple(warnings), files=files.taken)
-    every_problem = (*agreed.problems, *problems)
-    return InputAgreement(every_problem, tuple(notes), tuple(warnings), agreed.configs, files.taken)
+        agreed, notes = InputAgreement(), [*agreed.problems, *notes]
+    problems = [*agreed.problems, *problems]
+    return InputAgreement(tuple(problems), tuple(notes), tuple(warnings), agreed.configs, of_files.files)
 
 
-def _agree_models(base: Inventory, experts: Sequence[Inventory], output: Written) -> InputAgreement:
+def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputChoice) -> InputAgreement:
     """Configs and labels of a base and its experts."""
     written = base.folder.written.get(CONFIG, base.config)
     configs = [(expert.label, expert.config) for expert in experts]
@@ -91,7 +91,7 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: Written
     return agreed
 
 
-def _header_notes(every: Sequence[Inventory], output: Written) -> list[str]:
+def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:
     """A note on settings of tokenizers that headers of weight files hold and that differ; they are written as one."""
     settings = {i.label: dict(i.folder.header_settings()) for i in every}
     if output.kind == "file":
@@ -111,7 +111,7 @@ def _with_labels(
     base: Inventory,
     written: Mapping[str, Any] | None,
     configs: Sequence[tuple[str, Mapping[str, Any] | None]],
-    output: Written,
+    output: OutputChoice,
 ) -> InputAgreement:
     """The comparison with that of labels; those of an expert are written if its entries are, or the base has none."""
     take = output.config_from
@@ -160,7 +160,7 @@ def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
     return None if not in_order or in_order == tuple(f"LABEL_{i}" for i in range(len(in_order))) else in_order
 
 
-def _tokens(every: Sequence[Inventory], output: Written) -> tuple[list[str], list[str]]:
+def _tokens(every: Sequence[Inventory], output: OutputChoice) -> tuple[list[str], list[str]]:
     """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared."""
     base = every[0] if every[0].label == "base" and output.kind != "stack" else None
     rows, kept = MOST_ROWS, False

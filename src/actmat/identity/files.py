@@ -7,12 +7,11 @@ differ, it has the base's, and a note says so. A tokenizer and its chat template
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.checkpoints.side_files import MODULES, is_of_architecture
 from actmat.errors import first_of
-from actmat.identity.configs import words_of
+from actmat.identity.configs import InputAgreement, words_of
 from actmat.identity.entries import same
 from actmat.identity.inventory import DAMAGED, TEMPLATES, Inventory, matches
 from actmat.identity.tokens import tokenizer_file
@@ -24,22 +23,9 @@ SHOWN = 6
 FIX = ". Another one: --set files_from=NAME"
 
 
-@dataclass(frozen=True)
-class FileAgreement:
-    """Outcome of a comparison of files.
-
-    Args:
-        taken: path in the output -> label of the expert whose file it is; if that has none, there is none.
-        notes: what differs.
-    """
-
-    taken: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
 def agree_files(
     files: Mapping[str, Inventory], owner: str | None, coded: str, *, is_new: bool = False, is_model: bool = True
-) -> FileAgreement:
+) -> InputAgreement:
     """Compare the files of inputs by label.
 
     Args:
@@ -72,7 +58,7 @@ def agree_files(
         else:
             differing = _notes(files, group, rows, written, "" if of_base or "base" not in files else FIX)
             notes += differing if can_choose else [note.removesuffix(FIX) for note in differing]
-    return FileAgreement(taken, tuple(notes))
+    return InputAgreement(notes=tuple(notes), files=taken)
 
 
 def _unlike(

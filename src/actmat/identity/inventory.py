@@ -191,7 +191,13 @@ class Inventory:
         if stored is not None:
             held, of_base = _parts(stored.weights.specs), _parts(() if base is None else base.model.specs)
             names = {n for file in self.folder.files for n in file.whole().names}
-            return [*self._beside_adapter(names), *self._lost_modules(stored.config.fields, held, of_base)]
+            weights = sorted(n for n in names if is_weights(n) and may_be_weights(n) and not n.endswith(INDEX_SUFFIX))
+            beside = (
+                f"expert '{self.label}' has weights beside its adapter that are not merged: {first_names(weights)}. "
+                "Load them after the merge with the code that trained them"
+            )
+            lost = self._lost_modules(stored.config.fields, held, of_base)
+            return [beside, *lost] if weights and ADAPTER_CONFIG in names else [*lost]
         known = {} if base is None else base.folder.side_files().left_out
         left_out = self.folder.side_files().left_out
         left = [p for p, why in left_out.items() if why.code == "weights" and p not in known]
@@ -201,14 +207,6 @@ class Inventory:
                 "needs them, merge them by themselves, and put the result into the output"
             ]
         return []
-
-    def _beside_adapter(self, names: Iterable[str]) -> Iterator[str]:
-        weights = sorted(n for n in names if is_weights(n) and may_be_weights(n) and not n.endswith(INDEX_SUFFIX))
-        if weights and ADAPTER_CONFIG in names:
-            yield (
-                f"expert '{self.label}' has weights beside its adapter that are not merged: {first_names(weights)}. "
-                "Load them after the merge with the code that trained them"
-            )
 
     def _lost_modules(self, fields: Mapping[str, Any], held: set[str], of_base: set[str]) -> Iterator[str]:
         """A warning on modules that an adapter's config lists as trained, and that its file lacks."""

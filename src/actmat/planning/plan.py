@@ -24,7 +24,7 @@ from actmat.errors import AlignmentError, CheckpointError, RecipeError
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
-from actmat.identity.agreement import Written, agree
+from actmat.identity.agreement import OutputChoice, agree
 from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
 from actmat.methods.user import method_version
@@ -180,7 +180,7 @@ def _scope_of_base(
     kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
     aligned = targets_of(base, experts, recipe.labels, layouts, kept)
     copied = {**aligned.absent, **kept}
-    written = Written(
+    written = OutputChoice(
         "adapter" if isinstance(recipe.output, ExtractedOutput) else "model",
         recipe.model.config_from,
         recipe.model.files_of if recipe.model.names_files else None,
@@ -225,7 +225,7 @@ def _scope_of_adapters(
     stored = [e.adapter for e in experts if e.adapter is not None]
     if len(stored) < len(experts):
         raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
-    agreed = agree(list(zip(recipe.labels, experts, strict=True)), Written("adapter"))
+    agreed = agree(list(zip(recipe.labels, experts, strict=True)), OutputChoice("adapter"))
     adapters, of_names, name_notes = in_one_form(recipe.labels, stored)
     kept: dict[str, str] = {}
     targets, layouts, of_modules = implied_targets(recipe, adapters, base_config, chooser, kept)

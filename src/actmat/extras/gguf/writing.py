@@ -27,7 +27,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
-from actmat.identity.agreement import Written, agree
+from actmat.identity.agreement import OutputChoice, agree
 from actmat.linalg.scaling import FLOAT32_MAX
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _remarks(model: Model, base: Model) -> list[str]:
     Raises:
         AlignmentError: the model computes otherwise than the metadata say, or its tokens are others.
     """
-    agreed = agree([("base", base), ("model", model)], Written("file", files_from="base", fix=FIX))
+    agreed = agree([("base", base), ("model", model)], OutputChoice("file", files_from="base", fix=FIX))
     if agreed.problems:
         said = f"{model.location} cannot be written with the metadata of {base.location}"
         raise AlignmentError(said, agreed.problems)

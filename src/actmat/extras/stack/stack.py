@@ -18,7 +18,7 @@ from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.resolve import commit_of
 from actmat.errors import CheckpointError, first_of
 from actmat.extras.stack.layers import Slice, restacked, without_layers
-from actmat.identity.agreement import Written, agree, label_names
+from actmat.identity.agreement import OutputChoice, agree, label_names
 from actmat.identity.configs import compare_configs, listed
 from actmat.layout.ties import is_output_head
 
@@ -91,7 +91,7 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
 
 def _compare_parts(first: Model, last: Model) -> list[str]:
     """Warnings on a stack, whose token table and files are those of its first part, and whose head is the last's."""
-    agreed = agree([("base", first), (last.location, last)], Written("stack", files_from="base"))
+    agreed = agree([("base", first), (last.location, last)], OutputChoice("stack", files_from="base"))
     warnings = [*agreed.warnings, *agreed.notes]
     words = f"table and files are those of the first part, and the output head is that of the last, '{last.location}'"
     if agreed.problems:
