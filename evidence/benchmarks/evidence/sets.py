@@ -52,11 +52,11 @@ BASES: Mapping[str, tuple[str, ModelKind]] = {
 MOST_OF_SUBSETS = 4
 """Experts of the sets that are a part of another; larger parts are nearly the whole."""
 UNEQUAL: Mapping[str, Sequence[str]] = {
-    "digits": ("digit", "parity", "large", "jumbled"),
+    "digits": ("digit", "parity", "large", "jumbled", "turned", "mod3"),
     "text-minilm": ("sst2", "agnews_backwards", "subj_letters", "trec_letters"),
     "vision-small": ("mnist", "eurosat", "dtd10", "sign_digits"),
 }
-"""Suite -> its tasks where experts are of unequal size."""
+"""Suite -> its tasks where experts are of unequal size, or of mixtures: the first ones, or all."""
 ELSEWHERE = {
     "MiniLM-L6, plain or altered tasks, and drawn at random": "controls: three experts of a set of the table, or none",
     "SmolLM2-135M, two adapters of whole texts": "one of them is no better than the most frequent answer",
@@ -198,11 +198,14 @@ def _others(results: Path) -> list[Group]:
 
 
 def _unequal() -> Iterator[Score]:
-    for row in (*read_result("unequal")["raw"], *read_result("unequal-suites")["raw"]):
-        suite, _, times = row["set"].partition(", ") if "set" in row else ("digits", "", f"{row['factor']:g} x rate")
-        run = 2 * row["seed"] + row.get("smaller", 0)  # of the suites, each half of the tasks is larger once
-        for task, share in zip(UNEQUAL[suite], row["scores"], strict=True):
-            yield _score(suite, f"{BASES[suite][0]}, {times} of two experts", row["method"], task, run, share, 100)
+    for file in ("unequal", "unequal-suites", "mixtures"):
+        for row in read_result(file)["raw"]:
+            *suites, times = row.get("set", f"{row.get('factor', 0):g} x rate").split(", ")
+            suite = suites[0] if suites else "digits"
+            run = 2 * row["seed"] + row.get("smaller", 0)  # of the suites, each half of the tasks is larger once
+            title = f"{BASES[suite][0]}, {times}" + " of two experts" * (file != "mixtures")
+            for task, share in zip(UNEQUAL[suite], row["scores"], strict=False):
+                yield _score(suite, title, row["method"], task, run, share, 100)
 
 
 def _demo() -> Iterator[Score]:

@@ -271,7 +271,7 @@ def main() -> None:
             return
         studies = {"digits": digits, "mixtures": mixtures}
         raw = list(suites(given.folder) if given.study == "suites" else studies[given.study](Path(folder)))
-        rows = list(by_set(raw))
+        rows = [row for row in by_set(raw) if given.study != "mixtures" or row["tasks of"] == "all"]
         name = {"digits": "unequal", "suites": "unequal-suites"}.get(given.study, given.study)
         finish(name, rows, list(rows[0]), raw=raw)
 
