@@ -45,7 +45,7 @@ def test_the_command_writes_what_is_old(
 # Numbers in sentences
 
 
-NAMES = ("evidence", "tried", "families", "performance", "tune", "tune-results", "choosing")
+NAMES = ("evidence", "tried", "families", "performance", "tune-results", "choosing")
 RESULTS = [
     *(REPOSITORY / "docs" / f"{name}.md" for name in NAMES),
     *sorted(p for folder in ("experiments", "analyses") for p in (REPOSITORY / "docs" / folder).glob("*.md")),

@@ -34,8 +34,8 @@ def tune(
 
     It begins with RegMean on some of the inputs, at scale 1. Then every method of the space is merged once, scales are
     formed in memory, and all is scored by the mean divergence `KL(expert || merged)` of the experts' own predictions on
-    their inputs (docs/tune-results.md says how far to trust it). Half of the inputs are kept back to compare the chosen merge
-    with the average.
+    their inputs (docs/tune-results.md says how far to trust it). Half of the inputs are kept back to compare the chosen
+    merge with the average.
 
     Args:
         base: as for `merge`; None: the one that the adapters name.
