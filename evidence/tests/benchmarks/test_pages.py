@@ -30,7 +30,7 @@ def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
 # Numbers in sentences
 
 
-NAMES = ("evidence", "tried", "families", "performance", "tune", "tune-results", "choosing")
+NAMES = ("evidence", "tried", "families", "performance", "tune-results", "choosing")
 RESULTS = [
     *(REPOSITORY / "docs" / f"{name}.md" for name in NAMES),
     *sorted(p for folder in ("experiments", "analyses") for p in (REPOSITORY / "docs" / folder).glob("*.md")),
