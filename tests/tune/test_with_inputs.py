@@ -20,6 +20,7 @@ from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.data import read_rows
 from actmat.extras.models.loading import load_model
+from actmat.extras.tune import with_inputs
 from actmat.extras.tune.evaluate import AnswerComparison, default_predict
 from actmat.extras.tune.kept import Compared
 from actmat.extras.tune.progress import TuneProgress
@@ -252,6 +253,20 @@ def test_the_plan_says_what_is_measured_and_runs_nothing(family: Path, tmp_path:
         assert "nothing was run" in outcome.out
         assert max(map(len, outcome.out.splitlines())) <= 80
     assert not list(tmp_path.iterdir())
+
+
+def test_of_many_inputs_all_are_measured_and_some_are_asked(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_inputs, "ASKED", 4)
+    data = {name: family / f"{name}.jsonl" for name in TEXTS}
+    flags = [*adapter_flags(family), *data_flags(family)]
+    assert "math: 6 inputs measured, answers compared on 4" in actmat(["merge", *flags, "--plan"]).out
+    places = [family / "adapters" / n for n in TEXTS]
+    report = api.merge(str(family / "base"), places, data=data, out=tmp_path / "m", new_tokens=4)
+    assert [(r.inputs, r.measured) for r in report.answers] == [(4, False)] * 2
+    notes = [n.text for n in report.plan.notes]
+    assert "inputs of 'math': 6 measured; answers compared on 4 (each by a merge without it, of 2)" in notes
 
 
 def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(family: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Merge by a few inputs of each expert: each input judges a merge that has not seen it, then all make the merge.
 
 The inputs are dealt into folds. Statistics are measured by fold and added up, so that each expert runs once over its
-inputs; for each fold there is a merge by the others. Where a merge is dear, every fourth input is held back in place.
+inputs; for each fold there is a merge by the others, which some inputs of the fold judge. Where a merge is dear, every
+fourth input is held back in place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
-from actmat.extras.tune.kept import FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
+from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
@@ -256,7 +257,8 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
         rows = sources.data.get(label)
         dealt = deal(rows, sources.folds, checks=label in checked) if rows and kinds else []
         few = sum(n is not None for n in dealt)
-        asked = len(checked[label].rows) if label in checked else dealt.count(None) or (len(rows.rows) if rows else 0)
+        asked = dealt.count(None) or min(len(rows.rows) if rows else 0, ASKED)
+        asked = len(checked[label].rows) if label in checked else asked
         lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}")
     if sources.folds > 1:
         lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
@@ -346,6 +348,7 @@ class InputMeasuring:
         what, dealt = "of --check" if check is not None else "given", check is None and len(set(known)) > 1
         if dealt:
             what = f"each by a merge without it, of {self.folds}"
+            source = dataclasses.replace(source, rows=source.rows[:ASKED])
         elif None in folds:
             source = dataclasses.replace(source, rows=[r for r, n in zip(source.rows, folds, strict=True) if n is None])
             what = "held back"
@@ -356,7 +359,7 @@ class InputMeasuring:
             f"{kind} of '{label}': {len(known)} measured; answers compared on {len(source.rows)} ({what})"
         )
         try:
-            asking.ask(label, loaded, source, folds=known if dealt else (), measured=what == "the same")
+            asking.ask(label, loaded, source, folds=known[:ASKED] if dealt else (), measured=what == "the same")
         except StatisticsError as error:
             if check is not None:
                 raise
