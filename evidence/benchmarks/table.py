@@ -110,6 +110,17 @@ def demo(_: str) -> str:
     return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
 
 
+SETS = {
+    "adapters": "three adapters of SmolLM2-135M",
+    "whole-texts": "two of its adapters, trained on whole texts",
+    "encoder-full": "five full models of MiniLM",
+    "encoder-adapters": "five adapters of MiniLM",
+    "digits": "six full models of digits",
+}
+"""Subjects of `benchmarks.few`."""
+METHODS_OF_QWEN = ("average", "ct_merging", "dc_merge", "tsv")
+
+
 def few(subject: str) -> str:
     """Accuracy and answers kept by kind and number of inputs, means over tasks and draws, as `benchmarks.few` wrote."""
     rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject]
@@ -145,6 +156,36 @@ def few(subject: str) -> str:
     said += f" ({', '.join(f'n = {n}: {k}' for n, k in by_n.items())})"
     header = ["inputs of each expert", *map(str, numbers)]
     return f"{table(header, lines)}\n{said}; `python -m benchmarks.few {subject}`, {'; '.join(machine)}.\n"
+
+
+def sets(_: str) -> str:
+    """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured."""
+    columns = {
+        "average": ("average", 0.0, ""),
+        "`ct_merging`": ("ct_merging", 0.0, ""),
+        "`dc_merge`": ("dc_merge", 0.0, ""),
+        "`tsv`": ("tsv", 0.0, ""),
+        "`merge --data`": ("own", 0.001, ""),
+        "toward `ct_merging`": ("own", 0.05, "ct_merging"),
+        "toward `dc_merge`": ("own", 0.05, "dc_merge"),
+    }
+    of_qwen = [*METHODS_OF_QWEN, "regmean:data=training", "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"]
+    lines = []
+    for subject, name in SETS.items():
+        rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject and r["n"] in (0, 8)]
+        rows = [r for r in rows if not r["n"] or r["prior"] == 4.0]
+        cells = [
+            _percents([r for r in rows if (r["kind"], r["ridge"], r.get("toward", "")) == kind]).partition(" ")[0]
+            for kind in columns.values()
+        ]
+        lines.append([name, *cells])
+    scores = read_lines(RESULTS / "evidence" / "larger-llm-qwen.jsonl")
+    for loss in ("answers", "whole texts"):
+        some = [r for r in scores if r["model"].endswith(f"loss on {loss}")]
+        means = [[r["correct"] / r["total"] for r in some if r["method"] == method] for method in of_qwen]
+        cells = [f"{100 * sum(m) / len(m):.1f}" for m in means]
+        lines.append([f"eight adapters of Qwen2.5-Coder-0.5B, trained on {loss}", *cells, ""])
+    return table(["experts", *columns], lines)
 
 
 def _percents(rows: list[dict[str, Any]]) -> str:
@@ -194,6 +235,7 @@ KINDS: Kinds = {
     "eight": eight,
     "result": result,
     "few": few,
+    "sets": sets,
     "scores": evidence_table,
     "measured": measured_table,
     "small": small_table,
