@@ -35,7 +35,7 @@ QUICK = ["--set", "new_tokens=4"]
 
 def adapter_flags(family: Path) -> list[str]:
     places = [x for name in TEXTS for x in ("-e", f"{name}={family / 'adapters' / name}")]
-    return ["-b", str(family / "base"), *places]
+    return ["-b", str(family / "base"), "--to", "peft", *places]
 
 
 def merged(family: Path, out: Path, *flags: str) -> Any:
@@ -68,7 +68,7 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
         assert actmat([*stats, "--quiet"]).code == 0
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
-    how = [*adapter_flags(family)[2:], "-m", "regmean", "-o", "prior=0.6667", "-o", "ridge=0.001", *statistics]
+    how = [*adapter_flags(family)[4:], "-m", "regmean", "-o", "prior=0.6667", "-o", "ridge=0.001", *statistics]
     assert actmat(["merge", *how, "--out", str(by_hand), "--quiet"]).code == 0
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
@@ -115,6 +115,19 @@ def test_kept_are_answers_that_a_merge_which_has_not_seen_the_input_would_write(
         assert (row["expert"], row["inputs"], row["measured"], row["low"]) == (name, 6, False, None)
         assert row["without"] is not None
         assert row["average"] is not None
+
+
+def test_inputs_change_no_kind_of_output_and_a_full_model_is_judged_by_the_adapter_of_its_deltas(
+    family: Path, adapters: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(family)
+    model = [f for f in adapter_flags(family) if f not in ("--to", "peft")]
+    found = merged(family, tmp_path / "model", *model, *data_flags(family))
+    assert found["kind"] == merged(family, tmp_path / "without", *model, "-m", "average")["kind"] == "model"
+    assert found["answers"] == adapters[1]["answers"]
+    one_prompt = [x for name in TEXTS for x in ("--data", f"{name}=one two")]
+    alone = merged(family, tmp_path / "alone", *model[2:], *one_prompt)
+    assert alone["kind"] == merged(family, tmp_path / "plain", *model[2:], "-m", "average")["kind"] == "adapter"
 
 
 @pytest.mark.parametrize("text", ["one two three", "What is 2.5 plus 3?"])
