@@ -58,7 +58,7 @@ ROW = ("kind", "n", "draw", "prior", "ridge", "toward")
 """Fields that distinguish the rows of a subject."""
 
 Grams = dict[str, Tensor]
-"""Layer -> `Z`, `N I`, whose `Z^T Z` is the mean of `z z^T`."""
+"""Layer -> mean of `z z^T`, `I I`."""
 
 
 def merge(
@@ -71,8 +71,7 @@ def merge(
     """
     out = {}
     for layer, deltas in subject.deltas.items():
-        roots = [g[subject.shares[layer]] for g in grams]
-        summed = [gram(z, d, prior) for z, d in zip(roots, deltas, strict=True)]
+        summed = [with_prior(g[subject.shares[layer]], d, prior) for g, d in zip(grams, deltas, strict=True)]
         start_OI = torch.zeros(()) if start is None else start[layer]
         options: dict[str, Any] = {"ridge": ridge, "normalize": "none" if start is None else "trace"}
         beyond = [d - start_OI for d in deltas]
@@ -80,10 +79,9 @@ def merge(
     return out
 
 
-def gram(rows_NI: Tensor, delta_OI: Tensor, prior: float) -> Tensor:
-    """`Z^T Z`, and a share of the delta's own at the same trace; of an expert that changed nothing, the first only."""
-    rows_NI = rows_NI.float()
-    gram_II, size = rows_NI.T @ rows_NI, float(delta_OI.square().sum())
+def with_prior(gram_II: Tensor, delta_OI: Tensor, prior: float) -> Tensor:
+    """A Gram matrix, and a share of the delta's own at the same trace; an expert that changed nothing has none."""
+    size = float(delta_OI.square().sum())
     share = prior * float(gram_II.trace()) / size if size else 0.0
     return gram_II + share * delta_OI.T @ delta_OI if share else gram_II
 
@@ -161,7 +159,7 @@ def sources(kind: str, task: int, tasks: int) -> Sequence[int]:
     return {"other": [(task + 1) % tasks], "mixed": range(tasks)}.get(kind, [task])
 
 
-def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> Grams:
+def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> dict[str, Tensor]:
     """Inputs of layers during some calls."""
     found: dict[str, list[Tensor]] = {}
 
@@ -222,7 +220,7 @@ class Subject:
         return torch.stack([model(**arguments).last_hidden_state[0].mean(0) for arguments in inputs]), []
 
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
-        """Inputs of an expert's layers, over its first `n` inputs of a kind, divided by the root of their number."""
+        """Gram matrices of an expert's layers, over its first `n` inputs of a kind."""
         given, model = self.inputs(task, kind, draw, n), self.experts[task]
         layers = {n: model.get_submodule(n.removesuffix(".weight")) for n in {self.shares[n] for n in self.deltas}}
 
@@ -231,7 +229,7 @@ class Subject:
                 model(**arguments)
 
         number = sum(arguments["input_ids"].numel() for arguments in given)
-        return {k: z / number**0.5 for k, z in observed(layers, run).items()}
+        return {name: z.T @ z / number for name, z in observed(layers, run).items()}
 
 
 def shares(found: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
@@ -287,9 +285,8 @@ class Digits(Subject):
         out = {}
         for name in self.deltas:
             info = found.header.grams[found.header.places[name][0].gram]
-            gram_II = unpack(found.tensors[f"gram.{found.header.places[name][0].gram}"].double(), info.width)
-            values, vectors = torch.linalg.eigh(gram_II / info.rows)
-            out[name] = (vectors * values.clamp(min=0).sqrt()).T
+            gram_II = unpack(found.tensors[f"gram.{found.header.places[name][0].gram}"], info.width)
+            out[name] = gram_II / info.rows
         return out
 
 

@@ -118,7 +118,7 @@ SETS = {
     "digits": "six full models of digits",
 }
 """Subjects of `benchmarks.few`."""
-METHODS_OF_QWEN = ("average", "ct_merging", "dc_merge", "tsv")
+QWEN, LOSSES = "eight adapters of Qwen2.5-Coder-0.5B", ("answers", "whole texts")
 
 
 def few(subject: str) -> str:
@@ -160,31 +160,24 @@ def few(subject: str) -> str:
 
 def sets(_: str) -> str:
     """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured."""
-    columns = {
-        "average": ("average", 0.0, ""),
-        "`ct_merging`": ("ct_merging", 0.0, ""),
-        "`dc_merge`": ("dc_merge", 0.0, ""),
-        "`tsv`": ("tsv", 0.0, ""),
-        "`merge --data`": ("own", 0.001, ""),
-        "toward `ct_merging`": ("own", 0.05, "ct_merging"),
-        "toward `dc_merge`": ("own", 0.05, "dc_merge"),
+    qwen = "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"
+    columns = {  # kind, ridge and start of the regression in `few.jsonl`; method of `llm-qwen`
+        "average": ("average", 0.0, "", "average"),
+        **{f"`{name}`": (name, 0.0, "", name) for name in ("ct_merging", "dc_merge", "tsv")},
+        "`merge --data`": ("own", 0.001, "", "regmean:data=training"),
+        "toward `ct_merging`": ("own", 0.05, "ct_merging", qwen),
+        "toward `dc_merge`": ("own", 0.05, "dc_merge", ""),
     }
-    of_qwen = [*METHODS_OF_QWEN, "regmean:data=training", "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"]
-    lines = []
-    for subject, name in SETS.items():
-        rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject and r["n"] in (0, 8)]
-        rows = [r for r in rows if not r["n"] or r["prior"] == 4.0]
-        cells = [
-            _percents([r for r in rows if (r["kind"], r["ridge"], r.get("toward", "")) == kind]).partition(" ")[0]
-            for kind in columns.values()
-        ]
-        lines.append([name, *cells])
+    few = [r for r in read_lines(RESULTS / "few.jsonl") if r["n"] == 0 or (r["n"] == 8 and r["prior"] == 4.0)]
     scores = read_lines(RESULTS / "evidence" / "larger-llm-qwen.jsonl")
-    for loss in ("answers", "whole texts"):
-        some = [r for r in scores if r["model"].endswith(f"loss on {loss}")]
-        means = [[r["correct"] / r["total"] for r in some if r["method"] == method] for method in of_qwen]
-        cells = [f"{100 * sum(m) / len(m):.1f}" for m in means]
-        lines.append([f"eight adapters of Qwen2.5-Coder-0.5B, trained on {loss}", *cells, ""])
+    lines = [[name] for name in (*SETS.values(), *(f"{QWEN}, trained on {loss}" for loss in LOSSES))]
+    for kind, ridge, start, method in columns.values():
+        same = [r for r in few if (r["kind"], r["ridge"], r.get("toward", "")) == (kind, ridge, start)]
+        cells = [_percents([r for r in same if r["subject"] == subject]).partition(" ")[0] for subject in SETS]
+        for loss in LOSSES:
+            some = [r for r in scores if r["method"] == method and r["model"].endswith(f"loss on {loss}")]
+            cells.append(f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else "")
+        lines = [[*line, cell] for line, cell in zip(lines, cells, strict=True)]
     return table(["experts", *columns], lines)
 
 
