@@ -8,7 +8,8 @@
 
 Of `n` inputs of each expert, `C_t` is the mean of `z z^T` over the inputs `z` of a layer; of a prior, it is
 `C_t + a k_t D_t^T D_t` with equal traces of both (`k_t`) and `a = A / n`. The merge is `(sum D_t C_t) (sum C_t)^+`, or
-with a ridge in units of the mean eigenvalue in place of the cut-off.
+with a ridge in units of the mean eigenvalue in place of the cut-off. Toward another merge `D_M` without inputs, it is
+`D_M + (sum (D_t - D_M) C_t) (sum C_t + l I)^-1` with `C_t` of equal traces.
 Of `whole-texts`, prompts and questions are whole chats, and inputs are also prompts that the experts write themselves.
 FOLDER/TASK.reworded.jsonl has the same prompts in other words than those of the training, in the same order.
 Rows are appended to the result file, and a row that is there is not measured again; `--minutes` ends a run early.
@@ -18,13 +19,13 @@ Shapes: `O` out_features, `I` in_features, `N` samples or tokens.
 
 from __future__ import annotations
 
-import abc
 import copy
 import functools
 import itertools
 import json
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import actmat
 from actmat.extras.collect.data import SELF, DataOptions
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.written import write_prompts
@@ -43,79 +45,45 @@ NUMBERS = (1, 2, 4, 8, 16, 32, 64)
 PRIORS = (1.0, 4.0)
 """`A` of the prior's share `A / n`."""
 RIDGES = (0.0, 0.001)
+METHODS = ("ct_merging", "dc_merge", "tsv")
+"""Merges without inputs; the regressions go toward the first two."""
+TOWARD = 0.05
+"""Ridge of these regressions."""
 QUESTIONS = 60
 GENTLE = {"ranks": "16", "test": "200", "lora_rate": "2.5e-4", "lora_epochs": "4", "alpha": "32"}
 WORDS = (1000, 30522)
 """Range of BERT's tokens that are not special."""
 BATCH = 20
-EPS = torch.finfo(torch.float32).eps
-SMALL = 1e-4
-"""Of a delta's singular values: their squares are far below the cut-off, and rounding makes up those of an adapter."""
+ROW = ("kind", "n", "draw", "prior", "ridge", "toward")
+"""Fields that distinguish the rows of a subject."""
 
 Grams = dict[str, Tensor]
-"""Layer -> `Z`, `N I`, whose `Z^T Z` is the mean of `z z^T`."""
+"""Layer -> mean of `z z^T`, `I I`."""
 
 
-class Subject(abc.ABC):
-    """Experts of one base, their inputs, and a test."""
-
-    tasks: list[str]
-    deltas: dict[str, list[Tensor]]  # layer -> delta `O I` of each expert; zeros where it changed nothing
-    shares: dict[str, str]  # layer -> the layer whose input it reads too
-
-    @abc.abstractmethod
-    def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
-        """Inputs of an expert's layers, over its first `n` inputs of a kind, divided by the root of their number."""
-
-    @abc.abstractmethod
-    def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-        """Accuracy, and share of answers that are the expert's, by task, of the base plus these deltas."""
-
-    @functools.cached_property
-    def roots(self) -> dict[str, list[Tensor]]:
-        """Layer -> `K` of each expert, whose `K^T K` is that of the delta."""
-        return {layer: [root(d) for d in deltas] for layer, deltas in self.deltas.items()}
-
-
-def root(delta: Tensor) -> Tensor:
-    """`O I -> R I` with the same Gram matrix of columns; directions below `SMALL` of the largest are left out."""
-    _, values, rows = torch.linalg.svd(delta, full_matrices=False)
-    kept = values > SMALL * values[0]
-    return values[kept, None] * rows[kept]  # type: ignore[no-any-return]
-
-
-def solved(deltas: Sequence[Tensor], roots: Sequence[Tensor], ridge: float = 0.0) -> Tensor:
-    """`(sum D_t C_t) (sum C_t)^+` with the cut-off of `regmean`, of `C_t = Z_t^T Z_t`; by the smaller of both sides.
+def merge(
+    subject: Subject, grams: Sequence[Grams], prior: float, ridge: float, start: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Deltas merged by inputs.
 
     Args:
-        ridge: in place of the cut-off, in units of the mean eigenvalue.
+        start: the merge that the regression goes toward.
     """
-    rows_NI = torch.cat(list(roots)).double()
-    width = rows_NI.shape[1]
-    wide = len(rows_NI) < width
-    values, vectors = torch.linalg.eigh(rows_NI @ rows_NI.T if wide else rows_NI.T @ rows_NI)
-    shift = ridge * float(values.sum()) / width
-    kept = values > (0 if ridge else width * EPS) * values[-1].clamp(min=0)
-    values, vectors = values[kept], vectors[:, kept]
-    basis_IK = rows_NI.T @ (vectors / values.sqrt()) if wide else vectors
-    pairs = [(d.double(), z.double()) for d, z in zip(deltas, roots, strict=True) if bool(d.any())]
-    left = sum((d @ z.T) @ (z @ basis_IK) for d, z in pairs)
-    return (left / (values + shift)) @ basis_IK.T  # type: ignore[no-any-return]
-
-
-def merge(subject: Subject, grams: Sequence[Grams] | None, prior: float, ridge: float) -> dict[str, Tensor]:
-    """Merged deltas; without inputs by the deltas' own Gram matrices, which is ACTMat."""
     out = {}
     for layer, deltas in subject.deltas.items():
-        own = subject.roots[layer] if prior or grams is None else []
-        roots = own if grams is None else [g[subject.shares[layer]] for g in grams]
-        if prior and grams is not None:
-            sizes = [
-                float(z.square().sum() / s) if (s := k.square().sum()) else 0.0 for z, k in zip(roots, own, strict=True)
-            ]
-            roots = [torch.cat([z, k * (prior * s) ** 0.5]) for z, k, s in zip(roots, own, sizes, strict=True)]
-        out[layer] = solved(deltas, roots, ridge).float()
+        summed = [with_prior(g[subject.shares[layer]], d, prior) for g, d in zip(grams, deltas, strict=True)]
+        start_OI = torch.zeros(()) if start is None else start[layer]
+        options: dict[str, Any] = {"ridge": ridge, "normalize": "none" if start is None else "trace"}
+        beyond = [d - start_OI for d in deltas]
+        out[layer] = start_OI + actmat.merge_matrices("regmean", beyond, statistics={"gram": summed}, **options)
     return out
+
+
+def with_prior(gram_II: Tensor, delta_OI: Tensor, prior: float) -> Tensor:
+    """A Gram matrix, and a share of the delta's own at the same trace; an expert that changed nothing has none."""
+    size = float(delta_OI.square().sum())
+    share = prior * float(gram_II.trace()) / size if size else 0.0
+    return gram_II + share * delta_OI.T @ delta_OI if share else gram_II
 
 
 def wanted(
@@ -131,6 +99,7 @@ def wanted(
     plain = {"prior": 0.0, "ridge": 0.0}
     yield {"kind": "average", "n": 0, "draw": 0, **plain}
     yield {"kind": "actmat", "n": 0, "draw": 0, **plain}
+    yield from toward(("own", *(kind for kind in controls if kind == "reworded")))
     for draw, numbers in enumerate(draws):
         for n in numbers:
             for a, ridge in itertools.product((0.0, *priors), RIDGES):
@@ -142,28 +111,43 @@ def wanted(
                 yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
 
 
+def toward(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of merges without inputs, and of regressions toward them by eight inputs of some kinds."""
+    for method in METHODS:
+        yield {"kind": method, "n": 0, "draw": 0, "prior": 0.0, "ridge": 0.0}
+    for kind, method in itertools.product(kinds, METHODS[:2]):
+        yield {"kind": kind, "n": 8, "draw": 0, "prior": PRIORS[1], "ridge": TOWARD, "toward": method}
+
+
 def wanted_of_chats() -> Iterator[dict[str, Any]]:
     """Rows of `merge --data` by a user's prompts, by those that the experts write, and by random tokens."""
     yield {"kind": "average", "n": 0, "draw": 0, "prior": 0.0, "ridge": 0.0}
+    yield from toward(("own",))
     for draw in range(3):
         for kind, n in (("self", 8), ("own", 8), ("self", 32), ("random", 8), ("own", 32)):
             yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
 
 
+def merge_weights(subject: Subject, method: str) -> dict[str, Tensor]:
+    """Deltas merged by a method that needs no inputs."""
+    return {layer: actmat.merge_matrices(method, deltas).float() for layer, deltas in subject.deltas.items()}
+
+
 def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: float) -> None:
     """Measure what the file lacks."""
-    done = {tuple(r[k] for k in ("subject", "kind", "n", "draw", "prior", "ridge")) for r in read_lines(FILE)}
+    done = [{k: r[k] for k in ROW if k in r} for r in read_lines(FILE) if r["subject"] == name]
     inputs = functools.lru_cache(maxsize=len(subject.tasks))(subject.grams)
+    without = functools.lru_cache(maxsize=1)(functools.partial(merge_weights, subject))
     for row in rows:
-        if (name, *row.values()) in done or time.monotonic() > until:
+        if row in done or time.monotonic() > until:
             continue
-        if row["kind"] == "average":
-            found = {layer: sum(d) / len(d) for layer, d in subject.deltas.items()}  # type: ignore[misc]
+        if row["n"]:
+            grams = [inputs(t, row["kind"], row["draw"], row["n"]) for t in range(len(subject.tasks))]
+            start = without(row["toward"]) if "toward" in row else None
+            merged = merge(subject, grams, row["prior"] / row["n"], row["ridge"], start)
         else:
-            number = range(len(subject.tasks))
-            grams = [inputs(t, row["kind"], row["draw"], row["n"]) for t in number] if row["n"] else None
-            found = merge(subject, grams, row["prior"] / row["n"] if row["n"] else 0.0, row["ridge"])
-        accuracy, kept = subject.score(found)
+            merged = without(row["kind"])
+        accuracy, kept = subject.score(merged)
         line = {"subject": name, **row, "accuracy": accuracy, "kept": kept, "tasks": list(subject.tasks)}
         with FILE.open("a") as file:
             file.write(json.dumps(line | {"processor": processor(), "date": time.strftime("%Y-%m-%d")}) + "\n")
@@ -175,7 +159,7 @@ def sources(kind: str, task: int, tasks: int) -> Sequence[int]:
     return {"other": [(task + 1) % tasks], "mixed": range(tasks)}.get(kind, [task])
 
 
-def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> Grams:
+def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> dict[str, Tensor]:
     """Inputs of layers during some calls."""
     found: dict[str, list[Tensor]] = {}
 
@@ -190,13 +174,17 @@ def observed(layers: Mapping[str, nn.Module], calls: Callable[[], None]) -> Gram
     return {name: torch.cat(some) for name, some in found.items()}
 
 
-class Classifiers(Subject):
-    """Models of one base and what they answer; weights are those of `layers`, all others are averaged.
+class Subject:
+    """Experts of one base, their inputs, and what they answer; weights are those of `layers`, all others are averaged.
 
     Args:
         predict: classes of the test's inputs, of a model and the number of a task.
         labels: the right classes of each task.
     """
+
+    tasks: list[str]
+    deltas: dict[str, list[Tensor]]  # layer -> delta `O I` of each expert; zeros where it changed nothing
+    shares: dict[str, str]  # layer -> the layer whose input it reads too
 
     def __init__(
         self,
@@ -206,7 +194,7 @@ class Classifiers(Subject):
         predict: Callable[[Any, int], Tensor],
         labels: Sequence[Tensor],
     ) -> None:
-        self._base, self._experts, self._predict, self._labels = base, experts, predict, labels
+        self.base, self.experts, self._predict, self._labels = base, experts, predict, labels
         start = base.state_dict()
         states = [e.state_dict() for e in experts]
         every: dict[str, list[Tensor]] = {n: [e[n] - w for e in states] for n, w in start.items()}
@@ -215,21 +203,25 @@ class Classifiers(Subject):
         self._answers = [predict(e, t) for t, e in enumerate(experts)]
 
     def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-        """See `Subject`."""
-        model = copy.deepcopy(self._base)
+        """Accuracy, and share of answers that are the expert's, by task, of the base plus these deltas."""
+        model = copy.deepcopy(self.base)
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 tensor += merged.get(name, self._rest.get(name, 0))
         found = [self._predict(model, t) for t in range(len(self._labels))]
         return shares(found, self._labels), shares(found, self._answers)
 
-    def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
+    def inputs(self, task: int, kind: str, draw: int, n: int) -> Any:
         """Arguments of a model, one input each."""
         raise NotImplementedError
 
+    def read(self, model: Any, inputs: Any) -> tuple[Tensor, list[int]]:
+        """Last hidden states `N F` of a model for its inputs, and the first tokens of its answers if it writes any."""
+        return torch.stack([model(**arguments).last_hidden_state[0].mean(0) for arguments in inputs]), []
+
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
-        """See `Subject`."""
-        given, model = self.inputs(task, kind, draw, n), self._experts[task]
+        """Gram matrices of an expert's layers, over its first `n` inputs of a kind."""
+        given, model = self.inputs(task, kind, draw, n), self.experts[task]
         layers = {n: model.get_submodule(n.removesuffix(".weight")) for n in {self.shares[n] for n in self.deltas}}
 
         def run() -> None:
@@ -237,7 +229,7 @@ class Classifiers(Subject):
                 model(**arguments)
 
         number = sum(arguments["input_ids"].numel() for arguments in given)
-        return {k: z / number**0.5 for k, z in observed(layers, run).items()}
+        return {name: z.T @ z / number for name, z in observed(layers, run).items()}
 
 
 def shares(found: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
@@ -245,7 +237,7 @@ def shares(found: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
     return [float((a == b).double().mean()) for a, b in zip(found, others, strict=True)]
 
 
-class Digits(Classifiers):
+class Digits(Subject):
     """The experts of `actmat demo`."""
 
     def __init__(self, folder: Path) -> None:
@@ -271,27 +263,34 @@ class Digits(Classifiers):
         )
         self.shares = {n: n for n in self.deltas}
 
+    def inputs(self, task: int, kind: str, draw: int, n: int) -> Tensor:
+        """Images."""
+        rng = torch.Generator().manual_seed(1000 * draw + task)
+        pool = torch.cat([self._data[t].train.images_NHW for t in sources(kind, task, len(self.tasks))])
+        images = pool[torch.randperm(len(pool), generator=rng)[:n]]
+        return torch.rand(images.shape, generator=rng) * float(pool.max()) if kind == "random" else images
+
+    def read(self, model: Any, inputs: Any) -> tuple[Tensor, list[int]]:
+        """See `Subject`."""
+        from actmat.extras.demo.model import features
+
+        return features(model, inputs), []
+
     def grams(self, task: int, kind: str, draw: int, n: int) -> Grams:
         """See `Subject`."""
         from actmat.extras.collect.collect import collect
         from actmat.statistics.triangle import unpack
 
-        rng = torch.Generator().manual_seed(1000 * draw + task)
-        pool = torch.cat([self._data[t].train.images_NHW for t in sources(kind, task, len(self.tasks))])
-        images = pool[torch.randperm(len(pool), generator=rng)[:n]]
-        if kind == "random":
-            images = torch.rand(images.shape, generator=rng) * float(pool.max())
-        found = collect(self._experts[task], [(images,)])
+        found = collect(self.experts[task], [(self.inputs(task, kind, draw, n),)])
         out = {}
         for name in self.deltas:
             info = found.header.grams[found.header.places[name][0].gram]
-            gram_II = unpack(found.tensors[f"gram.{found.header.places[name][0].gram}"].double(), info.width)
-            values, vectors = torch.linalg.eigh(gram_II / info.rows)
-            out[name] = (vectors * values.clamp(min=0).sqrt()).T
+            gram_II = unpack(found.tensors[f"gram.{found.header.places[name][0].gram}"], info.width)
+            out[name] = gram_II / info.rows
         return out
 
 
-class Texts(Classifiers):
+class Texts(Subject):
     """The experts of the suite `text-minilm`: adapters of the regime 'gentle, `alpha` 32', or full models."""
 
     def __init__(self, data: Path, cache: Path, regime: Literal["lora", "full"]) -> None:
@@ -318,7 +317,7 @@ class Texts(Classifiers):
         super().__init__(base, experts, layers.__contains__, predict, labels)
 
     def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
-        """See `Classifiers`."""
+        """See `Subject`."""
         rng = torch.Generator().manual_seed(1000 * draw + task)
         pool = [e for t in sources(kind, task, len(self.tasks)) for e in self._suite.tasks[t].train]
         given = [self._suite.reader([pool[i]]) for i in torch.randperm(len(pool), generator=rng)[:n].tolist()]
@@ -327,7 +326,7 @@ class Texts(Classifiers):
         return given
 
 
-class Adapters(Classifiers):
+class Adapters(Subject):
     """LoRA adapters of a language model, each with a file of prompts and one of questions with answers."""
 
     def __init__(self, base: str, folder: Path) -> None:
@@ -356,10 +355,15 @@ class Adapters(Classifiers):
             found.append(model(**given, logits_to_keep=1).logits[:, -1].argmax(-1))
         return torch.cat(found)
 
+    def read(self, model: Any, inputs: Any) -> tuple[Tensor, list[int]]:
+        """See `Subject`."""
+        outputs = [model(**arguments, output_hidden_states=True) for arguments in inputs]
+        return torch.stack([o.hidden_states[-1][0, -1] for o in outputs]), [int(o.logits.argmax()) for o in outputs]
+
     def inputs(self, task: int, kind: str, draw: int, n: int) -> list[dict[str, Any]]:
-        """See `Classifiers`; a mixture is the same for all experts."""
+        """See `Subject`; a mixture is the same for all experts."""
         if kind == "self":
-            expert = Loaded(self._experts[task], self._files, None, self._files)
+            expert = Loaded(self.experts[task], self._files, None, self._files)
             texts = write_prompts(expert, DataOptions(SELF), n, seed=draw).texts
             chats = [[{"role": "user", "content": text}] for text in texts]
             made = [self._tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
@@ -375,31 +379,38 @@ class Adapters(Classifiers):
         return [{"input_ids": i, "logits_to_keep": 1} for i in ids]
 
 
-def main() -> None:
-    """Measure the rows of one subject that are missing."""
-    parser = program(__doc__, "few")
+def parse(doc: str | None, name: str) -> Namespace:
+    """Arguments of a program on one of the subjects."""
+    parser = program(doc, name)
     parser.add_argument("subject", choices=["digits", "adapters", "whole-texts", "encoder-adapters", "encoder-full"])
     parser.add_argument("--base", help="the model under the adapters")
     parser.add_argument("--data", type=Path, help="folder of adapters, prompts and questions, or of texts")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no row after so many minutes")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "actmat-few", help="trained experts")
-    given = parser.parse_args()
     torch.set_num_threads(1)
-    until = time.monotonic() + 60 * given.minutes
-    kinds = ("random", "other", "mixed")
+    return parser.parse_args()
+
+
+def open_subject(given: Namespace) -> Subject:
+    """The experts of a subject; those that are missing are trained."""
     if given.subject == "digits":
-        rows = wanted([NUMBERS] * 3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), dict.fromkeys(kinds, (1, 8, 64)))
-        study("digits", Digits(given.work), rows, until)
-    elif given.subject == "whole-texts":
-        study("whole-texts", Adapters(given.base, given.data), wanted_of_chats(), until)
-    elif given.subject == "adapters":
-        few = (1, 8, 64)
-        rows = wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,)))
-        study("adapters", Adapters(given.base, given.data), rows, until)
-    else:
-        rows = wanted([(8, 1, 64, 2, 4, 16)] * 3, {PRIORS[1]: NUMBERS}, dict.fromkeys(kinds, (8,)))
-        regime: Literal["lora", "full"] = "full" if given.subject == "encoder-full" else "lora"
-        study(given.subject, Texts(given.data, given.work, regime), rows, until)
+        return Digits(given.work)
+    if given.subject in ("adapters", "whole-texts"):
+        return Adapters(given.base, given.data)
+    return Texts(given.data, given.work, "full" if given.subject == "encoder-full" else "lora")
+
+
+def main() -> None:
+    """Measure the rows of one subject that are missing."""
+    given, few, kinds = parse(__doc__, "few"), (1, 8, 64), ("random", "other", "mixed")
+    until = time.monotonic() + 60 * given.minutes
+    rows = {
+        "digits": lambda: wanted([NUMBERS] * 3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), dict.fromkeys(kinds, few)),
+        "whole-texts": wanted_of_chats,
+        "adapters": lambda: wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,))),
+    }
+    encoders = functools.partial(wanted, [(8, 1, 64, 2, 4, 16)] * 3, {PRIORS[1]: NUMBERS}, dict.fromkeys(kinds, (8,)))
+    study(given.subject, open_subject(given), rows.get(given.subject, encoders)(), until)
 
 
 if __name__ == "__main__":

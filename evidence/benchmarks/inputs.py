@@ -36,7 +36,7 @@ def command_of(base: str, data: Path, out: Path, *words: str) -> tuple[list[str]
     """A command of `actmat` with prompts of each expert, and the names of the experts."""
     tasks = sorted(file.name.removesuffix(".test.jsonl") for file in data.glob("*.test.jsonl"))
     given = [x for t in tasks for x in ("-e", f"{t}={data / t}", "--data", f"{t}={data / t}.jsonl")]
-    return [*actmat_command(), *words, "-b", base, "--out", str(out), *given], tasks
+    return [*actmat_command(), *words, "-b", base, "--to", "peft", "--out", str(out), *given], tasks
 
 
 def tune_rows(base: str, data: Path, prompts: int, out: Path) -> list[dict[str, Any]]:

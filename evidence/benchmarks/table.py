@@ -110,6 +110,17 @@ def demo(_: str) -> str:
     return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
 
 
+SETS = {
+    "adapters": "three adapters of SmolLM2-135M",
+    "whole-texts": "two of its adapters, trained on whole texts",
+    "encoder-full": "five full models of MiniLM",
+    "encoder-adapters": "five adapters of MiniLM",
+    "digits": "six full models of digits",
+}
+"""Subjects of `benchmarks.few`."""
+QWEN, LOSSES = "eight adapters of Qwen2.5-Coder-0.5B", ("answers", "whole texts")
+
+
 def few(subject: str) -> str:
     """Accuracy and answers kept by kind and number of inputs, means over tasks and draws, as `benchmarks.few` wrote."""
     rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject]
@@ -145,6 +156,29 @@ def few(subject: str) -> str:
     said += f" ({', '.join(f'n = {n}: {k}' for n, k in by_n.items())})"
     header = ["inputs of each expert", *map(str, numbers)]
     return f"{table(header, lines)}\n{said}; `python -m benchmarks.few {subject}`, {'; '.join(machine)}.\n"
+
+
+def sets(_: str) -> str:
+    """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured."""
+    qwen = "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"
+    columns = {  # kind, ridge and start of the regression in `few.jsonl`; method of `llm-qwen`
+        "average": ("average", 0.0, "", "average"),
+        **{f"`{name}`": (name, 0.0, "", name) for name in ("ct_merging", "dc_merge", "tsv")},
+        "`merge --data`": ("own", 0.001, "", "regmean:data=training"),
+        "toward `ct_merging`": ("own", 0.05, "ct_merging", qwen),
+        "toward `dc_merge`": ("own", 0.05, "dc_merge", ""),
+    }
+    few = [r for r in read_lines(RESULTS / "few.jsonl") if r["n"] == 0 or (r["n"] == 8 and r["prior"] == 4.0)]
+    scores = read_lines(RESULTS / "evidence" / "larger-llm-qwen.jsonl")
+    lines = [[name] for name in (*SETS.values(), *(f"{QWEN}, trained on {loss}" for loss in LOSSES))]
+    for kind, ridge, start, method in columns.values():
+        same = [r for r in few if (r["kind"], r["ridge"], r.get("toward", "")) == (kind, ridge, start)]
+        cells = [_percents([r for r in same if r["subject"] == subject]).partition(" ")[0] for subject in SETS]
+        for loss in LOSSES:
+            some = [r for r in scores if r["method"] == method and r["model"].endswith(f"loss on {loss}")]
+            cells.append(f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else "")
+        lines = [[*line, cell] for line, cell in zip(lines, cells, strict=True)]
+    return table(["experts", *columns], lines)
 
 
 def _percents(rows: list[dict[str, Any]]) -> str:
@@ -194,6 +228,7 @@ KINDS: Kinds = {
     "eight": eight,
     "result": result,
     "few": few,
+    "sets": sets,
     "scores": evidence_table,
     "measured": measured_table,
     "small": small_table,

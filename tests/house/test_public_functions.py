@@ -69,7 +69,7 @@ def test_fields_are_those_of_recipes_and_settings() -> None:
     recipe = {*Recipe.model_fields} - ARGUMENTS
     assert keys(declared.RunFields) == run
     assert keys(declared.MergeFields) == run | recipe | {*OF_OUTPUTS, "to"}
-    inputs = {f.name for f in dataclasses.fields(InputSettings)} - {"reading", "as_adapter", "loaded"}
+    inputs = {f.name for f in dataclasses.fields(InputSettings)} - {"reading", "loaded"}
     assert keys(declared.InputFields) - keys(declared.MergeFields) == inputs | {"check"}
     search = {f.name for f in dataclasses.fields(TuneSettings)} - {"device"}
     assert keys(declared.ScaleFields) == keys(declared.MergeFields) | search | {"method"}

@@ -1,14 +1,16 @@
 """Divergences against naive float64, with all classes and with the most probable ones only."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from actmat.diagnostics.answers import UNENDED
 from actmat.errors import StatisticsError
 from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, own_right
-from actmat.extras.tune.inputs import InputBatch, labeled_by_answers
+from actmat.extras.tune.inputs import InputBatch, cut_unended, labeled_by_answers
 
 
 class Table(nn.Module):
@@ -133,3 +135,27 @@ def test_right_answers_that_an_own_answer_begins_with_need_no_pass_of_their_own(
     parts = [labeled, others]
     assert own_right(parts, [keep_answers(table, [b])[0] for b in parts]) == pytest.approx(2 / 3)
     assert own_right([replace(own, labels=None)], keep_answers(table, [own])) is None
+
+
+def test_answers_without_an_end_are_cut_and_a_causal_model_reads_no_further() -> None:
+    class CountingForCausalLM(nn.Module):
+        generation_config = SimpleNamespace(eos_token_id=7)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return nn.functional.one_hot(input_ids.cumsum(1) % 9, 9).float()
+
+    model, width = CountingForCausalLM(), 2 + 12
+    ids = torch.ones(2, width, dtype=torch.long)
+    counted = torch.zeros(2, width, dtype=torch.bool)
+    counted[0, 1:-1], counted[1, 1:5] = True, True
+    labels = torch.full((2, width), -100)
+    labels[0, 1:-1], labels[1, 1:5] = 1, torch.tensor([1, 1, 1, 7])
+    whole = InputBatch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, counted, labels)
+    cut, unended = cut_unended(whole, model)
+    assert unended == [True, False]
+    assert cut.counted is not None
+    assert cut.counted.sum(1).tolist() == [UNENDED, 4]
+    assert cut.lengths == [1 + UNENDED, 5], "prompts of two tokens, of which the second predicts"
+    short = cut.without_padding()
+    (seen,), (first,) = keep_answers(model, [short]), keep_answers(model, [cut])
+    assert torch.equal(seen.best_P, first.best_P)

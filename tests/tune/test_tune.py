@@ -252,10 +252,10 @@ def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:
 
 
 def test_adapters_are_tuned_on_the_base_that_they_name(family: Path, tmp_path: Path) -> None:
-    """The merge that is written is an adapter, and scores as the model in memory did; a full model on request."""
+    """The adapter that is written scores as the model in memory did."""
     experts = [family / "adapters" / n for n in TEXTS]
     found = actmat.tune(
-        family / "base", experts, out=tmp_path / "best", new_tokens=0, budget=8,
+        family / "base", experts, out=tmp_path / "best", to="peft", new_tokens=0, budget=8,
         data=data_of(family), space={"methods": ["average", "knots"], "scales": [0.5, 1.0]},
     )  # fmt: skip
     assert (tmp_path / "best" / "adapter_model.safetensors").is_file()

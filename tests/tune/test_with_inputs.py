@@ -20,6 +20,7 @@ from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.data import read_rows
 from actmat.extras.models.loading import load_model
+from actmat.extras.tune import with_inputs
 from actmat.extras.tune.evaluate import AnswerComparison, default_predict
 from actmat.extras.tune.kept import Compared
 from actmat.extras.tune.progress import TuneProgress
@@ -34,7 +35,7 @@ QUICK = ["--set", "new_tokens=4"]
 
 def adapter_flags(family: Path) -> list[str]:
     places = [x for name in TEXTS for x in ("-e", f"{name}={family / 'adapters' / name}")]
-    return ["-b", str(family / "base"), *places]
+    return ["-b", str(family / "base"), "--to", "peft", *places]
 
 
 def merged(family: Path, out: Path, *flags: str) -> Any:
@@ -67,7 +68,7 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
         assert actmat([*stats, "--quiet"]).code == 0
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
-    how = [*adapter_flags(family)[2:], "-m", "regmean", "-o", "prior=0.6667", "-o", "ridge=0.001", *statistics]
+    how = [*adapter_flags(family)[4:], "-m", "regmean", "-o", "prior=0.6667", "-o", "ridge=0.001", *statistics]
     assert actmat(["merge", *how, "--out", str(by_hand), "--quiet"]).code == 0
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
@@ -114,6 +115,19 @@ def test_kept_are_answers_that_a_merge_which_has_not_seen_the_input_would_write(
         assert (row["expert"], row["inputs"], row["measured"], row["low"]) == (name, 6, False, None)
         assert row["without"] is not None
         assert row["average"] is not None
+
+
+def test_inputs_change_no_kind_of_output_and_a_full_model_is_judged_by_the_adapter_of_its_deltas(
+    family: Path, adapters: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(family)
+    model = [f for f in adapter_flags(family) if f not in ("--to", "peft")]
+    found = merged(family, tmp_path / "model", *model, *data_flags(family))
+    assert found["kind"] == merged(family, tmp_path / "without", *model, "-m", "average")["kind"] == "model"
+    assert found["answers"] == adapters[1]["answers"]
+    one_prompt = [x for name in TEXTS for x in ("--data", f"{name}=one two")]
+    alone = merged(family, tmp_path / "alone", *model[2:], *one_prompt)
+    assert alone["kind"] == merged(family, tmp_path / "plain", *model[2:], "-m", "average")["kind"] == "adapter"
 
 
 @pytest.mark.parametrize("text", ["one two three", "What is 2.5 plus 3?"])
@@ -252,6 +266,20 @@ def test_the_plan_says_what_is_measured_and_runs_nothing(family: Path, tmp_path:
         assert "nothing was run" in outcome.out
         assert max(map(len, outcome.out.splitlines())) <= 80
     assert not list(tmp_path.iterdir())
+
+
+def test_of_many_inputs_all_are_measured_and_some_are_asked(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_inputs, "ASKED", 4)
+    data = {name: family / f"{name}.jsonl" for name in TEXTS}
+    flags = [*adapter_flags(family), *data_flags(family)]
+    assert "math: 6 inputs measured, answers compared on 4" in actmat(["merge", *flags, "--plan"]).out
+    places = [family / "adapters" / n for n in TEXTS]
+    report = api.merge(str(family / "base"), places, data=data, out=tmp_path / "m", new_tokens=4)
+    assert [(r.inputs, r.measured) for r in report.answers] == [(4, False)] * 2
+    notes = [n.text for n in report.plan.notes]
+    assert "inputs of 'math': 6 measured; answers compared on 4 (each by a merge without it, of 2)" in notes
 
 
 def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(family: Path, tmp_path: Path) -> None:

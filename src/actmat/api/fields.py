@@ -118,7 +118,6 @@ class TuneFields(SearchedFields, total=False):
     predict: Predict | Mapping[str, Predict]
     load: Callable[[str], Loaded] | None
     average: bool
-    as_adapter: bool
     keep_work: bool
     bootstrap_seed: int
 

@@ -39,7 +39,7 @@ def tune(
 
     Args:
         base: as for `merge`; None: the one that the adapters name.
-        experts: as for `merge`; adapters become an adapter.
+        experts: as for `merge`.
         data: expert -> its unlabeled inputs (8 to 256), or one data set for all: a location, a prompt, `DataOptions`,
             or batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.

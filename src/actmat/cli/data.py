@@ -63,7 +63,7 @@ class InputFlags(ReadingFlags):
     keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
     tune_scale: Annotated[bool, Setting("Choose the scale by the inputs.")] = False
 
-    def settings(self, *, as_adapter: bool = True) -> InputSettings:
+    def settings(self) -> InputSettings:
         """Settings of models that run on inputs."""
         from actmat.extras.collect.data import SAMPLES
         from actmat.extras.tune.sources import InputSettings
@@ -72,7 +72,7 @@ class InputFlags(ReadingFlags):
         fields: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         texts = [text.replace("\\n", "\n") for text in self.template or ()]
         fields["template"] = pairs_of(texts, "--template") or None
-        return InputSettings(reading=self.options("", SAMPLES), as_adapter=as_adapter, **fields)
+        return InputSettings(reading=self.options("", SAMPLES), **fields)
 
 
 COMPARED = FlagFields(without=("check", "keep_statistics", "tune_scale"))

@@ -61,8 +61,7 @@ def merge(
     else:
         from actmat.cli.searching import merge_by
 
-        as_adapter = recipe is None and "to" not in fields
-        print_reports(merge_by(asked, recipes, run, as_adapter=as_adapter, quiet=quiet), shown)
+        print_reports(merge_by(asked, recipes, run, quiet=quiet), shown)
 
 
 def refuse_no_output(recipes: Sequence[Recipe]) -> None:

@@ -146,13 +146,11 @@ def tune_scales(recipes: Sequence[Recipe], asked: InputFlags, run: RunSettings, 
     return [report.merged for report in reports]
 
 
-def merge_by(
-    asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, as_adapter: bool, quiet: bool
-) -> list[MergeReport]:
-    """Merge by inputs of the experts and compare answers; `as_adapter`: adapters become an adapter."""
+def merge_by(asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
+    """Merge by inputs of the experts and compare answers."""
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
-    data, check, settings = _inputs(asked, as_adapter=as_adapter)
+    data, check, settings = _inputs(asked)
     with showing_search(quiet=quiet) as progress:
         return merge_with_inputs(recipes, data, check, settings, run, progress)
 
@@ -161,21 +159,21 @@ def plan_by(asked: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> No
     """Print what a merge by inputs would measure and hold."""
     from actmat.extras.tune.with_inputs import plan_inputs
 
-    lines = plan_inputs(recipe, *_inputs(asked, as_adapter=True))
+    lines = plan_inputs(recipe, *_inputs(asked))
     if json:
         print_result("plan", {"plans": [], "inputs": [line.strip() for line in lines]})
     elif not quiet:
         console.print("\n".join(map(escape, lines)))
 
 
-def _inputs(asked: InputFlags, *, as_adapter: bool) -> tuple[Any, Any, InputSettings]:
+def _inputs(asked: InputFlags) -> tuple[Any, Any, InputSettings]:
     """Data sets of both flags by expert, or 'self' for all, and the settings."""
     from actmat.extras.collect.data import SELF
 
     data, check = (pairs_of(values or [], flag) for values, flag in ((asked.data, "--data"), (asked.check, "--check")))
     if any(isinstance(d, str) and d != SELF for d in (data, check)):
         raise typer.BadParameter("every expert needs inputs of its own task: give --data NAME=INPUTS once per expert")
-    return data, check, asked.settings(as_adapter=as_adapter)
+    return data, check, asked.settings()
 
 
 def compare_answers(

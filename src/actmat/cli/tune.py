@@ -139,8 +139,7 @@ def tune(
     shared = {n: getattr(search, n) for n in ("minutes", "budget", "least_agreement", "keep_work")}
     names = ("model_class", "model_dtype", "new_tokens")
     shared |= {name: value for name in names if (value := getattr(asked, name)) is not None}
-    score, as_adapter = search.chosen_score(wanted, asked.batch_size), recipe is None and "to" not in fields
-    settings = TuneSettings(score=score, as_adapter=as_adapter, **shared)
+    settings = TuneSettings(score=search.chosen_score(wanted, asked.batch_size), **shared)
     with showing_search(quiet=shown.quiet or shown.json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if shown.json:

@@ -186,13 +186,20 @@ def labeled_by_answers(own: InputBatch, right: InputBatch) -> tuple[InputBatch, 
 
 
 def cut_unended(batch: InputBatch, model: Any) -> tuple[InputBatch, list[bool]]:
-    """Own answers, of which those without an end count up to `UNENDED` tokens; and which these are."""
+    """Own answers, of which those without an end count up to `UNENDED` tokens; and which these are.
+
+    A causal model need not read beyond the last prediction that counts.
+    """
     assert batch.labels is not None, "the tokens of its answer"
     assert batch.counted is not None, "of which some count"
     is_end = torch.isin(batch.labels, torch.tensor(_ends(model), device=batch.labels.device))
     unended = ~(is_end & batch.counted).any(1)
     counted = batch.counted & ((batch.counted.cumsum(1) <= UNENDED) | ~unended[:, None])
-    return replace(batch, counted=counted, labels=batch.labels.masked_fill(~counted, -100)), unended.tolist()
+    arguments = dict(batch.arguments)
+    if is_causal(model):
+        arguments["attention_mask"] = arguments["attention_mask"] * counted.flip(1).cummax(1).values.flip(1)
+    cut = replace(batch, arguments=arguments, counted=counted, labels=batch.labels.masked_fill(~counted, -100))
+    return cut, unended.tolist()
 
 
 def takes_columns(model: Any) -> bool:

@@ -53,6 +53,8 @@ from actmat.settings import RunSettings
 
 FEWEST = 4
 """Inputs of an expert from which every fourth is held back where a merge is dear."""
+ASKED = 32
+"""Inputs of an expert that judge merges of folds, at most: an answer costs more than a measurement."""
 SMALL_BYTES = 2 << 30
 """Largest merge, and statistics of an expert, of which others are made and removed, to compare answers."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")

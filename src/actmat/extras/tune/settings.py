@@ -26,7 +26,6 @@ class TuneSettings:
         average: compare the chosen merge with the average in the end.
         bootstrap_seed: of the intervals.
         keep_work: keep the merges that were tried in the work folder.
-        as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
     """
 
     score: Score = "divergence"
@@ -42,7 +41,6 @@ class TuneSettings:
     average: bool = True
     bootstrap_seed: int = 0
     keep_work: bool = False
-    as_adapter: bool = True
 
     def predict_of(self, label: str) -> Predict:
         """Logits for the inputs of an expert."""

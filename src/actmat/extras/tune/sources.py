@@ -42,7 +42,6 @@ class InputSettings:
         model_class, model_dtype: of the models while they run.
         keep_statistics: keep the folder `OUT.statistics`.
         template: around every text, {} is its place; or expert -> its own.
-        as_adapter: merge adapters into an adapter where the recipe, with the base that they run on, writes a model.
         loaded: models in memory, by the places that recipes give them.
     """
 
@@ -52,7 +51,6 @@ class InputSettings:
     model_dtype: str = "float32"
     keep_statistics: bool = False
     template: str | Mapping[str, str] | None = None
-    as_adapter: bool = True
     loaded: Mapping[str, Loaded] = field(default_factory=dict)
 
     def loader(self, base: str, device: str) -> Loader:

@@ -39,7 +39,7 @@ from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows, InputSettings, check_every_expert, with_classes
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.recipe import Recipe
-from actmat.recipe.output import AdapterOutput, ModelOutput
+from actmat.recipe.output import AdapterOutput
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
@@ -214,7 +214,7 @@ class _Search:
         trials = self._trials(itertools.chain([first], made), evaluator, budget)
         chosen, allowed = choose(trials, settings.least_agreement)
         finals = self._finals(chosen.candidate, evaluator, merges)
-        final = final_recipe(recipe_of(found.recipe, chosen.candidate.merge, chosen.candidate.scale), self._wanted())
+        final = final_recipe(recipe_of(found.recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
         start_ending(final, self.work)
         (merged,) = run_recipes(
             [final], self.run, MergingProgress(self.progress, "merging the chosen"), draw=write_html
@@ -240,12 +240,6 @@ class _Search:
                 _remove_made(self.work, MADE[: 1 if needs else 2])
             report.save(self.work)  # last: then the search is complete, and is not given again
         return report
-
-    def _wanted(self) -> Recipe:
-        """The user's recipe; adapters become an adapter unless another output is asked for."""
-        if self.are_adapters and self.settings.as_adapter and self.given.output in (None, ModelOutput()):
-            return self.given.model_copy(update={"output": AdapterOutput()})
-        return self.given
 
     def _planned(self, experts: int) -> MemoryPlan:
         """The memory plan, checked and told."""

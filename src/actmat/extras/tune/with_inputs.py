@@ -1,7 +1,8 @@
 """Merge by a few inputs of each expert: each input judges a merge that has not seen it, then all make the merge.
 
 The inputs are dealt into folds. Statistics are measured by fold and added up, so that each expert runs once over its
-inputs; for each fold there is a merge by the others. Where a merge is dear, every fourth input is held back in place.
+inputs; for each fold there is a merge by the others, which some inputs of the fold judge. Where a merge is dear, every
+fourth input is held back in place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
-from actmat.extras.tune.kept import FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
+from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
@@ -77,7 +78,7 @@ def merge_with_inputs(
     if wrong := [out for out in outs if "://" in out or out.endswith(".safetensors")]:
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
     sources = read_inputs(recipes, data, check, settings, run.held)
-    adapters, folder = sources.as_adapter, Path(f"{outs[0]}.statistics")
+    folder = Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
     measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
     removed = not (settings.keep_statistics or folder.exists())
@@ -91,12 +92,12 @@ def merge_with_inputs(
                 "statistics of these inputs are removed after the merge; --set keep_statistics=true keeps them, to "
                 "merge again from the recipe",
             )
-        judged = _judge(recipes, measuring, run, as_adapter=adapters)
-        plain = _ready(recipes[0], {}, (), as_adapter=adapters, fewest=0, mute=())
+        judging = [_as_adapter(r) for r in recipes] if sources.are_factors else recipes
+        judged = _judge(judging, measuring, run)
         measuring.work.mkdir(parents=True, exist_ok=True)
-        rivals = asking.rivals(plain, measuring.work, run.held)
+        rivals = asking.rivals(judging[0], measuring.work, run.held)
         chosen = [choose(r, seen, rivals) for r, seen in zip(recipes, judged, strict=True)]
-        ready = measuring.ready([r for r, _ in chosen], notes, as_adapter=adapters)
+        ready = measuring.ready([r for r, _ in chosen], notes)
         reports = run_recipes(ready, run, MergingProgress(progress, "merging"), draw=write_html)
         merges = [
             (r.plan.recipe, {**seen, **asking.compare(r.out, str(r.out), asking.questions)})
@@ -119,7 +120,7 @@ class MergeSources:
         kinds: of statistics that the merges use.
         specs: tensors of the base.
         folds: see `count_folds`.
-        as_adapter: the merges are adapters.
+        are_factors: the experts are adapters with factors, so that a merge is judged as an adapter.
     """
 
     data: Mapping[str, DataRows]
@@ -127,7 +128,7 @@ class MergeSources:
     kinds: frozenset[str]
     specs: Mapping[str, TensorSpec]
     folds: int
-    as_adapter: bool
+    are_factors: bool
 
 
 def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings, held: Held) -> MergeSources:
@@ -136,21 +137,19 @@ def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: Inpu
         kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
         rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
         specs = _specs_under(given, stack)
-        as_adapter = settings.as_adapter and given.only_adapters and given.have_factors
-        folds = count_folds(rows, specs, as_adapter=as_adapter) if kinds else 1
-        return MergeSources(rows, checked, kinds, specs, folds, as_adapter)
+        are_factors = given.only_adapters and given.have_factors
+        folds = count_folds(rows, specs, are_factors=are_factors) if kinds else 1
+        return MergeSources(rows, checked, kinds, specs, folds, are_factors)
 
 
-def _judge(
-    recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSettings, *, as_adapter: bool
-) -> list[dict[str, Compared]]:
+def _judge(recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSettings) -> list[dict[str, Compared]]:
     """Comparison of each recipe with the experts whose inputs are dealt: each fold on a merge by the others."""
     asking = measuring.asking
     judged = [dict.fromkeys(asking.dealt, Compared()) for _ in recipes]
     quick = dataclasses.replace(run, durable=False, overwrite=True, diagnose=False, sha256=False)
     for fold in range(measuring.folds if asking.dealt else 0):
         made = [r.model_copy(update={"out": str(measuring.work / f"merge-{n}")}) for n, r in enumerate(recipes)]
-        ready = measuring.ready(made, (), as_adapter=as_adapter, without=fold)
+        ready = measuring.ready(made, (), without=fold)
         name = f"merging, {fold + 1} of {measuring.folds} to compare"
         for n, report in enumerate(run_recipes(ready, quick, MergingProgress(asking.progress, name))):
             compared = asking.compare(report.out, f"merge {fold + 1}", asking.dealt, fold)
@@ -175,14 +174,14 @@ def choose(
     return recipe.model_copy(update=fields | {"method": method, "options": options, "space": space}), without
 
 
-def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *, as_adapter: bool) -> int:
+def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *, are_factors: bool) -> int:
     """Folds of a merge by inputs; 1 where the merges, or the sums of a fold, would be large.
 
     Args:
         specs: of the base.
-        as_adapter: merges are adapters.
+        are_factors: merges are judged as adapters.
     """
-    if max(gram_bytes(specs), 0 if as_adapter else _model_bytes(specs, "float32")) > SMALL_BYTES:
+    if max(gram_bytes(specs), 0 if are_factors else _model_bytes(specs, "float32")) > SMALL_BYTES:
         return 1
     return 4 if min((len(rows.rows) for rows in data.values()), default=0) >= FEW else 2
 
@@ -261,7 +260,8 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
         rows = sources.data.get(label)
         dealt = deal(rows, sources.folds, checks=label in checked) if rows and kinds else []
         few = sum(n is not None for n in dealt)
-        asked = len(checked[label].rows) if label in checked else dealt.count(None) or (len(rows.rows) if rows else 0)
+        asked = dealt.count(None) or min(len(rows.rows) if rows else 0, ASKED)
+        asked = len(checked[label].rows) if label in checked else asked
         lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}")
     if sources.folds > 1:
         lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
@@ -291,16 +291,15 @@ def deal(data: DataRows, folds: int, *, checks: bool = False) -> list[int | None
     return [None if holds and n % FEWEST == FEWEST - 1 else n % folds for n in range(len(data.rows))]
 
 
+def _as_adapter(recipe: Recipe) -> Recipe:
+    """The recipe that makes an adapter of adapters, in place of a full model with the same deltas."""
+    return recipe.model_copy(update={"output": AdapterOutput()}) if recipe.output == ModelOutput() else recipe
+
+
 def _ready(
-    recipe: Recipe,
-    statistics: Mapping[str, str],
-    notes: tuple[str, ...],
-    *,
-    as_adapter: bool,
-    fewest: int,
-    mute: tuple[str, ...],
+    recipe: Recipe, statistics: Mapping[str, str], notes: tuple[str, ...], *, fewest: int, mute: tuple[str, ...]
 ) -> Recipe:
-    """The recipe with statistics and notes; adapters become an adapter, also if the base that they run on is given.
+    """The recipe with statistics and notes.
 
     Args:
         statistics: by expert.
@@ -314,9 +313,6 @@ def _ready(
         fields |= {"method": "regmean", "options": prior_of(fewest)}
         how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
         fields["notes"] += (f"auto: inputs of the experts: regmean {how}",)
-    if as_adapter and recipe.output == ModelOutput():
-        fields["output"] = AdapterOutput()
-        fields["notes"] += ("adapters are merged into an adapter; --to model writes a full model of the base",)
     return recipe.model_copy(update=fields)
 
 
@@ -351,6 +347,7 @@ class InputMeasuring:
         what, dealt = "of --check" if check is not None else "given", check is None and len(set(known)) > 1
         if dealt:
             what = f"each by a merge without it, of {self.folds}"
+            source = dataclasses.replace(source, rows=source.rows[:ASKED])
         elif None in folds:
             source = dataclasses.replace(source, rows=[r for r, n in zip(source.rows, folds, strict=True) if n is None])
             what = "held back"
@@ -361,22 +358,20 @@ class InputMeasuring:
             f"{kind} of '{label}': {len(known)} measured; answers compared on {len(source.rows)} ({what})"
         )
         try:
-            asking.ask(label, loaded, source, folds=known if dealt else (), measured=what == "the same")
+            asking.ask(label, loaded, source, folds=known[:ASKED] if dealt else (), measured=what == "the same")
         except StatisticsError as error:
             if check is not None:
                 raise
             asking.notes.append(f"answers of '{label}' are not compared: {error.problems[0]}")
 
-    def ready(
-        self, recipes: Sequence[Recipe], notes: tuple[str, ...], *, as_adapter: bool, without: int | None = None
-    ) -> list[Recipe]:
+    def ready(self, recipes: Sequence[Recipe], notes: tuple[str, ...], without: int | None = None) -> list[Recipe]:
         """The recipes with statistics of all inputs that were measured, or of those `without` a fold."""
         chosen = {k: [n for n in counts if n != without] or list(counts) for k, counts in self._measured.items()}
         used = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
         statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if used else {}
         fewest = min((sum(self._measured[k][n] for n in folds) for k, folds in chosen.items()), default=0)
         mute = GUESSES if self.asking.dealt or self.asking.questions else ()
-        return [_ready(r, statistics, notes, as_adapter=as_adapter, fewest=fewest, mute=mute) for r in recipes]
+        return [_ready(r, statistics, notes, fewest=fewest, mute=mute) for r in recipes]
 
     def _sum(self, label: str, folds: Sequence[int], without: int | None) -> Path:
         """Statistics of some folds."""
