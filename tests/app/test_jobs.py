@@ -31,6 +31,9 @@ from actmat_app.limits import Limits, repository_of
 BOTH = "org/math 0.7\norg/code@main 0.3"
 
 
+PLAN = {"do": "plan", "out": "merged"}
+
+
 def fields(experts: str, method: str = "linear", base: str = "", more: str = "") -> dict[str, Any]:
     """Fields of the form, with an expert and its weight per line."""
     rows = [(*line.split(" "), 1)[:2] for line in experts.splitlines()]
@@ -55,7 +58,7 @@ def local(forked: None) -> Iterator[Jobs]:
 def test_a_local_merge_has_a_plan_with_its_reason_stages_and_a_report(local: Jobs, tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
     asked = fields("\n".join(map(str, family.experts)), "auto", str(family.base))
-    shown = last(local.run("", {"do": "plan", "fields": asked}))["html"]
+    shown = last(local.run("", {**PLAN, "fields": asked}))["html"]
     assert "auto: actmat_ridge" in shown
     assert "peak memory" in shown
     *events, done = local.merge("", asked, str(family.out))
@@ -64,8 +67,12 @@ def test_a_local_merge_has_a_plan_with_its_reason_stages_and_a_report(local: Job
     assert "Merge report" in Path(done["page"]).read_text()
     assert "Is it good?" in done["html"]
     assert "AutoModelForCausalLM" in done["python"]
+    for events in (local.run("", {**PLAN, "fields": asked, "out": "m.safetensors"}),
+                   local.merge("", asked, f"{tmp_path}/m.safetensors")):  # fmt: skip
+        with pytest.raises(MergeError, match="made of single files of image models, found"):
+            last(events)
     with pytest.raises(MergeError, match="expected a folder") as caught:
-        last(local.run("", {"do": "plan", "fields": fields(f"{tmp_path}/a\n{tmp_path}/b", base=str(family.base))}))
+        last(local.run("", {**PLAN, "fields": fields(f"{tmp_path}/a\n{tmp_path}/b", base=str(family.base))}))
     assert len(caught.value.problems) == 2
 
 
@@ -120,7 +127,7 @@ def test_a_visitors_merge_is_exact_and_pushed_with_the_visitors_token_only(
 
 def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
     done = last(visitors.merge("v", fields("org/hostile\ntwice=org/hostile", "average"), ""))
-    plan = last(visitors.run("v", {"do": "plan", "fields": fields("org/hostile\ntwice=org/hostile", "average")}))
+    plan = last(visitors.run("v", {**PLAN, "fields": fields("org/hostile\ntwice=org/hostile", "average")}))
     assert "&lt;img src=x" in plan["html"]
     for text in (done["html"], plan["html"], Path(done["page"]).read_text()):
         assert "<img src=x" not in text

@@ -67,7 +67,7 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
         with gr.Row():
             base = gr.Textbox(label="Base", placeholder="org/name", scale=3)
             output = gr.Textbox(label="Output", placeholder="merged", visible=limits is None, scale=2)
-            kind = gr.Radio(KINDS, value=AUTOMATIC, label="Kind of output", visible=limits is None, scale=5)
+            kind = gr.Radio(KINDS, value=AUTOMATIC, label="Kind", visible=limits is None, scale=5, min_width=420)
         form = [base, kind, *_options(methods), *experts]
         with gr.Row():
             plan = gr.Button("Plan", min_width=80)
@@ -77,9 +77,10 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
         download = gr.DownloadButton("Download", visible=False)
         outputs = [shown, download, *_results(jobs)]
 
-        def show_plan(request: gr.Request, *values: Any) -> Iterator[str]:
+        def show_plan(request: gr.Request, out: str | None, *values: Any) -> Iterator[str]:
             def start() -> Events:
-                return jobs.run(_user(jobs, request), {"do": "plan", "fields": recipe_fields(*values)})
+                place = output_place(out or "merged", str(values[1]))
+                return jobs.run(_user(jobs, request), {"do": "plan", "fields": recipe_fields(*values), "out": place})
 
             for text, _ in _events(start):
                 yield text
@@ -95,7 +96,7 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
         def stop_job(request: gr.Request) -> None:
             jobs.stop(_user(jobs, request))
 
-        plan.click(show_plan, form, shown, **JOB)
+        plan.click(show_plan, [output, *form], shown, **JOB)
         merge.click(show_merge, [output, *form], outputs, **JOB)
         stop.click(stop_job, **AT_ONCE)
     return page.queue(max_size=20, default_concurrency_limit=1, api_open=False)
@@ -137,7 +138,9 @@ def _options(methods: Sequence[str]) -> list[Any]:
         with gr.Row():
             method = gr.Dropdown(["auto", *methods], value="auto", label="Method", info="auto: by the inputs")
             scale = gr.Number(1.0, label="Scale", info="Of the merged change")
-            rank = gr.Number(0, label="Rank", info="Of adapters; 0: as given", precision=0, minimum=0)
+            rank = gr.Number(
+                0, label="Rank", info="Of adapters; 0: as given. Needed of full models", precision=0, minimum=0
+            )
         more = gr.Textbox(label="More", info=MORE, lines=2, placeholder="options: {density: 0.3}\ndtype: bfloat16")
     return [method, scale, rank, more]
 

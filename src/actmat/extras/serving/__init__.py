@@ -67,11 +67,7 @@ def serving_commands(out: str) -> Serving:
     if (name := next((n for n in LORA_FILES if n in source.names), None)) is not None:
         return _of_lora_file(place, name)
     if "model_index.json" in source.names:
-        python = (
-            "from diffusers import DiffusionPipeline",
-            f'pipeline = DiffusionPipeline.from_pretrained({place!r}, torch_dtype="auto")',
-        )
-        return Serving(python, "", ("vLLM serves decoder-only text models; this is a diffusion pipeline",))
+        return Serving(_pipeline(place), "", ("vLLM serves decoder-only text models; this is a diffusion pipeline",))
     if "config.json" not in source.names:
         raise CheckpointError(
             f"{out} has no config.json, because its base has none: load the tensors with safetensors into your own "
@@ -80,14 +76,16 @@ def serving_commands(out: str) -> Serving:
     return _of_model(place, read_object(source.fetch("config.json")))
 
 
+def _pipeline(place: str) -> tuple[str, str]:
+    """Lines that load a pipeline of diffusers."""
+    loading = f'pipe = DiffusionPipeline.from_pretrained({place!r}, torch_dtype="auto")'
+    return "from diffusers import DiffusionPipeline", loading
+
+
 def _of_lora_file(place: str, name: str) -> Serving:
     """Loading commands for a LoRA of an image or video model: a file, or a folder with a file of this name."""
     path = place if Path(place).name == name else f"{place}/{name}"
-    python = (
-        "from diffusers import DiffusionPipeline",
-        'pipe = DiffusionPipeline.from_pretrained("BASE", torch_dtype="auto")',
-        f"pipe.load_lora_weights({place!r})",
-    )
+    python = (*_pipeline("BASE"), f"pipe.load_lora_weights({place!r})")
     return Serving(
         python,
         "",
