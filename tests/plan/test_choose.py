@@ -120,6 +120,7 @@ def test_weights_that_cancel_have_no_mean() -> None:
     calls = {name: decide(found, name, Role.VECTOR, (4,)).call for name in "abcde"}
     (problem,) = weight_problems(calls)
     assert problem.startswith("'a', 'b', 'c' and 2 more: expected weights with a sum other than 0, found 1, -1")
+    assert "scaling=1" in problem
     kept = found.average_over("a", decide(found, "a", Role.VECTOR, (4,)), [True, False])
     assert kept.call is not None
     assert kept.call.weights == (1.0, 0.0), "of one expert there is a mean"

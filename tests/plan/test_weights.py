@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from tests.tolerances import F32_ELEMENTWISE
 
 import actmat
-from actmat.errors import MergeError
 from actmat.methods import all_methods
 
 SHAPES = {"embed.weight": (12, 8), "norm.weight": (8,), "conv.weight": (6, 4, 3, 3), "head.bias": (12,)}
@@ -104,14 +103,6 @@ def test_the_position_of_slerp_is_obeyed_everywhere(t: float, trained: dict[str,
             deltas = trained["deltas"][name][: len(shares)]
             want = torch.einsum("t...,t->...", deltas, torch.tensor(shares).double())
             assert (found[name].double() - base.double() - want).norm() < F32_ELEMENTWISE * deltas.norm()
-
-
-@pytest.mark.parametrize("method", ["ties", "actmat"])
-def test_weights_of_sum_zero_have_no_mean(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(MergeError) as error:
-        merged(trained, method, tmp_path / "out", [1.0, -1.0])
-    assert "sum other than 0, found 1, -1" in error.value.problems[0]
-    assert "scaling=1" in error.value.problems[0]
 
 
 def test_unnormalized_linear_scales_the_base_everywhere(trained: dict[str, Any], tmp_path: Path) -> None:
