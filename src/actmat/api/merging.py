@@ -62,13 +62,12 @@ def merge(
             expert writes prompts itself ("self": all do). The merge is made for them, and `answers` of the report says
             what it kept. Needs `out`. Experts in memory are then models of transformers, which run as they are, with
             the tokenizer of the folder that they were loaded from.
-        progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere. Of a
-            merge by inputs, only a `TuneProgress` hears: of its stages.
+        progress: see `Progress`, by inputs `TuneProgress`; None: a line in a notebook only; `NoProgress()`: silent.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
-            ...; see `settings.RunSettings`); `check`, like `data`, but only to compare
-            answers; with either, `template` (text around prompts, `{}` is their place, or expert -> its own),
-            `new_tokens`, `model_class`, `model_dtype` and `keep_statistics`.
+            ...; see `settings.RunSettings`); `check`, like `data`, but only to compare answers; with either, `template`
+            (text around prompts, `{}` is their place, or expert -> its own), `new_tokens`, `model_class`,
+            `model_dtype` and `keep_statistics`.
 
     Returns:
         The report; the model is in `out`. Without `out`, the merge: its `tensors`, with the bytes that would be
