@@ -233,7 +233,7 @@ def test_without_transformers_few_spellings_are_known(base: Config, expert: Conf
     assert bool(found.problems) == bool(words)
     if words:
         assert words in found.problems[0]
-        fix = "transformers is not installed (pip install transformers). Fix: remove the cause, or say whose"
+        fix = "transformers is not installed (pip install transformers). Fix: remove the cause, or give the"
         assert fix in found.problems[0]
         decided = agree_configs(base, [("one", expert)], "one")
         assert not decided.problems

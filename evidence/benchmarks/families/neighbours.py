@@ -1,7 +1,7 @@
 """Neighbours: tiny models of many classes, one thing changed at a time; the plan says it or it is harmless.
 
-    python -m benchmarks.families.neighbours --every 5 | tee rows.txt     # every fifth class, and the result is written
-    python -m benchmarks.families.neighbours --only Llama T5 --changes 40  # these classes, printed, nothing written
+    python -m benchmarks.families.neighbours --every 5               # every fifth class; their rows are written anew
+    python -m benchmarks.families.neighbours --only Llama T5 --write  # these classes; without --write printed only
 
 A change is of an entry of a config or of settings, of tokens, of a file, of the names of tensors; in the expert or in
 the base. Its verdict is `said` (a note that the plan of the unchanged models does not have), `refused`, `harmless`
@@ -35,7 +35,7 @@ import actmat
 from actmat.extras.averaging.recipe import average_recipe
 from actmat.identity import reader, reading
 from actmat.run.recipes import plan_recipe
-from benchmarks.common import write_result
+from benchmarks.common import read_result, write_result
 from benchmarks.families.check import _outputs, _perturbed
 from benchmarks.families.inputs import batch_of
 from benchmarks.families.tiny import VOCABULARY, Architecture, architectures, build
@@ -183,7 +183,13 @@ class Family:
         for name in ("base", "one", "two"):
             if self.has_text:
                 _save_tokenizer(folder / name)
-        self.plain = {command: self.plan(command, folder / "base", folder / "one") for command in COMMANDS}
+        self.plain: dict[str, tuple[set[str], Any]] = {}
+        for command in COMMANDS:
+            try:
+                self.plain[command] = self.plan(command, folder / "base", folder / "one")
+            except actmat.MergeError:
+                if command != "stack":  # of models with one row of layers
+                    raise
         self.answers(folder / "one")  # raises where the class cannot be asked
 
     def plan(self, command: str, base: Path, expert: Path) -> tuple[set[str], Any]:
@@ -236,6 +242,7 @@ COMMANDS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "merge": lambda base, one, two: actmat.plan(base, [one, two], method="average"),
     "extract": lambda base, one, two: actmat.plan(base, [one], method="average", output="extracted", rank=2),
     "average": lambda base, one, two: plan_recipe(average_recipe([str(one), str(two)])),
+    "stack": lambda base, one, two: actmat.plan(f"{base}[0:1] + {one}[0:1]", []),
 }
 
 
@@ -276,7 +283,7 @@ def check(architecture: Architecture, changes: int, seconds: float = float("inf"
             changed = family.folder / "changed"
             shutil.copytree(family.folder / ORIGINAL[side], changed, copy_function=os.link)
             neighbour.apply(changed)
-            for command in COMMANDS:
+            for command in family.plain:
                 if side == "expert" or command != "average":
                     verdict = family.verdict(command, side, neighbour, changed)
                     counts[verdict.split()[0]] += 1
@@ -292,16 +299,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="classes whose names begin so")
     parser.add_argument("--every", type=int, default=1, help="only the classes that are so far apart")
     parser.add_argument("--first", type=int, default=0, help="begin with this class")
+    parser.add_argument("--write", action="store_true", help="write the rows of --only")
     parser.add_argument("--changes", type=int, default=1_000_000, help="most changes of a class")
     parser.add_argument("--seconds", type=float, default=120.0, help="most time of a class")
     given = parser.parse_args()
-    rows = []
+    rows = {row["class"]: row for row in read_result("neighbours")["rows"]}
     chosen = [a for a in architectures() if given.only is None or a.name.startswith(tuple(given.only))]
     for architecture in chosen[given.first :: given.every]:
-        rows.append(check(architecture, given.changes, given.seconds))
-        print(json.dumps(rows[-1]), flush=True)
-    if given.only is None:
-        write_result("neighbours", rows)
+        rows[architecture.name] = check(architecture, given.changes, given.seconds)
+        print(json.dumps(rows[architecture.name]), flush=True)
+        if given.only is None or given.write:
+            write_result("neighbours", [*rows.values()])
 
 
 if __name__ == "__main__":

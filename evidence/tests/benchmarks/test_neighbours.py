@@ -32,8 +32,8 @@ def test_a_change_that_is_not_compared_is_silent(tmp_path: Path, monkeypatch: py
     assert family.verdict("merge", "base", change, tmp_path / "one") == "silent"
 
 
-SILENT = {"GroupViTModel": ["merge, expert: tokens, two exchanged"]}
-"""Known faults: classes whose token table is not found, so that tokenizers are compared by nobody."""
+SILENT = {"GroupViTModel": [f"{c}, base: config.json, text_config.eos_token_id: removed" for c in ("extract", "merge")]}
+"""Known faults: ids of tokens that the base does not state, and by which this class pools."""
 
 
 def test_the_result_has_sixty_classes_and_the_known_silent_row() -> None:

@@ -59,6 +59,7 @@ def hold_inputs(base: MergeInput | None, experts: MergeInputs) -> HeldInputs:
     held = HeldInputs(None, [], {}, {})
 
     def place(name: str, source: Any) -> Any:
+        source = _unwrapped(source)
         if (opener := _opener(where := f"{LABEL}/{name}", source)) is None:
             return source
         held.openers[where] = opener
@@ -70,6 +71,13 @@ def hold_inputs(base: MergeInput | None, experts: MergeInputs) -> HeldInputs:
         path = place(expert.get("name") or f"expert_{number}", expert["path"])
         held.experts.append({**expert, "path": path})
     return replace(held, base=place("base", base))
+
+
+def _unwrapped(source: Any) -> Any:
+    """The module inside of those that `torch.compile` and parallel training put around it."""
+    while isinstance(source, nn.Module) and {*dict(source.named_children())} in ({"_orig_mod"}, {"module"}):
+        source = next(source.children())
+    return source
 
 
 def _opener(place: str, source: Any) -> Callable[[], OpenInput] | None:
