@@ -114,9 +114,9 @@ def tune(
     by --minutes. The score is the distance of the merged model's predictions
     from each expert's, on that expert's inputs. No labels are needed. Half of
     the inputs are held out to test whether the winner is better than the
-    average. Adapters become an adapter. BEST.tune has the recipe, all trials
-    (tune.json) and a page (tune.html). To continue an interrupted search,
-    repeat the command.
+    average. Adapters become an adapter, with -b a model. BEST.tune has the
+    recipe, all trials (tune.json) and a page (tune.html). To continue an
+    interrupted search, repeat the command.
     """
     from actmat.cli.searching import print_search, showing_search
     from actmat.extras.tune.settings import TuneSettings
