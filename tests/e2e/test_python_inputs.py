@@ -63,7 +63,7 @@ def test_any_mixture_has_the_bytes_of_saved_folders(models: dict[str, Any], tmp_
         (models["base"].state_dict(), [a, state]),
         (tmp_path / "base", [models["a"], named]),
         (models["base"], [str(a), {"path": state}]),
-        (torch.compile(models["base"]), [nn.DataParallel(models["a"]), torch.compile(models["b"])]),
+        (nn.DataParallel(models["base"]), [torch.compile(models["a"], backend="eager"), models["b"]]),
         (models["base"], {"a": models["a"], "coder": {"path": b, "weight": 1.0}}),
     )
     for base, experts in mixtures:

@@ -85,7 +85,9 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
         merged=first.folder.merged,
         absent=tuple(dict.fromkeys(name for model in models for name in model.folder.absent)),
     )
-    warnings = [*_compare_parts(first, parts[-1][0]), *_lost_tensors(models, origins)] if len(models) > 1 else ()
+    warnings = (
+        [*_compare_parts(first, parts[-1][0]), *_lost_tensors(models, parts[-1][0], origins)] if len(models) > 1 else ()
+    )
     return Model(tensors, folder.noted(*warnings, severity="warning").noted(*_notes(models)))
 
 
@@ -102,11 +104,15 @@ def _compare_parts(first: Model, last: Model) -> list[str]:
     return warnings
 
 
-def _lost_tensors(models: Sequence[Model], origins: Mapping[str, tuple[Model, str]]) -> list[str]:
-    """A warning on tensors of no layer that only parts have of which the stack takes none but layers."""
+def _lost_tensors(models: Sequence[Model], last: Model, origins: Mapping[str, tuple[Model, str]]) -> list[str]:
+    """Warnings on tensors of no layer that the stack does not take, and on those that its first part lacks."""
     lost = [f"{n} ({m.location})" for m in models for n in m.specs if split_layer(n) is None and n not in origins]
-    text = "tensors that are neither in layers nor in the part that gives them are left out"
-    return [f"{text}: {first_of(lost)}"] if lost else []
+    added = [n for n in last.specs if n in origins and n not in models[0].specs and split_layer(n) is None]
+    rows = {
+        "tensors that are neither in layers nor in the part that gives them are left out": lost,
+        f"tensors that the first part does not have are those of {last.location}": added,
+    }
+    return [f"{text}: {first_of(names)}" for text, names in rows.items() if names]
 
 
 def _pinned(model: Model, location: str) -> str:
