@@ -292,7 +292,7 @@ def test_of_many_inputs_all_are_measured_and_some_are_asked(
     monkeypatch.setattr(with_inputs, "ASKED", 4)
     data = {name: family / f"{name}.jsonl" for name in TEXTS}
     flags = [*adapter_flags(family), *data_flags(family)]
-    assert "math: 6 inputs measured, answers compared on 4" in actmat(["merge", *flags, "--plan"]).out
+    assert "math: 6 inputs measured, answers compared on 4" in actmat(["plan", *flags]).out
     places = [family / "adapters" / n for n in TEXTS]
     report = api.merge(str(family / "base"), places, data=data, out=tmp_path / "m", new_tokens=4)
     assert [(r.inputs, r.measured) for r in report.answers] == [(4, False)] * 2

@@ -84,7 +84,6 @@ def merge(
     if data or asked.get("check"):
         from actmat.extras.tune.with_inputs import merge_by_arguments
 
-        asked["as_adapter"] = not {"output", "to"} & fields.keys()
         return merge_by_arguments(recipe, settings, data or {}, asked, inputs.modules, progress)
     progress = progress or usual_progress()
     if out is not None:

@@ -83,7 +83,6 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
     from actmat.experts.locate import locate, stored_of
     from actmat.experts.lora.adapter import Adapter
-    from actmat.extras.diffusion.metadata import header_facts
     from actmat.layout.resolve import resolve_layout
     from actmat.report.manifest import read_manifest
 
@@ -92,8 +91,11 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
             data, show = _describe_adapter(located), _print_adapter
         else:
             data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
-        facts = header_facts(stored_of(located).folder.header)
-    data |= {"header": facts} if facts else {}
+        header = stored_of(located).folder.header
+    with contextlib.suppress(ModuleNotFoundError):  # an installation without what image models need
+        from actmat.extras.diffusion.metadata import header_facts
+
+        data |= {"header": facts} if (facts := header_facts(header)) else {}
     with contextlib.suppress(CheckpointError):
         data |= {k: v for k, v in read_manifest(Path(checkpoint)).items() if k == "verdict"}
     if json:

@@ -43,8 +43,7 @@ def merge(
     Several --method, values of an --option or of one --weight write an output
     each, below OUT. An output is a directory that from_pretrained loads. It
     appears when it is complete; to continue an interrupted merge, repeat the
-    command. 'actmat plan' shows every decision, 'actmat tune' also searches
-    methods and scales.
+    command. 'actmat plan' shows every decision, 'actmat tune' searches more.
     """
     recipes = fields.recipes(recipe)
     if not (asked.data or asked.check or asked.tune_scale):
