@@ -174,7 +174,8 @@ def _result_values(done: Mapping[str, Any]) -> list[Any]:
     if not done:
         return [gr.update(visible=False), gr.update(visible=False), *[gr.skip()] * 7]
     page = Path(done["page"]) if done["page"] else None
-    can_run = "archive" not in done and not done["out"].endswith(SUFFIX)
+    of_images = done["out"].endswith(SUFFIX) or "diffusers" in done["python"]
+    can_run = "archive" not in done and not of_images
     return [
         gr.update(visible="archive" in done, value=done.get("archive")),
         gr.update(visible=True, selected="try" if can_run else "code"),
