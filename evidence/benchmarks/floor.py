@@ -278,9 +278,7 @@ def benchmark_adapters(model: str, shape: tuple[int, int], experts: int, rank: i
     rng = torch.Generator().manual_seed(0)
     normal = functools.partial(torch.randn, generator=rng)
     deltas = [LowRank(normal(shape[0], rank) * 1e-2, normal(rank, shape[1])) for _ in range(experts)]
-    spent, floor = fastest(
-        lambda: merge(deltas, **options), lambda: factors_seconds(shape, experts, rank, torch.float64)
-    )
+    spent, floor = fastest(lambda: merge(deltas, **options), lambda: factors_seconds(shape, experts, rank, method))
     row = {"model": model, "shape": f"{shape[0]}x{shape[1]}", "experts": experts, "rank": rank, "method": method,
            "cpu_s": spent, "floor_s": floor, "times_floor": spent / floor,
            "float32_s": factors_seconds(shape, experts, rank, method, torch.float32)}  # fmt: skip
