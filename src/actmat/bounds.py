@@ -190,7 +190,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
-        value = json.loads(text, object_pairs_hook=unique_keys if unique else None, parse_int=_whole_number)
+        value = json.loads(text, object_pairs_hook=unique_keys if unique else None, parse_int=whole_number)
     except RecursionError:
         raise ValueError(f"values nested more than {MAX_DEPTH} deep") from None
     _check_depth(value)
@@ -212,10 +212,11 @@ def check_values(
         raise error(f"{where}: expected a JSON text of at most {values} values, found about {count}")
 
 
-def _whole_number(text: str) -> int:
+def whole_number(text: str) -> float:
+    """`parse_int` of `json`: without thousands of digits, and with `-0` as a float, which it is for safetensors."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
+    return -0.0 if text == "-0" else int(text)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from actmat.bounds import check_values, unique_keys
+from actmat.bounds import check_values, unique_keys, whole_number
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.errors import CheckpointError
@@ -97,7 +97,10 @@ def _load_json(raw: bytes, file: str) -> dict[str, Any]:
     check_values(raw, file)
     try:
         entries = json.loads(
-            raw.decode("utf-8").rstrip(" "), object_pairs_hook=unique_keys, parse_constant=_no_constant
+            raw.decode("utf-8").rstrip(" "),
+            object_pairs_hook=unique_keys,
+            parse_constant=_no_constant,
+            parse_int=whole_number,
         )
     except UnicodeDecodeError as error:
         invalid(f"bytes that are not UTF-8 at position {error.start}")
