@@ -1,8 +1,13 @@
 """Several outputs of one merge are one table."""
 
+import json
+import shlex
 from pathlib import Path
 
-from tests.helpers.merging import actmat
+import pytest
+from tests.helpers.merging import Family, actmat
+
+from actmat.cli import summary
 
 METHODS = [
     "average",
@@ -64,3 +69,16 @@ def test_an_error_of_rounding_is_no_number(models: Path, tmp_path: Path) -> None
     assert done.code == 0, done.err
     assert "exact: nothing was truncated" in done.out
     assert "e-1" not in done.out
+
+
+def test_the_command_that_a_summary_prints_shows_the_other_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "MOST_NOTES", 0)
+    family = Family.make(tmp_path / "with space")
+    shown = actmat([flag for flag in family.argv() if flag != "--quiet"])
+    (line,) = (line for line in shown.out.splitlines() if "more notes" in line)
+    notes = actmat(shlex.split(line.partition(": ")[2])[1:])
+    recorded = json.loads((family.out / "actmat_manifest.json").read_text())["notes"]
+    assert recorded
+    assert " ".join(notes.out.split()) == " ".join(f"{n['severity']}: {n['text']}" for n in recorded)

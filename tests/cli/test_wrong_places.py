@@ -34,6 +34,13 @@ def test_a_path_that_does_not_exist_is_not_called_a_missing_base(place: Path, fl
     assert "--base" not in done.err
 
 
+@pytest.mark.parametrize("flags", [["-e", "a="], ["-e", "", "-w", "0.2,0.5"], ["-b", "base", "-e", "a="]])
+def test_an_empty_path_is_no_path(place: Path, flags: list[str]) -> None:
+    done = actmat(["merge", *flags, "--out", "out"])
+    assert done.code == 1
+    assert "expected a folder, a weight file, a hub id or a URL, found ''" in " ".join(done.err.split())
+
+
 def test_a_recipe_file_with_a_missing_path_names_it_too(place: Path) -> None:
     (place / "r.yaml").write_text("experts: [experts/nope, experts/math]\nmethod: ties\nout: out\n")
     assert "experts/nope: expected a folder" in actmat(["merge", "r.yaml"]).err

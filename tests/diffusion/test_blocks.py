@@ -74,6 +74,8 @@ def test_lists_of_unets_are_those_of_the_tools_for_every_tensor(
     expected = {n: 0.5 * values.get(block_in_supermerger(n, last), 0.0) for n in names}
     assert len({*expected.values()}) > 10
     assert factors(text, names) == expected
+    lacking = [name for name in LISTS[length] if name[-2:].isdigit() and int(name[-2:]) > last]
+    assert block_weights(text, names)[1] == lacking, "a value of a block that the model lacks is named"
     by_module = {m: expected[f"{MODEL}{m}.weight"] for m in architecture.originals}
     check_other_names(architecture, text, by_module)
 

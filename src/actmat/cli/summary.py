@@ -77,7 +77,8 @@ def _print_notes(plan: MergePlan, severity: str, indent: str = "", most: int | N
             f"[yellow]{escape(note)}[/yellow]" if note.severity == "warning" else f"{indent}note: {escape(note)}"
         )
     if len(notes[:most]) < len(notes):
-        console.print(f"{indent}and {len(notes) - len(notes[:most])} more notes: actmat inspect OUT --notes")
+        command = f"actmat inspect {shlex.quote(str(plan.recipe.out))} --notes"
+        console.print(f"{indent}and {len(notes) - len(notes[:most])} more notes: {escape(command)}", soft_wrap=True)
 
 
 def print_warnings(plan: MergePlan) -> None:
@@ -154,7 +155,7 @@ def print_summary(report: MergeReport) -> None:
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         + ("recipe in the file's metadata" if is_file else "all hashes in actmat_manifest.json")
     )
-    _print_notes(plan, "note", "  ", most=MOST_NOTES)
+    _print_notes(plan, "note", "  ", most=None if is_file else MOST_NOTES)
     if not from_adapters and report.totals.nonfinite:
         console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     _print_findings(report)

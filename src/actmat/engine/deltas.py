@@ -62,7 +62,7 @@ class RegionDeltas(LazySequence):
         reader: reads and subtracts.
         region: which entries.
         base_raw: the base's entries as stored, held or read chunk by chunk; None without a base.
-        strategy: how deltas are given. `combine` is none of these, see `RowDeltas`.
+        strategy: how deltas are given; for `combine` see `RowDeltas`.
 
     Attributes:
         stages: first stages that were computed, by `method.stage_key`, for variants of one family and observers; None

@@ -247,15 +247,15 @@ class MergePlan(Plain):
         Raises:
             RecipeError: not a plan of this version, names the invalid fields.
         """
-        plan = data.get("actmat_plan") if isinstance(data, Mapping) else data
-        if plan != FORMAT:
-            raise RecipeError(f"expected a plan of layout {FORMAT}, found {plan!r}")
+        layout = data.get("actmat_plan") if isinstance(data, Mapping) else data
+        if layout != FORMAT:
+            raise RecipeError(f"expected a plan of layout {FORMAT}, found {layout!r}")
         fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
         try:
             return PLAN.validate_python(fields)
         except ValidationError as error:
-            plan = error.errors(include_url=False, include_input=False)
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in plan]
+            details = error.errors(include_url=False, include_input=False)
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details]
             raise RecipeError("The plan is damaged.", problems) from None
 
 

@@ -60,7 +60,8 @@ def locate_recipes(recipes: Sequence[Recipe], held: Held, problems: Problems) ->
     named = [(r, (r.base, ()), [(e.path, e.stacks) for e in r.experts]) for r in recipes]
     opened: dict[tuple[str, tuple[StackWord, ...]], OpenInput] = {}
     with contextlib.ExitStack() as stack:
-        for place, words in dict.fromkeys(key for _, base, experts in named for key in (base, *experts) if key[0]):
+        keys = (key for _, base, experts in named for key in ((base, *experts) if base[0] else experts))
+        for place, words in dict.fromkeys(keys):
             with problems.noted(CheckpointError):
                 located = held[place]() if place in held else locate(place, words)
                 stack.callback(located.close)

@@ -37,7 +37,7 @@ class _Flat(Source):
         self.location, self.hub_id, self.notes = outer.location, outer.hub_id, outer.notes
         self.cache_dir, self.streams = outer.cache_dir, outer.streams
         self.names = sorted({*outer.names, *encoder.names})
-        self._outer, self._folder, self._encoder = outer, folder, encoder
+        self._outer, self.folder, self._encoder = outer, folder, encoder
 
     def _holder(self, name: str) -> Source:
         return self._encoder if name in self._encoder.names else self._outer
@@ -78,17 +78,17 @@ class _Flat(Source):
         return self
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
-        start = f"{self._folder}/"
+        start = f"{self.folder}/"
         side = self._outer.side_files([*merged, *(start + name for name in merged)])
         kept = {path.removeprefix(start) for path in side.kept} - OWN
         left_out = {path.removeprefix(start): why for path, why in side.left_out.items()}
-        return SideFiles(tuple(sorted(kept)), left_out, tuple(m for m in side.modules if m != self._folder))
+        return SideFiles(tuple(sorted(kept)), left_out, tuple(m for m in side.modules if m != self.folder))
 
     def fetch_sidecars(self) -> Path | None:
         return self._outer.fetch_sidecars()
 
     def below(self, name: str) -> str:
-        return f"{self._folder}/{name}" if name.partition("/")[0] in self._encoder.names else name
+        return f"{self.folder}/{name}" if name.partition("/")[0] in self._encoder.names else name
 
 
 def _with_encoder(source: Source) -> Source | None:
@@ -104,10 +104,11 @@ def _with_encoder(source: Source) -> Source | None:
     return None
 
 
-def _texts(source: Source) -> dict[str, str]:
+def _texts(source: _Flat) -> dict[str, str]:
     """`modules.json` of a folder whose encoder is now at the top."""
     modules = parse_json(read_bytes(source.fetch(MODULES)))
-    modules[0]["path"] = ""
+    for module in modules:
+        module["path"] = "" if module["path"] == source.folder else module["path"]
     return {MODULES: json.dumps(modules, indent=2) + "\n"}
 
 
@@ -123,7 +124,7 @@ def _open(source: Source) -> Model:
     """
     flat = _with_encoder(source)
     assert flat is not None, "claimed"
-    is_moved, source = flat is not source, flat
+    source = flat
     form = _form_of(source)
     assert form is not None, "claimed"
     with ExitStack() as stack:
@@ -140,7 +141,7 @@ def _open(source: Source) -> Model:
                     )
                 parts[folder] = stack.enter_context(form.open(inner))
         stack.pop_all()
-    if not is_moved:
+    if not isinstance(source, _Flat):
         return parts[""] if len(parts) == 1 else _joined(source, parts)
     model = _joined(source, parts)
     return replace(model, folder=replace(model.folder, texts=_texts(source)))

@@ -8,7 +8,7 @@
 | SD3, Wan, Qwen-Image, Z-Image | `BASE`, `IN`, `L00`, `L01`, ..., `OUT` |
 
 `IN00`, or `IN`, has what comes before the blocks (embeddings of time and size), the last `OUT` what comes after them.
-In a list of 12, 17, 20, 26 or 61 values, blocks without a value have 0.
+In a list of 12, 17, 20, 26 or 61 values, blocks without a value have 0; a note names blocks that the model lacks.
 
 Sources: hako-mikan/sd-webui-supermerger, `scripts/mergers/mergers.py`; hako-mikan/sd-webui-lora-block-weight,
 `scripts/lora_block_weight.py`.
@@ -179,7 +179,8 @@ def _read(text: str, counts: Counts) -> tuple[dict[BlockKey, float], dict[str, l
         if not {kind for kind, _ in positions} <= counts.keys():
             raise RecipeError(f"blocks: {len(parts)} values are of {_LISTS[len(parts)]}; {_expected(counts)}")
         values = dict.fromkeys(blocks, 0.0) | dict(zip(positions, map(_number, parts), strict=True))
-        return {block: values[block] for block in blocks}, {}
+        lacking = {f"{kind}{number:02}": [(kind, number)] for kind, number in values.keys() - blocks}
+        return {block: values[block] for block in blocks}, dict(sorted(lacking.items()))
     rows = {name.strip().upper(): _number(value) for name, _, value in (part.partition("=") for part in parts)}
     values = dict.fromkeys(blocks, rows.pop("DEFAULT", 1.0))
     named = {name: _named(name, counts) for name in rows}

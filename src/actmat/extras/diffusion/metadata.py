@@ -85,7 +85,7 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _read_object(text: str | None) -> dict[str, Any] | None:
-    """A JSON object in metadata, empty if there is none; None if it cannot be read."""
+    """A JSON object in metadata, empty for no text; None if it cannot be read."""
     try:
         found = parse_json(text or "{}")
     except ValueError:
