@@ -113,13 +113,17 @@ def with_method(located: Located) -> Recipe:
     """
     recipe = located.recipe
     if recipe.method != AUTO:
-        return _told(located) if recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters else recipe
+        return (
+            _with_measurements(located)
+            if recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters
+            else recipe
+        )
     method, space, options, reason = _chosen(located)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
-def _told(located: Located) -> Recipe:
+def _with_measurements(located: Located) -> Recipe:
     """The recipe of a method that solves or orthogonalizes, on adapters, with measurements among the notes."""
     recipe = located.recipe
     form, size, apart = _by_size(located)

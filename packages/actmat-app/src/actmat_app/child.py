@@ -32,7 +32,7 @@ Job = Mapping[str, Any]
 Result = dict[str, Any]
 
 
-class Told(TuneProgress):
+class Stages(TuneProgress):
     """Reports the stage of a job: when it begins, and then at intervals."""
 
     def __init__(self, tell: Tell) -> None:
@@ -107,7 +107,7 @@ def _check_output(out: str, plan: MergePlan) -> None:
                           "Fix: another kind of output, whose place is a folder.")  # fmt: skip
 
 
-def _plan(job: Job, told: Told) -> Result:
+def _plan(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat.api.merging import INPUT_FIELDS
     from actmat_app.view import lines_html, plan_html
@@ -126,18 +126,18 @@ def _plan(job: Job, told: Told) -> Result:
     return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings()))}
 
 
-def _merge(job: Job, told: Told) -> Result:
+def _merge(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat_app.view import merged_html, notes_html
 
     fields, is_file = _fields(job), job["out"].endswith(SUFFIX)  # a file holds no report
     if is_file and "data" not in fields:  # a merge by prompts refuses a file
         _check_output(job["out"], actmat.plan(**fields))
-    progress = told if fields.get("data") else MergingProgress(told, "merging")
+    progress = stages if fields.get("data") else MergingProgress(stages, "merging")
     report = actmat.merge(**{"diagnose": not is_file, **fields, "out": job["out"]}, progress=progress)
     page, code = Path(report.out) / "report.html", _loading_commands(str(report.out))
     return {
-        "html": merged_html(report, told.spent),
+        "html": merged_html(report, stages.spent),
         "out": str(report.out),
         "page": str(page) if page.is_file() else "",
         "python": "\n".join(code.python),
@@ -157,7 +157,7 @@ def _loading_commands(out: str) -> Serving:
         return Serving((), "", (str(error),))
 
 
-def _try(job: Job, told: Told) -> Result:
+def _try(job: Job, stages: Stages) -> Result:
     from actmat.extras.collect.outputs import recipe_of_output
     from actmat.extras.models.loading import load_model
     from actmat.extras.tune.trying import answer
@@ -166,25 +166,25 @@ def _try(job: Job, told: Told) -> Result:
     recipe = recipe_of_output(job["out"])
     places, base, answers = {"the merge": job["out"]}, recipe.base, {}
     places |= {expert.label: expert.path for expert in recipe.experts}
-    told.doing("asking", len(places) + 1)
+    stages.doing("asking", len(places) + 1)
     for name, place in places.items():
         loaded = load_model(place, adapters_base=base or None)
         base = base or (str(loaded.checkpoint) if loaded.adapter else "")
         answers[name] = answer(loaded, job["prompt"], new_tokens=job["new_tokens"])
-        told.done(len(answers))
+        stages.done(len(answers))
     if base:
         answers["the base"] = answer(load_model(base), job["prompt"], new_tokens=job["new_tokens"])
     return {"html": answers_html(answers)}
 
 
-def _export(job: Job, told: Told) -> Result:
+def _export(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat_app.view import notes_html
 
     return {"html": notes_html([actmat.export(job["out"], out=job["file"], to="gguf", **job["options"])])}
 
 
-def _push(job: Job, told: Told) -> Result:
+def _push(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat_app.view import pushed_html
 
@@ -214,10 +214,10 @@ def main() -> None:
     from actmat.errors import MergeError, memory_errors
 
     try:
-        (do, stage), told = JOBS[job["do"]], Told(tell)
-        told.doing(stage)
-        with memory_errors(), told.regularly():
-            result = do(job, told)
+        (do, stage), stages = JOBS[job["do"]], Stages(tell)
+        stages.doing(stage)
+        with memory_errors(), stages.regularly():
+            result = do(job, stages)
         tell("done", **result)
     except MergeError as error:
         tell("failed", headline=error.headline, problems=[*error.problems, *getattr(error, "__notes__", ())])

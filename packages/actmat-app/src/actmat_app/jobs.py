@@ -88,9 +88,9 @@ class Jobs:
                 timer = threading.Timer(limits.seconds, _kill, [process, late])
                 timer.start()
                 stack.callback(timer.cancel)
-            told = {**job, "limits": None if limits is None else dataclasses.asdict(limits)}
+            message = {**job, "limits": None if limits is None else dataclasses.asdict(limits)}
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the process ended, see below
-                pipe.write(json.dumps(told).encode())
+                pipe.write(json.dumps(message).encode())
             for line in process.stdout:
                 event = json.loads(line) if line.endswith(b"\n") else {"event": "cut"}
                 if event["event"] == "failed":

@@ -105,9 +105,9 @@ def token_tables(model: Model) -> tuple[tuple[str, ...], int]:
     levels = (c for c in (config, config.get("text_config")) if isinstance(c, Mapping))
     rows = next((n for c in levels if isinstance(n := c.get("vocab_size"), int) and n in heights), max(heights))
     tables = {n: s for n, s in specs.items() if s.shape[:1] == (rows,) and (is_token_table(n) or is_output_head(n))}
-    is_told = all(rows not in s.shape[1:] for s in tables.values())
+    is_clear = all(rows not in s.shape[1:] for s in tables.values())
     vectors = {n: s for n, s in specs.items() if s.shape == (rows,) and split_layer(n) is None}
-    tables |= {n: s for n, s in vectors.items() if is_told or n.endswith(HEAD_BIASES)}
+    tables |= {n: s for n, s in vectors.items() if is_clear or n.endswith(HEAD_BIASES)}
     return tuple(s.name for n, s in specs.items() if n in tables), rows
 
 
@@ -116,9 +116,9 @@ def other_axes(model: Model, tables: Sequence[str], rows: int) -> list[str]:
 
     Empty for a model that is as wide as it has tokens, where lengths tell nothing.
     """
-    is_told = all(rows not in model.specs[n].shape[1:] for n in tables)
+    is_clear = all(rows not in model.specs[n].shape[1:] for n in tables)
     of_tokens = [n for n, s in model.specs.items() if rows in s.shape and s.is_floating and n not in tables]
-    return [n for n in of_tokens if is_told and split_layer(n) is None]
+    return [n for n in of_tokens if is_clear and split_layer(n) is None]
 
 
 def table_in(name: str, model: Model) -> str:
