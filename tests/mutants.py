@@ -3,8 +3,8 @@
     python -m tests.mutants                # all of them, some minutes
     python -m tests.mutants interval rank  # those whose names begin so
 
-A row of `MUTANTS` is one change of one file and the tests that must see it. The exit status is 1 if a mutant survives,
-if its text is not in the file once, or if its tests fail without it.
+A row of `MUTANTS` is one change of one file, which has the text once, and the tests that must see it. The exit status
+is 1 if a mutant survives, or if its tests fail without it.
 """
 
 import os
@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "packages", "evidence", "chaos", "docs", "fuzz", "tests")
 INTERVALS, CHOICE = (f"evidence/benchmarks/evidence/{n}.py" for n in ("intervals", "choice"))
 RULE, COST = "src/actmat/linalg/interference/rule.py", "src/actmat/planning/cost.py"
-SOLVE, SHARE, SVD = (f"src/actmat/linalg/{n}.py" for n in ("interference/spectral_solve", "singular", "svd"))
+SOLVE, SHARE = (f"src/actmat/linalg/{n}.py" for n in ("interference/spectral_solve", "singular"))
+SVD, LOWRANK = (f"src/actmat/linalg/{n}.py" for n in ("svd", "lowrank"))
 MOMENTS, SPACE = "src/actmat/linalg/interference/moments.py", "src/actmat/extras/tune/space.py"
 LORA, SCORE = "src/actmat/experts/lora/config.py", "src/actmat/extras/tune/evaluate.py"
 EVIDENCE, CHOSEN = (f"evidence/tests/benchmarks/test_{n}.py" for n in ("evidence", "choice"))
-FILTERS, REGMEAN = "tests/linalg/interference/test_filters.py", "tests/methods/test_regmean.py"
+FILTERS, CHOLESKY = (f"tests/linalg/interference/test_{n}.py" for n in ("filters", "cholesky"))
+REGMEAN = "tests/methods/test_regmean.py"
 
 KEPT, BY_INPUTS, WHOLE = *(f"src/actmat/extras/tune/{n}.py" for n in ("kept", "with_inputs")), "tests/tune/test_kept.py"
 
@@ -36,13 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ("interval: width", INTERVALS, "t.ppf(0.975", "t.ppf(0.95", EVIDENCE),
     ("interval: freedom", INTERVALS, "total**2 / spread", "total / spread", EVIDENCE),
     ("choice: limit", CHOICE, "TOLERATED = -1.0", "TOLERATED = -100.0", CHOSEN),
-    (
-        "choice: complete",
-        CHOICE,
-        "set.intersection(set(CANDIDATES), *rows)",
-        "set.union(*rows) & set(CANDIDATES)",
-        CHOSEN,
-    ),
+    ("choice: complete", CHOICE, "set.intersection(set(CANDIDATES), *", "set(CANDIDATES) & set.union(*", CHOSEN),
     ("choice: held out", CHOICE, "for s in every if s.base != without and _bel", "for s in every if _bel", CHOSEN),
     ("choice: base", CHOICE, "own[seed] - max(average, base)", "own[seed] - average", CHOSEN),
     ("choice: held border", CHOICE, "is not None and s.base != without]", "is not None]", CHOSEN),
@@ -50,22 +46,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ("cut-off: default", RULE, "width * FLOAT32_EPS if", "FLOAT32_EPS if", FILTERS),
     ("cut-off: rounding", RULE, "return max(wanted, min(", "return max(wanted, 0 * min(", FILTERS),
     ("cut-off: scale", RULE, "cutoff = rtol * float(values_N[-1])", "cutoff = rtol", FILTERS),
-    (
-        "cut-off: proof",
-        SOLVE,
-        "bound = rtol * 1.001",
-        "bound = rtol * 0.5",
-        "tests/linalg/interference/test_cholesky.py",
-    ),
+    ("cut-off: proof", SOLVE, "bound = rtol * 1.001", "bound = rtol * 0.5", CHOLESKY),
     ("rank: of an expert", SHARE, "min(shape[-2:]) // n_experts", "min(shape[-2:])", "tests/methods/test_tsv.py"),
     ("rank: of a matrix", SVD, "RANK_RTOL = 2.0**-20", "RANK_RTOL = 2.0**-30", "tests/linalg/test_svd.py"),
-    (
-        "rank: few directions",
-        SVD,
-        "matrix_norm(rest_OI) <= rounding",
-        "matrix_norm(rest_OI) >= 0",
-        "tests/linalg/test_svd.py",
-    ),
+    ("bases: condition", LOWRANK, "** 2 <= WELL_CONDITIONED", "** 2 >= 0", "tests/linalg/test_lowrank.py"),
     ("rank: directions found", SVD, "on_1K = (s_K > 0)", "on_1K = (s_K >= 0)", "tests/linalg/test_svd.py"),
     ("rank: participation", RULE, "participation * (1 - 1e-9)", "participation * (1 + 1e-9)", FILTERS),
     ("rank: of LoRA", LORA, "(math.sqrt(rank) if", "(rank if", "tests/adapters/test_adapter_to_model.py"),
@@ -73,23 +57,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ("ridge: filter", RULE, "ridge = spectral.ridge * mean", "ridge = spectral.ridge", FILTERS),
     ("prior: inputs", SPACE, "PRIOR / max(1, measured)", "PRIOR * measured", SPACE),
     ("prior: trace", MOMENTS, "alpha=prior * float(", "alpha=prior or float(", REGMEAN),
-    ("cost: spectrum", "src/actmat/linalg/operations.py", '"eigh", 9 *', '"eigh", 4 *', "tests/plan/test_flops.py"),
     ("cost: rate", COST, "NOMINAL_BYTES = 5e10, 5e8", "NOMINAL_BYTES = 5e10, 5e9", COST),
     ("cost: items", COST, "SOURCE_BYTES = 6_000, 1_000", "SOURCE_BYTES = 60, 10", "tests/plan/test_memory_numbers.py"),
     ("size: mean", LOOK, "(mean(sizes) if", "(median(sizes) if", AUTOMATIC),
     ("overlap: pairs", LOOK, "in pairwise(cores) for", "in list(pairwise(cores))[:1] for", AUTOMATIC),
-    ("start: no base", AUTO, 'return "other" if start else "unknown"', 'return "unknown"', AUTOMATIC),
+    ("start: no base", AUTO, 'return "other" if apart else "unknown"', 'return "unknown"', AUTOMATIC),
     ("modules: of all", LOOK, "frozenset(e.modules) for", "len(e.modules) > 0 for", AUTOMATIC),
     ("score: divergence", SCORE, "(expert.log_p_PK - log_q_PK)", "(log_q_PK - expert.log_p_PK)", SCORE),
     ("kept: whole", KEPT, "[not differing for differing in", "[differing < 2 for differing in", WHOLE),
     ("right: whole", KEPT, "[right == n for right, n in", "[right > 0 for right, n in", WHOLE),
-    (
-        "kept: inputs",
-        BY_INPUTS,
-        "(sum(sum(c[label].kept) for",
-        "(sum(sum(c[label].kept) / len(c[label].kept) for",
-        WHOLE,
-    ),
+    ("kept: inputs", BY_INPUTS, "(sum(sum(c[label].kept) for", "(sum(max(c[label].kept) for", WHOLE),
     ("prior: fewest", BY_INPUTS, "fewest = min((sum(", "fewest = max((sum(", WHOLE),
 )
 
@@ -127,9 +104,7 @@ def main() -> int:
             path = folder / file
             before = path.read_text(encoding="utf-8")
             path.write_text(before.replace(text, instead), encoding="utf-8")
-            outcome = (
-                "is not there once" if before.count(text) != 1 else "SURVIVED" if passes(folder, [tests]) else "died"
-            )
+            outcome = "SURVIVED" if passes(folder, [tests]) else "died"
             path.write_text(before, encoding="utf-8")
             print(f"{name:20} {outcome}", flush=True)
             wrong += [] if outcome == "died" else [f"{name}: {text!r} in {file} {outcome}; tests: {tests}"]

@@ -80,5 +80,4 @@ def test_the_command_that_a_summary_prints_shows_the_other_notes(
     (line,) = (line for line in shown.out.splitlines() if "more notes" in line)
     notes = actmat(shlex.split(line.partition(": ")[2])[1:])
     recorded = json.loads((family.out / "actmat_manifest.json").read_text())["notes"]
-    assert recorded
-    assert " ".join(notes.out.split()) == " ".join(f"{n['severity']}: {n['text']}" for n in recorded)
+    assert " ".join(notes.out.split()) == " ".join(f"{n['severity']}: {n['text']}" for n in recorded) != ""

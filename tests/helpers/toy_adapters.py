@@ -17,7 +17,9 @@ from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import AdapterFamily, Deltas, DeltaSource
 from actmat.experts.lora.adapter import Adapter, AdapterHandle
+from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import StackWord
+from actmat.experts.lora.modules import Listing
 from actmat.linalg.lowrank import LowRank
 
 FILE = "toy_adapter.json"
@@ -79,7 +81,8 @@ def look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> A
     path = source.fetch(FILE)
     fields = json.loads(path.read_text())
     tensors = {f"{n} of {fields['tensor']}": torch.tensor(fields[n], dtype=torch.float64) for n in ("up", "down")}
-    return Adapter.of_tensors(hold_model(tensors, location=source.location, files=(file_identity(path),)))
+    model = hold_model(tensors, location=source.location, files=(file_identity(path),))
+    return Adapter(model, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
 
 TOY = AdapterFamily("toy", look, ToyDeltas)

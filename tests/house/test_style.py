@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.helpers.repository import PACKAGE, ROOT, module_name, modules, tracked_files, tree, type_names
+from tests.mutants import MUTANTS
 
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
 BOUNDS = {"core": 22_833, "src": 42_213, "whole tree": 110_653}
@@ -70,6 +71,10 @@ def test_lines_of_code(tmp_path: Path) -> None:
     path = tmp_path / "m.py"
     path.write_text('"""Doc.\n\nMore."""\nimport ast\n# why\n\ndef f():\n    """Doc."""\n    return """a\n\nb"""\n')
     assert code_lines(path) == 5, "the import, the definition, a text of three lines"
+
+
+def test_every_mutant_has_its_text_once() -> None:
+    assert not [name for name, file, text, *_ in MUTANTS if (ROOT / file).read_text("utf-8").count(text) != 1]
 
 
 def test_no_type_name_is_defined_twice() -> None:

@@ -254,8 +254,7 @@ class MergePlan(Plain):
         try:
             return PLAN.validate_python(fields)
         except ValidationError as error:
-            details = error.errors(include_url=False, include_input=False)
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details]
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
             raise RecipeError("The plan is damaged.", problems) from None
 
 

@@ -113,11 +113,8 @@ def with_method(located: Located) -> Recipe:
     """
     recipe = located.recipe
     if recipe.method != AUTO:
-        return (
-            _with_measurements(located)
-            if recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters
-            else recipe
-        )
+        is_measured = recipe.method in (*SOLVING, *ORTHOGONAL) and located.only_adapters
+        return _with_measurements(located) if is_measured else recipe
     method, space, options, reason = _chosen(located)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})

@@ -60,8 +60,7 @@ def locate_recipes(recipes: Sequence[Recipe], held: Held, problems: Problems) ->
     named = [(r, (r.base, ()), [(e.path, e.stacks) for e in r.experts]) for r in recipes]
     opened: dict[tuple[str, tuple[StackWord, ...]], OpenInput] = {}
     with contextlib.ExitStack() as stack:
-        keys = (key for _, base, experts in named for key in ((base, *experts) if base[0] else experts))
-        for place, words in dict.fromkeys(keys):
+        for place, words in dict.fromkeys(k for _, b, experts in named for k in ((b, *experts) if b[0] else experts)):
             with problems.noted(CheckpointError):
                 located = held[place]() if place in held else locate(place, words)
                 stack.callback(located.close)

@@ -84,11 +84,6 @@ class Adapter(AbstractContextManager["Adapter"]):
         self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
         self.problems = (*problems, *self.listing.problems)
 
-    @classmethod
-    def of_tensors(cls, model: Model) -> Adapter:
-        """An adapter whose tensors are not pairs of factors: its family forms the deltas."""
-        return cls(model, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
-
     @property
     def parts(self) -> dict[str, int]:
         """Components of a pipeline that it changes -> number of their modules; a single empty name for any other."""
