@@ -63,6 +63,10 @@ def gpu(part: str) -> str:
         for card, run in found.items()
     }
     now, before = rows.values()
+    if part == "inputs":
+        stages = [f"{stage}_s" for stage in ("loading", "measuring", "asking", "merging", "running")]
+        columns = ["what", "wall_s", *stages, "device_peak_b", "host_peak_b"]
+        return f"{made_by(found['H200'])}.\n\n{markdown(list(now.values()), columns)}\n"
     if part == "rates":
         return table(["rate", "value"], [[title(r["fact"]), cell("", r["value"])] for r in now.values()])
     whole = dict.fromkeys(name for name in (*now, *before) if "inputs made" not in name)

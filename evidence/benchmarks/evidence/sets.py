@@ -24,6 +24,7 @@ from benchmarks.evidence.group import (
     RANKS,
     REGIMES,
     SUITES,
+    WHOLE,
     Group,
     groups,
     method_of,
@@ -132,7 +133,7 @@ def every_set(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[Expert
     sizes = _facts(folder, "sizes", "size") | _facts(folder, "gram", "change")
     overlaps = _facts(folder, "sizes", "overlap") | _facts(folder, "gram", "overlap")
     differ = _facts(folder, "sizes", "modules_differ")
-    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES, *LARGER, *FOLDERS)), *groups(small, SMALL)]
+    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES, *LARGER, *WHOLE, *FOLDERS)), *groups(small, SMALL)]
     known += [some for group in known if group.regime == "full" for some in _subsets(group, folder)]
     known += _others(folder.parent)
     sets = []

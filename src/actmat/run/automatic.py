@@ -72,7 +72,7 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
     ("full", "decoder"): AutoChoice("actmat_ridge", sets=1, gain=11.3, worst=11.3),
     ("full", "any"): AutoChoice("dc_merge", sets=7, gain=3.6, worst=-0.4),
     ("gentle", "any"): AutoChoice("dc_merge", sets=4, gain=8.4, worst=2.6),
-    ("adapters", "any"): AutoChoice("ct_merging", sets=4, gain=11.1, worst=2.4),
+    ("adapters", "any"): AutoChoice("ct_merging", sets=4, gain=10.8, worst=2.4),
     ("mixed", "any"): AutoChoice("average", sets=10, gain=0.0, worst=0.0),
 }
 
