@@ -55,16 +55,6 @@ def test_a_delta_is_read_once() -> None:
         deltas[2]
 
 
-def test_equal_bits_are_no_change_and_exact_zeros() -> None:
-    base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
-    setup = OneTensor(base, base.clone())
-    region = cut((6,), VECTOR, "tensor")[0]
-    deltas = RegionDeltas(setup.reader, region, setup.reader.read_base(region))
-    assert torch.equal(deltas[0], torch.zeros(6))
-    assert not deltas.changed
-    assert not setup.findings.fatal
-
-
 def test_one_changed_entry_is_a_change() -> None:
     base = torch.zeros(12)
     expert = base.clone()
@@ -105,20 +95,6 @@ def test_a_bad_base_is_blamed_once() -> None:
     setup = OneTensor(torch.tensor([NAN, 0.0]), torch.ones(2), torch.ones(2))
     assert [d.tolist() for d in setup.read()] == [[0.0, 1.0]] * 2
     assert setup.findings.problems() == ["tensor 'w' of the base has 1 value that is NaN or Inf"]
-
-
-def test_large_finite_values_are_not_found_guilty() -> None:
-    """Their sum overflows, they do not."""
-    setup = OneTensor(torch.zeros(4), torch.full((4,), 3e38))
-    assert setup.read()[0].tolist() == torch.full((4,), 3e38).tolist()
-    assert not setup.findings.fatal
-
-
-def test_tolerated_findings_are_counted_and_not_fatal() -> None:
-    setup = OneTensor(torch.zeros(2), torch.tensor([NAN, 1.0]), tolerated=True)
-    assert setup.read()[0].tolist() == [0.0, 1.0]
-    assert setup.findings.count("w") == 1
-    assert not setup.findings.fatal
 
 
 def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:

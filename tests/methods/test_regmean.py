@@ -3,7 +3,6 @@ import torch
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.methods.regmean import REGMEAN
@@ -49,11 +48,6 @@ def test_weight_form(samples):
     assert relative_error(found, transcribed_weights(base, deltas, grams["gram"]) - base) < 1e-9
     distance = relative_error(found, merge(deltas, statistics=grams, base=base).value)
     assert distance < 1e-9 if samples == 20 else distance > 0.1
-
-
-def test_weight_form_without_a_base_is_refused():
-    with pytest.raises(RecipeError, match="needs the base"):
-        merge(random_deltas(1, 4, 5), statistics=given(inputs(1, 9, 5)), form="weight")
 
 
 def test_off_diagonal():
