@@ -134,6 +134,15 @@ def test_a_merge_names_what_is_not_finite_and_goes_on_without_it_where_that_is_t
     assert bool(tolerated.isfinite().all())
 
 
+@pytest.mark.parametrize("method", ["model_stock", "karcher"])
+def test_what_nobody_changed_keeps_its_bits(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
+    files = Files(tmp_path)
+    files.base[5], files.base[6] = -0.0, -INF
+    files.experts = [files.base.clone() for _ in range(3)]
+    assert files.merge(method).view(torch.int32).equal(files.base.view(torch.int32))
+
+
 PLAIN_SUM = """
 from dataclasses import replace
 from actmat.methods.facets import Combination
