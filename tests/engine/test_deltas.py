@@ -16,6 +16,8 @@ from actmat.planning import regions as regions_module
 from actmat.planning.regions import Region, cut
 
 NAN, INF = float("nan"), float("inf")
+on_host_and_device = pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["host", "device"])
+"""Deltas are formed on the host in either case; for a device, in memory of the device."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +29,18 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions_module, "CHUNK", 5)
 
 
+@on_host_and_device
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
 @pytest.mark.parametrize("compute", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
                                     (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])  # fmt: skip
-def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_deltas_and_hashes(
+    acts_on: str, compute: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device | None
+) -> None:
     torch.manual_seed(0)
     base = torch.randn(3, 4).to(dtypes[0])
     experts = [(base.double() + torch.randn(3, 4).double()).to(dtypes[1]) for _ in range(3)]
-    setup = OneTensor(base, *experts, compute=compute)
+    setup = OneTensor(base, *experts, compute=compute, device=device)
     for delta, expert in zip(setup.read(acts_on), experts, strict=True):
         assert delta.dtype == compute
         assert torch.equal(delta, expert.to(compute) - base.to(compute))
@@ -66,13 +71,14 @@ def test_one_changed_entry_is_a_change() -> None:
     assert deltas.changed
 
 
+@on_host_and_device
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
-def test_what_is_not_finite_is_counted_by_its_owner(acts_on: str) -> None:
+def test_what_is_not_finite_is_counted_by_its_owner(acts_on: str, device: torch.device | None) -> None:
     base = torch.zeros(12)
     first, second = torch.ones(12), torch.ones(12)
     first[1] = NAN
     second[1], second[7], second[11] = INF, -INF, NAN
-    setup = OneTensor(base, first, second)
+    setup = OneTensor(base, first, second, device=device)
     deltas = setup.read(acts_on)
     assert setup.findings.problems() == [
         "tensor 'w' of expert 'e0' has 1 value that is NaN or Inf",
@@ -179,11 +185,15 @@ def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice() -> None:
     assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
 
 
-def test_what_a_rule_did_not_look_at_is_hashed_all_the_same() -> None:
+@on_host_and_device
+def test_what_a_rule_did_not_look_at_is_hashed_all_the_same(device: torch.device | None) -> None:
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
-    setup = OneTensor(base, one, two)
+    setup = OneTensor(base, one, two, device=device)
     deltas = setup.first_part()
-    next(deltas.walk())  # given up after a place
+    if device:
+        assert torch.equal(deltas[1], two - base)
+    else:
+        next(deltas.walk())  # given up after a place
     assert setup.reader.hashes() == (digest(base), (digest(one), digest(two)))
 
 
