@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.adapters.test_extract import noise, save
 from typer.testing import CliRunner
 
 import actmat
-from actmat.checkpoints.writing.writer import SPOOL, SpoolWriter
+from actmat.checkpoints.writing.writer import SPOOL
 from actmat.cli.main import app
 from actmat.errors import MergeError
 from actmat.planning import MergePlan
@@ -76,22 +75,6 @@ def test_a_run_that_fails_while_tensors_are_joined_keeps_them(
     report = merged(place, tmp_path / "again")
     assert report.resumed == len(report.plan.items)
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
-
-
-def test_a_joined_file_is_made_again(tmp_path: Path) -> None:
-    from actmat.checkpoints.base import TensorSpec
-    from actmat.checkpoints.writing.shards import plan_shards
-
-    (shard,) = plan_shards([TensorSpec("a", (4,), "float32", "")], 1 << 40, stem="x")
-    for _ in range(2):
-        writer = SpoolWriter(tmp_path, shard.file, durable=False)
-        assert not (tmp_path / shard.file).exists()
-        sink = writer.sink("a")
-        sink.write(memoryview(torch.arange(4.0).numpy().tobytes()))
-        assert writer.holds("a", sink.digest)
-        assert not writer.holds("b", sink.digest)
-        writer.join(shard)
-        assert not (tmp_path / SPOOL).exists()
 
 
 def test_plans_say_what_is_written_and_are_data(place: Path) -> None:

@@ -34,22 +34,6 @@ def test_fewer_samples_than_inputs_keep_the_base_elsewhere():
     assert float((merged.value @ outside.T).norm()) < 1e-11
 
 
-def transcribed_weights(base, deltas, grams):
-    gram = sum(grams)
-    return sum((base + d) @ g for d, g in zip(deltas, grams, strict=True)) @ torch.linalg.pinv(gram, rtol=1e-9)
-
-
-@pytest.mark.parametrize("samples", [3, 20])
-def test_weight_form(samples):
-    """As first published: equal to the delta form for a regular sum of Grams, without the base where it is singular."""
-    grams = given(inputs(2, samples, 10))
-    base, deltas = random_deltas(1, 9, 10, seed=2)[0], random_deltas(2, 9, 10)
-    found = merge(deltas, statistics=grams, base=base, form="weight").value
-    assert relative_error(found, transcribed_weights(base, deltas, grams["gram"]) - base) < 1e-9
-    distance = relative_error(found, merge(deltas, statistics=grams, base=base).value)
-    assert distance < 1e-9 if samples == 20 else distance > 0.1
-
-
 def test_off_diagonal():
     grams, deltas = given(inputs(3, 20, 6))["gram"], random_deltas(3, 9, 6)
     shrunk = [0.9 * g + 0.1 * torch.diag(g.diagonal()) for g in grams]
