@@ -45,13 +45,6 @@ def test_merge_needs_no_base_and_says_how_to_measure_it(pair: list[str], tmp_pat
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 3
 
 
-def test_problems_end_with_one_and_leave_nothing(pair: list[str], tmp_path: Path) -> None:
-    outcome = actmat(["merge", *pair, "--out", str(tmp_path / "out"), "--keep", "*.nothing"])
-    assert outcome.code == 1
-    assert "matches no module of the adapters" in outcome.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_inspect_of_an_adapter_that_needs_its_base_ends_with_0(tmp_path: Path) -> None:
     save_adapter(tmp_path / "dora", "vit", 1, r=2, target_modules=["q_proj"], use_dora=True)
     done = actmat(["inspect", str(tmp_path / "dora")])

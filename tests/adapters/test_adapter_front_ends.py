@@ -1,10 +1,9 @@
 """Adapters without a base through every front end, and devices that are none."""
 
-import inspect
 from pathlib import Path
 
 import pytest
-from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.adapters import LLAMA, save_adapter
 
 import actmat
 from actmat.errors import RecipeError
@@ -27,13 +26,6 @@ def test_experts_suffice_in_python(pair: list[Path], tmp_path: Path) -> None:
     assert verify(tmp_path / "out").ok
     diagnosis = actmat.diagnose(experts=pair)
     assert {m.name for m in diagnosis.measures} == {i.name for i in plan.items}
-
-
-def test_a_base_goes_first_by_position(pair: list[Path], tmp_path: Path) -> None:
-    tiny("llama").save_pretrained(tmp_path / "base")
-    assert actmat.plan(tmp_path / "base", pair).output == "model"
-    for function in (actmat.merge, actmat.plan, actmat.diagnose):
-        assert list(inspect.signature(function).parameters)[:2] == ["base", "experts"]
 
 
 def test_no_experts_are_refused(tmp_path: Path) -> None:

@@ -90,13 +90,6 @@ def test_a_repository_of_a_full_model_is_no_adapter(hub: HubStandIn, tmp_path: P
         merge(tmp_path, ["org/a", "org/both"])
 
 
-def test_a_repository_that_is_not_there_is_named(hub: HubStandIn, tmp_path: Path) -> None:
-    publish(hub, tmp_path / "repo", "org/a", 1)
-    with pytest.raises(MergeError, match="org/none"):
-        merge(tmp_path, ["org/a", "org/none"])
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_plan_transfers_headers_only_and_records_name_the_repository(hub: HubStandIn, tmp_path: Path) -> None:
     """Of weights larger than what is read for a header."""
     names = ["org/wide0", "org/wide1"]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.progress import NoProgress
 
 GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
 
@@ -183,28 +182,6 @@ def test_nan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match=r"2 problem\(s\)"):
         merge(tmp_path, [tmp_path / "a", tmp_path / "b"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
-    class Stop(RuntimeError):
-        pass
-
-    class Halfway(NoProgress):
-        def tensor(self, name: str, nbytes: int) -> None:
-            if "h.1" in name:
-                raise Stop
-
-    experts = [pair / "one", pair / "two"]
-    with pytest.raises(Stop):
-        merge(tmp_path, experts, progress=Halfway())
-    assert not (tmp_path / "out").exists()
-    report = actmat.merge(
-        None, experts, method="actmat", out=tmp_path / "out", compute_dtype="float64", durable=False, threads=1
-    )
-    assert report.resumed > 0
-    merge(tmp_path, experts, out="whole")
-    files = [(tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("out", "whole")]
-    assert files[0] == files[1]
 
 
 def test_an_adapter_of_full_checkpoints_is_refused(pair: Path, tmp_path: Path) -> None:

@@ -128,26 +128,6 @@ def test_where_deltas_cannot_be_walked_the_plan_pays_for_whole_ones(
         assert three.cost.device_bytes > 4 * 2 * math.prod(one.shape)
 
 
-def test_nan_in_an_adapter_leaves_nothing(tmp_path: Path) -> None:
-    from tests.adapters.test_adapter_reading import edit_tensors
-
-    tiny("llama").save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
-    edit_tensors(tmp_path / "a", lambda t: next(iter(t.values())).view(-1)[:1].fill_(float("inf")))
-    with pytest.raises(MergeError, match="NaN or Inf"):
-        merge(tmp_path, tmp_path / "base", [tmp_path / "a"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "base"]
-
-
-def test_a_rank_makes_no_sense_for_a_model(tmp_path: Path) -> None:
-    tiny("llama").save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
-    with pytest.raises(MergeError, match="rank"):
-        merge(tmp_path, tmp_path / "base", [tmp_path / "a"], rank=3)
-    manifest = merge(tmp_path, tmp_path / "base", [tmp_path / "a"], to="adapter").manifest
-    assert manifest["kind"] == "adapter"
-
-
 @pytest.mark.parametrize(
     ("begins", "trained"),
     [

@@ -51,18 +51,6 @@ def test_a_tokenizer_that_links_out_of_the_named_expert_is_not_copied(family: Fa
     assert actmat(family.argv()).code == 0, "its files are not copied"
 
 
-def test_links_to_the_blobs_of_a_hub_cache_are_copied(tmp_path: Path) -> None:
-    family = Family.make(tmp_path / "models--org--m" / "snapshots", layers=1)
-    blobs = tmp_path / "models--org--m" / "blobs"
-    blobs.mkdir()
-    (family.base / "tokenizer.json").rename(blobs / "abc")
-    (family.base / "tokenizer.json").symlink_to(blobs / "abc")
-    assert actmat(family.argv("--out", str(tmp_path / "out"))).code == 0
-    copy = tmp_path / "out" / "tokenizer.json"
-    assert copy.read_bytes() == (blobs / "abc").read_bytes()
-    assert not copy.is_symlink()
-
-
 def pipe(path: Path) -> None:
     os.mkfifo(path)
 

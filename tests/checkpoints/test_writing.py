@@ -102,40 +102,6 @@ def folder(place: Path, **files: str) -> Path:
     return place
 
 
-def test_sidecars_come_from_the_base_and_the_chosen_expert(tmp_path: Path) -> None:
-    base = folder(
-        tmp_path / "base", config__json='{"a": 1}', modeling_x__py="code", tokenizer__json="base", README__md="r"
-    )
-    expert = folder(
-        tmp_path / "expert",
-        config__json='{"a": 2}',
-        tokenizer__json="expert",
-        vocab__txt="v",
-        chat_template__jinja="c",
-        model__safetensors="w",
-        optimizer__pt="o",
-        actmat_manifest__json="{}",
-    )
-    (expert / "tokenizer_folder").mkdir()
-    (expert / "1_Pooling").mkdir()
-    (expert / "1_Pooling" / "config.json").write_text("not of the architecture: the base has none")
-    (expert / "additional_chat_templates").mkdir()
-    (expert / "additional_chat_templates" / "tool.jinja").write_text("t")
-    out = tmp_path / "out"
-    out.mkdir()
-    copied = copy_sidecars(model_folder(base), model_folder(expert), model_folder(base), out=out, dtype=None)
-    there = {p.relative_to(out).as_posix(): p.read_text() for p in out.rglob("*") if p.is_file()}
-    assert copied == sorted(there)
-    assert there == {
-        "config.json": '{"a": 1}',
-        "modeling_x.py": "code",
-        "tokenizer.json": "expert",
-        "vocab.txt": "v",
-        "chat_template.jinja": "c",
-        "additional_chat_templates/tool.jinja": "t",
-    }
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -262,17 +262,6 @@ def test_weights_are_taken_where_the_rule_takes_them() -> None:
             )
 
 
-def test_random_rules_follow_their_generator() -> None:
-    def drawn(seed: int) -> torch.Tensor:
-        return actmat.merge_matrices("dare", DELTAS, generator=torch.Generator().manual_seed(seed), density=0.5)
-
-    assert torch.equal(drawn(4), drawn(4))
-    assert not torch.equal(drawn(4), drawn(5))
-    state = torch.get_rng_state()
-    actmat.merge_matrices("dare", DELTAS)
-    assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
-
-
 @pytest.mark.parametrize("method", [m for m in all_methods() if m.needs_statistics], ids=lambda m: m.name)
 def test_missing_statistics_are_named(method: MergeMethod) -> None:
     with pytest.raises(RecipeError, match=f"'{method.name}' needs statistics .*{method.needs_statistics[0]}"):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.helpers.merging import EMBEDDING, NORM, Family, actmat
 from tests.tolerances import F64_ORACLE
@@ -73,25 +72,6 @@ def test_tables_and_vectors_keep_what_the_method_gives(family: Family, tmp_path:
         assert float((found[name] - expected).norm()) <= 1e-12 * float(found[name].norm() + 1)
         assert rows[name]["action"] == "merge"
         assert "post" not in rows[name]
-
-
-RECIPES: list[dict[str, Any]] = [
-    {"method": "actmat", "post": ["isotropize", "mean_norm"]},
-    {"method": "ties", "options": {"trim": "global"}, "post": "mean_norm"},
-    {"method": "average", "post": "subspace_boosting"},
-]
-
-
-@pytest.mark.parametrize("given", RECIPES, ids=lambda g: g["method"])
-def test_the_bytes_are_those_of_one_worker(given: dict[str, Any], family: Family, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"durable": False, **given}
-    api.merge(family.base, family.experts, out=tmp_path / "one", threads=1, **common)
-    api.merge(family.base, family.experts, out=tmp_path / "three", threads=3, **common)
-    api.merge(family.base, family.experts, out=tmp_path / "devices", threads=2, device="cpu:0,1", **common)
-    one, three, devices = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "three", "devices"))
-    for name, value in one.items():
-        assert torch.equal(three[name], value), name
-        assert torch.equal(devices[name], value), name
 
 
 def test_flags_and_plan(family: Family) -> None:

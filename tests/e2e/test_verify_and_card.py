@@ -103,7 +103,9 @@ def test_a_merge_of_hub_ids(hub: HubStandIn, family: Path, tmp_path: Path) -> No
         family / "base", [family / "expert1", family / "expert2"], out=tmp_path / "local", durable=False
     )
     assert report.manifest["output"]["content"] == local.manifest["output"]["content"]
-    assert (report.out / "tokenizer.json").exists()
+    copied = report.out / "tokenizer.json"
+    assert copied.exists()
+    assert not copied.is_symlink(), "as in the cache of the hub"
     head, _ = card(report.out)
     assert head["base_model"] == ["org/base", "org/expert1", "org/expert2"]
     assert head["base_model_relation"] == "merge"

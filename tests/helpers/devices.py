@@ -4,14 +4,13 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.helpers.executor_suite import ExecutorRun, opened_run
 from tests.helpers.samples import Samples
+from tests.helpers.sessions import OpenedRun, opened_run
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.engine.executors.threads import ThreadExecutor
@@ -46,7 +45,7 @@ def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) ->
 
 
 def executor_of(
-    run: ExecutorRun,
+    run: OpenedRun,
     device: str = "cpu:0",
     *,
     threads: int = 1,
@@ -56,13 +55,12 @@ def executor_of(
     return ThreadExecutor(run.inputs, run.writers, Resources(threads, memory, device, device_memory))
 
 
-@contextlib.contextmanager
-def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[ExecutorRun]:
-    with opened_run(samples, variants, name, None, "cpu:0") as run:
-        yield run
+def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> contextlib.AbstractContextManager[OpenedRun]:
+    folders = [samples.folder / name / str(p) for p in range(len(variants))]
+    return opened_run([samples.recipe() | fields for fields in variants], folders, None, DeviceRoom("cpu:0"))
 
 
-def plain(run: ExecutorRun) -> Any:
+def plain(run: OpenedRun) -> Any:
     records = {key: dataclasses.replace(record, seconds=0.0) for key, record in run.records.items()}
     return run.files(), records, run.findings.problems()
 

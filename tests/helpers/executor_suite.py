@@ -13,7 +13,7 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,43 +21,23 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load
 from tests.helpers.samples import Samples
+from tests.helpers.sessions import OpenedRun, opened_run
 from torch import Tensor
 
-from actmat.checkpoints.resolve import open_model
-from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.base import Executor
-from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import ObservedMerge, ObserverFactory, Writer
-from actmat.engine.record import Record
-from actmat.engine.resources import Resources, one_thread
-from actmat.engine.session import Session, SessionSpec, UnitResult
-from actmat.engine.survey import SurveyKey, run_surveys
-from actmat.engine.units import Unit, plan_units
+from actmat.engine.resources import Resources
+from actmat.engine.session import UnitResult
+from actmat.engine.units import plan_units
 from actmat.errors import NumericalError
-from actmat.experts.locate import fit_expert, locate
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
-from actmat.planning import build_plan
 from actmat.planning.model import Item
-from actmat.planning.statistics import opened_statistics
 from actmat.planning.work import DeviceRoom
-from actmat.recipe import make_recipe
 
 RecipeFields = Mapping[str, Any]
 """Fields of a recipe other than its inputs."""
-
-
-def survey_in(session: Session) -> Mapping[SurveyKey, Any]:
-    """All surveys in one session, item by item."""
-
-    def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
-        state = fork()
-        for item in items:
-            session.observe(item, state)
-        return [state]
-
-    return run_surveys(session.spec.plans, observe)
 
 
 class ExecutorConformance(abc.ABC):
@@ -156,7 +136,7 @@ class ExecutorConformance(abc.ABC):
         """Closing the iterator ends the run; the rest gives the bytes of an uninterrupted one."""
         samples, fields = Samples.checkpoints(tmp_path), [{"method": "ties", "options": {"trim": "global"}}]
         starts, others = _Starts.make(tmp_path / "starts"), _Starts.make(tmp_path / "others")
-        with opened_run(samples, fields, "expected", others, self.device) as whole:
+        with self._started(samples, fields, "expected", others) as whole:
             whole.merge_here()
         with self._opened(samples, fields, "out", starts) as (run, executor):
             run.survey(executor)
@@ -188,7 +168,7 @@ class ExecutorConformance(abc.ABC):
 
     def _assert_same(
         self, samples: Samples, variants: Sequence[RecipeFields], observers: ObserverFactory | None = None
-    ) -> ExecutorRun:
+    ) -> OpenedRun:
         """Assert that the executor gives what one session gives, and that nothing was found; what it did."""
         expected, found = self._both(samples, variants, observers)
         assert not found.findings.fatal, found.findings.problems()
@@ -199,103 +179,32 @@ class ExecutorConformance(abc.ABC):
 
     def _both(
         self, samples: Samples, variants: Sequence[RecipeFields], observers: ObserverFactory | None = None
-    ) -> tuple[ExecutorRun, ExecutorRun]:
-        with opened_run(samples, variants, "expected", observers, self.device) as expected:
+    ) -> tuple[OpenedRun, OpenedRun]:
+        with self._started(samples, variants, "expected", observers) as expected:
             expected.merge_here()
         with self._opened(samples, variants, "out", observers) as (found, executor):
             found.survey(executor)
             found.take(executor.run(found.spec, found.units))
-        assert Counter(found.taken) == Counter(found.units), "not one result per unit"
+        assert Counter(r.unit for r in found.results) == Counter(found.units), "not one result per unit"
         return expected, found
 
     @contextlib.contextmanager
     def _opened(
         self, samples: Samples, variants: Sequence[RecipeFields], name: str, observers: ObserverFactory | None = None
-    ) -> Iterator[tuple[ExecutorRun, Executor]]:
-        with opened_run(samples, variants, name, observers, self.device) as run:
+    ) -> Iterator[tuple[OpenedRun, Executor]]:
+        with self._started(samples, variants, name, observers) as run:
             yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30, self.device))
 
-
-@dataclass
-class ExecutorRun:
-    """A run as its driver sees it.
-
-    Args:
-        spec, units: of the run.
-        inputs, writers: opened.
-        records: of finished items, by plan and item.
-        findings: of all results.
-        taken: units of all results.
-    """
-
-    spec: SessionSpec
-    units: Sequence[Unit]
-    inputs: Inputs
-    writers: Sequence[ShardWriter]
-    records: dict[tuple[int, str], Record]
-    findings: Findings
-    taken: list[Unit]
-
-    def survey(self, executor: Executor) -> None:
-        """Let the executor survey the whole model."""
-        self._use(executor.survey(self.spec))
-
-    def merge_here(self) -> None:
-        """Do everything in one session in this process."""
-        with one_thread():
-            self._use(survey_in(Session(self.spec, self.inputs, self.writers)))
-            session = Session(self.spec, self.inputs, self.writers)
-            self.take(session.merge(unit) for unit in self.units)
-
-    def take(self, results: Iterable[UnitResult]) -> None:
-        """Record results."""
-        for result in results:
-            self.taken.append(result.unit)
-            self.findings.add(result.findings)
-            for plan, record in result.records:
-                assert (plan, record.name) not in self.records, f"two records of '{record.name}'"
-                self.records[plan, record.name] = record
-
-    def files(self) -> list[dict[str, bytes]]:
-        """Contents of the output files, per plan."""
-        return [{shard.file: (w.directory / shard.file).read_bytes() for shard in w.shards} for w in self.writers]
-
-    def _use(self, surveys: Mapping[SurveyKey, Any]) -> None:
-        self.spec = dataclasses.replace(self.spec, surveys=surveys)
-
-
-@contextlib.contextmanager
-def opened_run(
-    samples: Samples, variants: Sequence[RecipeFields], name: str, observers: ObserverFactory | None, device: str
-) -> Iterator[ExecutorRun]:
-    """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
-    recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
-    with contextlib.ExitStack() as stack:
-        base = None if samples.base is None else stack.enter_context(open_model(samples.base))
-        experts = [stack.enter_context(fit_expert(locate(e), base)) for e in samples.experts]
-        statistics = stack.enter_context(opened_statistics(recipes[0]))
-        room = DeviceRoom(device)
-        plans = tuple(build_plan(recipe, base, experts, statistics=statistics, room=room) for recipe in recipes)
-        writers, folders = [], [samples.folder / name / str(p) for p in range(len(plans))]
-        for folder, plan in zip(folders, plans, strict=True):
-            folder.mkdir(parents=True, exist_ok=True)
-            writers.append(ShardWriter(folder, plan.shards, durable=False))
-            stack.callback(writers[-1].close)
-        handle = None if base is None else base.tensors.handle()
-        spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
-        units = plan_units(plans, [()] * len(plans), observers)
-        yield ExecutorRun(
-            spec,
-            units,
-            Inputs(tuple(recipes), base, experts, statistics),
-            writers,
-            {},
-            Findings(tolerated=False),
-            [],
+    def _started(
+        self, samples: Samples, variants: Sequence[RecipeFields], name: str, observers: ObserverFactory | None
+    ) -> contextlib.AbstractContextManager[OpenedRun]:
+        folders = [samples.folder / name / str(p) for p in range(len(variants))]
+        return opened_run(
+            [samples.recipe() | fields for fields in variants], folders, observers, DeviceRoom(self.device)
         )
 
 
-def _assert_equal(expected: ExecutorRun, found: ExecutorRun, near: float) -> None:
+def _assert_equal(expected: OpenedRun, found: OpenedRun, near: float) -> None:
     """Assert that two runs read the same, and wrote the same bytes with the same records, or tensors that are near."""
     assert found.records.keys() == expected.records.keys(), "records of other items"
     for key, record in expected.records.items():

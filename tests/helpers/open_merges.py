@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.counting import CountingTensors
+from tests.helpers.sessions import started
 from torch import Tensor
 
 import actmat
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
-from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources
-from actmat.engine.session import SessionSpec
-from actmat.engine.units import plan_units
 from actmat.experts.stored import StoredDeltas
-from actmat.planning import build_plan
 from actmat.planning.statistics import ExpertStatistics
 from actmat.recipe import make_recipe
 
@@ -42,25 +39,17 @@ def merge_open(
     workers: int = 1,
 ) -> list[dict[str, Tensor]]:
     """Plan and execute variants of one merge, as the public functions do, over open models."""
-    names = [{"path": f"expert{i}"} for i in range(len(experts))]
-    opened = [StoredDeltas(e) for e in experts]
-    plans, writers = [], []
-    for number, fields in enumerate(variants):
-        plan = build_plan(make_recipe({"base": "base", "experts": names, "method": "actmat", **fields}), base, opened)
-        folder = out / str(number)
-        folder.mkdir(parents=True)
-        plans.append(plan)
-        writers.append(ShardWriter(folder, plan.shards, durable=False))
-    statistics = ExpertStatistics.none(plans[0].recipe.labels)
-    inputs = Inputs(tuple(p.recipe for p in plans), base, opened, statistics)
-    executor = ThreadExecutor(inputs, writers, Resources(workers, 1 << 33))
-    spec = SessionSpec(tuple(plans), None, (), (None,) * len(plans))
-    spec = dataclasses.replace(spec, surveys=executor.survey(spec))
-    for result in executor.run(spec, plan_units(plans, [()] * len(plans), None)):
-        assert not result.findings.fatal, result.findings.problems()
-    for plan, writer in zip(plans, writers, strict=True):
-        writer.finish(plan.specs)
-    return [load_file(out / str(n) / "model.safetensors") for n in range(len(variants))]
+    shared = {"base": "base", "experts": [{"path": f"expert{i}"} for i in range(len(experts))], "method": "actmat"}
+    recipes = tuple(make_recipe(shared | fields) for fields in variants)
+    inputs = Inputs(recipes, base, [StoredDeltas(e) for e in experts], ExpertStatistics.none(recipes[0].labels))
+    folders = [out / str(number) for number in range(len(variants))]
+    with started(inputs, folders, in_memory=True) as run:
+        executor = ThreadExecutor(inputs, run.writers, Resources(workers, 1 << 33))
+        run.survey(executor)
+        run.take(executor.run(run.spec, run.units))
+        assert not run.findings.fatal, run.findings.problems()
+        run.finish()
+    return [load_file(folder / "model.safetensors") for folder in folders]
 
 
 def merge_tensors(base: Tensors, experts: Sequence[Tensors], folder: Path, **fields: Any) -> actmat.MergeReport:

@@ -43,10 +43,3 @@ def test_a_glob_never_means_more_than_its_own_signs(text: str) -> None:
     if not text:
         return
     assert compile_pattern(escaped if not text.startswith("re:") else text)(text)
-
-
-@given(st.sampled_from(["q", "k", "v"]), st.integers(0, 200))
-def test_alternatives_equal_the_union_of_their_members(letter: str, layer: int) -> None:
-    name = f"model.layers.{layer}.{letter}_proj.weight"
-    union = any(compile_pattern(f"*.{option}_proj.weight")(name) for option in ("q", "v"))
-    assert compile_pattern("*.{q,v}_proj.weight")(name) is union

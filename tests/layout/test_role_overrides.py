@@ -80,13 +80,3 @@ def test_all_problems_come_at_once() -> None:
     )
     assert len(found) == 4
     assert any("taken by an earlier override" in problem for problem in found)
-
-
-def test_an_accepted_override_can_be_packed_and_unpacked() -> None:
-    import torch
-
-    layout = resolve(RoleOverride("a.qkv.weight", orientation="IO", blocks=(Block("x", 0, 1, 2), Block("y", 1, 2, 2))))
-    tensor = torch.randn(12, 4)
-    matrices = layout["a.qkv.weight"].to_matrices(tensor)
-    assert [tuple(m.shape) for m in matrices] == [(2, 12), (2, 12)]
-    assert torch.equal(layout["a.qkv.weight"].from_matrices(matrices, tensor.shape), tensor)

@@ -64,18 +64,6 @@ def test_every_matrix_on_disk_has_the_role_of_its_module(family: str, tmp_path: 
     assert checked >= 4
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_experts_split_on_disk_are_linear_layers(family: str, tmp_path: Path) -> None:
-    tiny = saved(build(family), tmp_path)
-    layouts = resolve_layout(tiny.specs, tiny.config).tensors
-    experts = [name for name in layouts if ".experts." in name]
-    assert len(experts) == 2 * 3 * 3  # layers, experts, matrices
-    assert {(layouts[name].role, layouts[name].orientation) for name in experts} == {(Role.LINEAR, "OI")}
-    routers = [name for name in layouts if name.endswith("gate.weight")]
-    assert routers
-    assert all(layouts[name].role is Role.ROUTER and "router" in layouts[name].reason for name in routers)
-
-
 def test_clip_and_vit_tokens_and_positions_are_embeddings(tmp_path: Path) -> None:
     clip = saved(build("clip"), tmp_path / "clip")
     vit = saved(build("vit"), tmp_path / "vit")
@@ -88,17 +76,6 @@ def test_clip_and_vit_tokens_and_positions_are_embeddings(tmp_path: Path) -> Non
     assert of_vit["vit.embeddings.cls_token"].role is Role.EMBEDDING
     assert of_vit["vit.embeddings.position_embeddings"].role is Role.EMBEDDING
     assert {layout.role for name, layout in of_clip.items() if "norm" in name} == {Role.VECTOR}
-
-
-def test_batch_norm_statistics_are_vectors_and_counters_are_buffers(tmp_path: Path) -> None:
-    resnet = saved(build("resnet"), tmp_path)
-    layouts = resolve_layout(resnet.specs, resnet.config).tensors
-    for name, layout in layouts.items():
-        if name.endswith(("running_mean", "running_var")):
-            assert layout.role is Role.VECTOR
-            assert "statistics" in layout.reason
-        if name.endswith("num_batches_tracked"):
-            assert layout.role is Role.BUFFER
 
 
 def test_recurrent_layers_split_into_gates() -> None:

@@ -1,7 +1,5 @@
-from pathlib import Path
-
 import pytest
-from tests.helpers.tinymodels import build, saved, specs_of
+from tests.helpers.tinymodels import build, specs_of
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.resolve import resolve_layout
@@ -42,21 +40,6 @@ def test_a_full_state_dict_is_tied_exactly_where_its_tensors_share_memory(family
         assert source not in resolved.ties, "a canonical name is not tied itself"
         assert resolved.tensors[name].role is resolved.tensors[source].role
         assert source in resolved.tensors[name].reason
-
-
-@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "bert", "t5"])
-def test_a_checkpoint_that_stores_a_tied_parameter_once_has_no_ties(family: str, tmp_path: Path) -> None:
-    tiny = saved(build(family), tmp_path)
-    assert resolve_layout(tiny.specs, tiny.config).ties == {}
-
-
-def test_bert_ties_weight_and_bias_to_the_canonical_names() -> None:
-    model = build("bert")
-    ties = resolve_layout(specs_of(model.state_dict()), model.config.to_dict()).ties
-    assert ties == {
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    }
 
 
 T5 = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), TABLE)

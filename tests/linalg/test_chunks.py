@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from torch import Tensor
 
-from actmat.extras.research.drop import Drop
 from actmat.linalg import chunks
 from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend, walk
-from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.threshold import true_indices
 from actmat.methods import all_methods, get_method
 
@@ -64,17 +62,6 @@ def test_deltas_of_any_strides_are_walked_in_storage_order_of_the_result() -> No
     result = empty_result([delta])
     assert result.is_contiguous()
     assert result.shape == delta.shape
-
-
-@pytest.mark.parametrize("density", [0.3, 0.8])
-def test_streamed_deltas_give_the_bits_of_held_ones(density: float) -> None:
-    deltas = [d.float() for d in random_deltas(3, 7, 13)]
-    streamed = OneBuffer(deltas)
-    for scales in ([1.0, 1.0, 1.0], [0.5, -2.0, 3.0]):
-        masks = [Drop(density, t) for t in range(3)]
-        assert torch.equal(masked_sum(streamed, masks, scales), masked_sum(deltas, masks, scales))
-        found = elect(streamed, masks, scales=scales, counts=[1.0] * 3)
-        assert torch.equal(found, elect(deltas, masks, scales=scales, counts=[1.0] * 3))
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [

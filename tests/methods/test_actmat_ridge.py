@@ -5,11 +5,9 @@ from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import relative_error
 
 from actmat.methods import get_method
-from actmat.methods.actmat import ACTMAT
 
 ACTMAT_RIDGE = get_method("actmat_ridge")
 
-merge_actmat = ACTMAT.merge
 merge = ACTMAT_RIDGE.merge
 
 
@@ -37,15 +35,3 @@ def test_no_eigendecomposition(monkeypatch):
     stats = merge(random_deltas(3, 10, 10)).stats
     assert stats["solver"] == "primal/cholesky"
     assert stats["ridge"] > 0
-
-
-def test_it_is_the_tikhonov_filter_of_actmat():
-    deltas = random_deltas(3, 10, 8)
-    for solver in ("auto", "eigh"):
-        same = merge_actmat(deltas, filter="tikhonov", ridge=0.2, solver=solver).value
-        assert relative_error(merge(deltas, ridge=0.2, solver="auto").value, same) < 1e-12
-
-
-def test_mean_fill_at_a_large_ridge_is_the_average():
-    deltas = random_deltas(3, 10, 8)
-    assert relative_error(merge(deltas, ridge=1e9, null="mean").value, sum(deltas) / 3) < 1e-6

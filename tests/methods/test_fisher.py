@@ -30,19 +30,6 @@ def test_relative_floor(experts: Experts) -> None:
     assert relative_error(out, naive(experts.base, experts.deltas, floored)) < 1e-12
 
 
-def test_task_weights_and_normalization(experts: Experts) -> None:
-    scaled = [c * (f + 0.01) / (f.norm() + 0.01) for c, f in zip((1, 2, 3), experts.statistics["fisher"], strict=True)]
-    out = merge(
-        experts.deltas,
-        statistics=experts.statistics,
-        weights=[1, 2, 3],
-        floor=0.01,
-        floor_unit="absolute",
-        normalize="tensor",
-    ).value
-    assert relative_error(out, naive(experts.base, experts.deltas, scaled)) < 1e-12
-
-
 @pytest.mark.parametrize("unit", [1e-9, 1e6])
 def test_units_of_the_loss_do_not_matter_with_the_relative_floor(experts: Experts, unit: float) -> None:
     other = {"fisher": [unit * f for f in experts.statistics["fisher"]]}

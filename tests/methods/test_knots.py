@@ -29,17 +29,6 @@ def naive_ties(coordinates, density):
     return [p.view(layer[0].shape) for p, layer in zip(parts, coordinates, strict=True)]
 
 
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (40, 6)])
-@pytest.mark.parametrize("density", [0.2, 0.6])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_official_order_with_ties(shape, density, dtype, bound):
-    deltas = random_deltas(3, *shape, dtype=dtype)
-    u, s, slices = concatenated(deltas)
-    (expected,) = naive_ties([[s[:, None] * v for v in slices]], density)
-    for trim in ("global", "tensor"):
-        assert relative_error(merge(deltas, density=density, trim=trim).value, u @ expected) < bound
-
-
 def survey(deltas_of_tensors, **options):
     resolved = KNOTS.resolve_options(options)
     hook = KNOTS.survey
@@ -92,16 +81,6 @@ def test_official_task_arithmetic_is_the_sum_of_what_is_kept():
     assert 0 < u.shape[1] < 9
     expected = u @ u.mT @ sum(deltas)
     assert relative_error(merge(deltas, rule="task_arithmetic", atol=5.5).value, expected) < 1e-12
-
-
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
-@pytest.mark.parametrize("rule", ["tsv", "iso_c"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 5e-5)])
-def test_actmat_order_merges_raw_slices_and_multiplies_by_s_afterwards(shape, rule, dtype, bound):
-    deltas = random_deltas(3, *shape, dtype=dtype)
-    u, s, slices = concatenated(deltas)
-    inner = {"tsv": tsv.merge, "iso_c": iso_c.merge}[rule](list(slices)).value
-    assert relative_error(merge(deltas, rule=rule, order="actmat").value, u @ torch.diag(s) @ inner) < bound
 
 
 @pytest.mark.parametrize("rule", ["tsv", "iso_c"])

@@ -8,16 +8,6 @@ from actmat.errors import RecipeError
 from actmat.methods.linear import LINEAR
 
 
-def test_the_mean_needs_no_base() -> None:
-    deltas = random_deltas(2, 6)
-    assert relative_error(call(LINEAR, deltas), (deltas[0] + deltas[1]) / 2) < 1e-15
-
-
-def test_unnormalized_without_base_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"needs the base tensor.*scaling=1"):
-        call(LINEAR, random_deltas(2, 6), normalize=False)
-
-
 def test_weights_that_sum_to_zero_are_refused() -> None:
     with pytest.raises(RecipeError, match="sum other than 0"):
         call(LINEAR, random_deltas(2, 6), weights=[1.0, -1.0])

@@ -3,7 +3,6 @@ import torch
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.methods.regmean import REGMEAN
@@ -33,27 +32,6 @@ def test_fewer_samples_than_inputs_keep_the_base_elsewhere():
     assert merged.stats["rank"] == 6
     outside = torch.linalg.svd(torch.cat(samples)).Vh[6:]
     assert float((merged.value @ outside.T).norm()) < 1e-11
-
-
-def transcribed_weights(base, deltas, grams):
-    gram = sum(grams)
-    return sum((base + d) @ g for d, g in zip(deltas, grams, strict=True)) @ torch.linalg.pinv(gram, rtol=1e-9)
-
-
-@pytest.mark.parametrize("samples", [3, 20])
-def test_weight_form(samples):
-    """As first published: equal to the delta form for a regular sum of Grams, without the base where it is singular."""
-    grams = given(inputs(2, samples, 10))
-    base, deltas = random_deltas(1, 9, 10, seed=2)[0], random_deltas(2, 9, 10)
-    found = merge(deltas, statistics=grams, base=base, form="weight").value
-    assert relative_error(found, transcribed_weights(base, deltas, grams["gram"]) - base) < 1e-9
-    distance = relative_error(found, merge(deltas, statistics=grams, base=base).value)
-    assert distance < 1e-9 if samples == 20 else distance > 0.1
-
-
-def test_weight_form_without_a_base_is_refused():
-    with pytest.raises(RecipeError, match="needs the base"):
-        merge(random_deltas(1, 4, 5), statistics=given(inputs(1, 9, 5)), form="weight")
 
 
 def test_off_diagonal():

@@ -327,9 +327,5 @@ def test_the_mean_norm_is_that_of_the_experts_that_change_the_matrix(shape: tupl
 def test_declarations() -> None:
     assert all(step.name == name for name, step in STEPS.items())
     assert all(o.doc for step in STEPS.values() for o in step.options.values())
-    with pytest.raises(RecipeError, match="Did you mean 'isotropize'"):
-        get_step("isotropise")
-    with pytest.raises(RecipeError, match="post-processing 'isotropize' has no option 'beta'"):
-        get_step("isotropize").resolve_options({"beta": 1})
     with pytest.raises(RecipeError, match="must lie in"):
         get_step("subspace_boosting").resolve_options({"beta": 1.5})

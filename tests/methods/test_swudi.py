@@ -12,7 +12,6 @@ WUDI = get_method("wudi")
 
 
 merge = SWUDI.merge
-merge_wudi = WUDI.merge
 
 
 @pytest.mark.parametrize("shape", [(4, 10, 10), (3, 4, 20)])
@@ -26,12 +25,6 @@ def test_swudi_is_gradient_flow_stopped_in_time(shape):
     for _ in range(steps):
         point = point - time / steps * (point @ gram - left)
     assert relative_error(merge(deltas, time=time).value, point) < 1e-4
-
-
-def test_swudi_late_is_wudi_and_early_is_the_sum():
-    deltas = random_deltas(3, 10, 8)
-    assert relative_error(merge(deltas, time=1e6).value, merge_wudi(deltas).value) < 1e-12
-    assert relative_error(merge(deltas, time=1e-9).value, sum(deltas)) < 1e-8
 
 
 def test_swudi_tikhonov():

@@ -17,21 +17,8 @@ def objective(merged, deltas, weights=None):
     return sum(w * ((merged - d) @ d.T).square().sum() / d.square().sum() for w, d in zip(share, deltas, strict=True))
 
 
-def gradient(merged, deltas):
-    point = merged.clone().requires_grad_()
-    objective(point, deltas).backward()
-    return point.grad
-
-
 def small(n_experts, *shape):
     return [1e-3 * d for d in random_deltas(n_experts, *shape)]
-
-
-@pytest.mark.parametrize("shape", [(4, 12, 12), (3, 20, 8), (3, 4, 20)])
-def test_closed_form_is_a_stationary_point(shape):
-    deltas = small(*shape)
-    found = merge(deltas).value
-    assert gradient(found, deltas).norm() < 1e-12 * gradient(sum(deltas), deltas).norm()
 
 
 def test_closed_form_moves_from_the_sum_only_where_the_objective_is_not_flat():
@@ -54,14 +41,6 @@ def test_adam_equals_torch_adam_on_the_published_loss(steps, weights):
     found = merge(deltas, optimizer="adam", steps=steps, weights=weights)
     assert relative_error(found.value, point.detach()) < 1e-9
     assert found.stats["steps"] == steps
-
-
-def test_adam_approaches_the_closed_form():
-    deltas = small(3, 8, 8)
-    best = merge(deltas).value
-    far = relative_error(merge(deltas, optimizer="adam", steps=20).value, best)
-    near = relative_error(merge(deltas, optimizer="adam", steps=2000).value, best)
-    assert near < 0.02 < far
 
 
 def test_adam_leaves_one_expert_exactly_where_it_is():

@@ -37,13 +37,6 @@ def sources(found: BaseTargets) -> dict[str, tuple[str | None, ...]]:
     return {t.name: tuple(s and s.name for s in t.sources) for t in found.targets}
 
 
-def test_same_names_fit() -> None:
-    found = run({"a": W, "b": W}, {"b": W, "a": W}, {"a": W, "b": W})
-    assert tied(found) == {"a": (), "b": ()}
-    assert sources(found) == {"a": ("a", "a"), "b": ("b", "b")}
-    assert (found.problems, found.notes, found.ignored) == ((), (), ((), ()))
-
-
 def test_all_problems_of_all_experts() -> None:
     found = run({"a": W, "b": W, "c": W}, {"a": W.T, "b": W}, {"b": W.int(), "c": W[:2]})
     text = "\n".join(found.problems)

@@ -87,12 +87,6 @@ def test_scope_all() -> None:
     assert decide(chooser(scope="linear"), "conv", Role.CONVOLUTION, (4, 3, 2)).action == "average"
 
 
-def test_scope_paper_takes_matrices_by_shape() -> None:
-    found = chooser(scope="paper")
-    assert decide(found, "model.layers.0.mlp.up_proj.weight").action == "merge"
-    assert decide(found, "model.norm.weight", Role.VECTOR, (4,)).action == "average"
-
-
 def test_every_wrong_choice_is_collected() -> None:
     rules = [{"match": "a", "method": "tise"}, {"match": "re:(", "options": {"rtl": 1}}]
     found = chooser(method="acmat", rules=rules, keep=["re:["])

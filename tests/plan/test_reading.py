@@ -119,17 +119,6 @@ def test_the_plan_says_how_each_item_is_made(kind: str, tmp_path: Path) -> None:
     assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_adapters_are_merged_by_their_factors(tmp_path: Path) -> None:
-    samples = Samples.adapters(tmp_path)
-    into_model = actmat.plan(samples.base, samples.experts, method="actmat")
-    dense = actmat.plan(samples.base, samples.experts, method="ties")
-    assert (into_model.by_name[UP].write.kind, into_model.by_name[UP].reading) == ("sum", Reading("factors"))
-    assert (dense.by_name[UP].write.kind, dense.by_name[UP].reading) == ("sum", Reading("held"))
-    adapter = actmat.plan(None, samples.experts, method="actmat")
-    by_factors = Reading("factors", batched=True)
-    assert {(i.write.kind, i.reading, i.obeys_scale) for i in adapter.items} == {("factors", by_factors, True)}
-
-
 def test_ties_of_other_sizes_are_read_alike() -> None:
     """Blocks of one tensor have one reading: that of the largest."""
     method, layout = get_method("ties"), TensorLayout(Role.VECTOR, "")

@@ -141,44 +141,11 @@ def test_uneven_slices_of_a_method_with_presence_only() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("method", "parameters", "expected"),
-    [
-        ("dare_ties", "", {"rule": "ties", "rescale": "l1", "reduce": "sum"}),
-        ("dare_linear", "rescale: false", {"rule": "linear", "rescale": "none"}),
-        ("della", "", {"rescale": "l1", "sign_election": True, "reduce": "mean"}),
-        ("della_linear", "", {"rescale": "l1", "sign_election": False}),
-        ("breadcrumbs", "lambda: 0.5", {"scaling": 0.5, "sign_election": False}),
-        ("breadcrumbs_ties", "normalize: true", {"scaling": 1.0, "sign_election": True, "reduce": "mean"}),
-        ("model_stock", "filter_wise: true", {"filter_wise": True}),
-        ("sce", "select_topk: 0.2", {"select_topk": 0.2}),
-        ("ties", "rescale: true", {"reduce": "mean", "variant": "mergekit", "rescale": "l1"}),
-        ("task_arithmetic", "lambda: [0, 1]", {"scaling": [0, 1]}),
-    ],
-)
-def test_methods_and_their_switches(method: str, parameters: str, expected: dict[str, Any]) -> None:
-    models = "[{model: a, parameters: {weight: 1}}, {model: c, parameters: {weight: 1}}]"
-    text = f"{{merge_method: {method}, base_model: b, models: {models}, parameters: {{{parameters}}}}}"
-    assert converted(text)["options"] == expected
-
-
 @pytest.mark.parametrize("method", ["task_arithmetic", "dare_linear", "della_linear", "breadcrumbs"])
 def test_normalize_is_the_recipes(method: str) -> None:
     models = "[{model: a, parameters: {weight: 1}}]"
     text = f"{{merge_method: {method}, base_model: b, models: {models}, parameters: {{normalize: true}}}}"
     assert converted(text)["normalize"] is True
-
-
-def test_nuslerp_is_of_weights_or_of_deltas() -> None:
-    models = "[{model: a, parameters: {weight: 0.25}}, {model: b, parameters: {weight: 0.75}}]"
-    fields = converted(f"{{merge_method: nuslerp, models: {models}}}")
-    assert (fields["method"], fields["options"]) == ("nuslerp", {"of": "weights", "along": "tensor"})
-    assert [e["weight"] for e in fields["experts"]] == [0.25, 0.75]
-    fields = converted(
-        f"{{merge_method: nuslerp, base_model: c, models: {models}, parameters: {{nuslerp_flatten: false}}}}"
-    )
-    assert fields["base"] == "c"
-    assert fields["options"] == {"of": "deltas", "along": "rows"}
 
 
 def test_multislerp_is_no_step_of_the_karcher_mean() -> None:

@@ -18,31 +18,6 @@ def test_weights_are_positive_and_sum_to_one(text: str, count: int) -> None:
     assert abs(math.fsum(weights) - 1) < F64_IDENTITY
 
 
-def test_linear_weights_grow_with_the_step() -> None:
-    assert trajectory_weights("linear", 4)[0] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-
-
-def test_an_exponential_average_is_the_recursion_divided_by_its_weight() -> None:
-    average = seen = 0.0
-    values = [3.0, -1.0, 2.0, 5.0]
-    for value in values:
-        average, seen = 0.8 * average + 0.2 * value, 0.8 * seen + 0.2
-    weights, words = trajectory_weights("ema:0.8", 4)
-    assert sum(w * v for w, v in zip(weights, values, strict=True)) == pytest.approx(average / seen, rel=F64_IDENTITY)
-    assert "0.8^(T-t)" in words
-
-
-def test_wsd_weights_scale_the_updates_as_the_decay_of_the_learning_rate() -> None:
-    """With `W_t = W_1 + g_1 + ... + g_(t-1)`, the average is `W_1` plus updates times `m` at the end of each."""
-    updates = [0.3, -1.1, 0.7, 2.0]
-    values = [10.0]
-    for update in updates:
-        values.append(values[-1] + update)
-    weights, _ = trajectory_weights("wsd", 5)
-    wanted = values[0] + sum((1 - math.sqrt(k / 5)) * g for k, g in enumerate(updates, 1))
-    assert sum(w * v for w, v in zip(weights, values, strict=True)) == pytest.approx(wanted, rel=F64_IDENTITY)
-
-
 def test_listed_numbers_are_divided_by_their_sum() -> None:
     assert trajectory_weights("1,2, 1", 3)[0] == [0.25, 0.5, 0.25]
     assert trajectory_weights("1,-3", 2)[0] == [-0.5, 1.5]

@@ -26,17 +26,6 @@ def test_trim_keeps_all_entries_equal_to_the_smallest_kept():
     assert torch.equal(trim_to_top(delta, 0.5), torch.tensor([[3.0, -2.0], [2.0, 0.0]]))
 
 
-def test_trim_of_a_zero_delta_is_zero():
-    assert torch.equal(trim_to_top(torch.zeros(3, 4), 0.3), torch.zeros(3, 4))
-
-
-def test_plain_factor_is_the_delta_itself():
-    delta = random_deltas(1, 4, 5)[0]
-    factor, retries = Estimator().factor(delta)
-    assert factor is delta
-    assert retries == ()
-
-
 def test_centered_factor_gives_the_scatter_matrix():
     delta = random_deltas(1, 7, 4)[0]
     factor, _ = Estimator(center=True).factor(delta)

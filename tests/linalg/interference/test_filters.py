@@ -14,11 +14,6 @@ def test_hard_cutoff_is_strict_and_relative_to_the_largest():
     assert stats == {"rank": 1, "cutoff": 1.0, "rtol": 0.5}
 
 
-def test_default_cutoff_does_not_depend_on_the_dtype():
-    for dtype in (torch.float32, torch.float64):
-        assert Filter().resolved_rtol(768, 768, dtype) == 768 * FLOAT32_EPS
-
-
 @pytest.mark.parametrize(("size", "width"), [(12, 4096), (4096, 4096), (9000, 4096)])
 def test_default_cutoff_is_that_of_the_layer_in_every_form(size, width):
     assert Filter().resolved_rtol(size, width, torch.float32) == width * FLOAT32_EPS

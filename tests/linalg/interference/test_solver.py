@@ -5,14 +5,12 @@ import itertools
 
 import pytest
 import torch
-from tests.helpers.experts import OnePass
 from tests.helpers.interference import EPS32, naive, self_grams
 from tests.helpers.lapack import failing
 from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import relative_error
 
 from actmat.errors import NumericalError, StatisticsError
-from actmat.linalg.interference import solver as interference
 from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare, solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.lowrank import LowRank
@@ -135,15 +133,6 @@ def test_stacking_blocks_of_one_input_pools_their_second_moment():
     found = solve([torch.cat(parts) for parts in zip(*blocks, strict=True)], InterferenceRule()).value.split([8, 4, 5])
     for block, merged in zip(blocks, found, strict=True):
         assert relative_error(merged, naive(block, pooled)) < 1e-12
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_one_pass_and_no_mutation(solver):
-    deltas = [d.mT for d in random_deltas(3, 9, 5)]  # not contiguous
-    before = [d.clone() for d in deltas]
-    once = solve(OnePass(deltas), InterferenceRule(solver=solver, null="sum")).value
-    assert torch.equal(once, solve(deltas, InterferenceRule(solver=solver, null="sum")).value)
-    assert all(torch.equal(a, b) for a, b in zip(deltas, before, strict=True))
 
 
 def test_finish_leaves_the_state_for_the_next_variant_and_decomposes_once(monkeypatch):
@@ -273,18 +262,6 @@ class TestRefusals:
             solve([torch.tensor([[3e38, 3e38]]), torch.tensor([[3e38, -3e38]])], InterferenceRule())
 
 
-def test_state_can_be_prepared_for_a_compressed_basis():
-    """The same deltas in a basis of their rows, with the layer's I: same cut-off, same answer."""
-    wide = random_deltas(2, 3, 40)
-    basis = torch.linalg.qr(torch.cat(wide).T).Q
-    small = [d @ basis for d in wide]
-    rule = InterferenceRule(spectral=Filter("tikhonov"), null="sum")
-    state = interference.prepare(small, rule, width=40)
-    assert relative_error(finish(state, rule)[0] @ basis.T, solve(wide, rule).value) < 1e-12
-    hard = finish(interference.prepare(small, InterferenceRule(), width=40), InterferenceRule())[1]
-    assert hard["rtol"] == 40 * EPS32
-
-
 # Low-rank deltas against the dense rule on the same matrices.
 
 
@@ -338,40 +315,9 @@ def test_cutoff_uses_the_inputs_of_the_layer_not_of_the_basis():
     assert stats["rtol"] == 300 * EPS32
 
 
-def test_float32_factors_come_back_in_float32_at_float32_accuracy():
-    deltas = adapters([2, 3], 20, 30, dtype=torch.float32)
-    value, _ = solve_lowrank(deltas, InterferenceRule())
-    assert value.b_OR.dtype == value.a_RI.dtype == torch.float32
-    exact, _ = solve_lowrank([d.to(torch.float64) for d in deltas], InterferenceRule())
-    assert relative_error(value.dense(), exact.dense()) < 1e-6
-
-
-def test_independent_row_spaces_leave_no_interference():
-    """Each expert is met on its own rows, `(D* - D_t) D_t^T = 0`, so that weights and normalizer do not matter."""
-    deltas = adapters([2, 3, 4], 20, 30)
-    value, stats = solve_lowrank(deltas, InterferenceRule())
-    assert stats["rank"] == 9
-    for delta in deltas:
-        assert relative_error(value.dense() @ delta.dense().T, delta.dense() @ delta.dense().T) < 1e-12
-    weighted, _ = solve_lowrank(deltas, InterferenceRule(Estimator(normalize="norm")), weights=[1.0, 5.0, 0.2])
-    assert relative_error(weighted.dense(), value.dense()) < 1e-12
-
-
 def test_trim_is_refused_by_name():
     with pytest.raises(ValueError, match="'trim' is not available for low-rank"):
         get_method("actmat").lowrank.merge(adapters([2], 5, 6), trim=0.5)
-
-
-@pytest.mark.parametrize("shape", [(20, 12), (3, 12)])
-def test_given_grams_with_low_rank_deltas(shape):
-    deltas = adapters([2, 3], *shape)
-    halves = random_deltas(2, 5, 12, seed=7)
-    grams = [h.T @ h for h in halves]  # rank 5 + 5 of 12: S is singular
-    value, stats = solve_lowrank_with_grams(deltas, grams, InterferenceRule())
-    expected = dense(deltas, InterferenceRule(), grams=grams)
-    assert relative_error(value.dense(), expected.value) < 1e-10
-    assert value.rank <= 5
-    assert stats["rank"] == expected.stats["rank"] == 10
 
 
 @pytest.mark.parametrize("rule", [

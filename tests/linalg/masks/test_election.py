@@ -96,13 +96,6 @@ def test_chunks_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPa
     assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_chunks)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
-    deltas = [torch.ones(shape), torch.ones(shape)]
-    assert torch.equal(elect(deltas, [KEEP_ALL] * 2, scales=[1, 1], counts=[1, 1]), torch.ones(shape))
-    assert torch.equal(masked_sum(deltas, [KEEP_ALL] * 2, [1, 2]), torch.full(shape, 3.0))
-
-
 def naive_float32(votes: list[torch.Tensor], counts: list[float], tie_break: int) -> torch.Tensor:
     """The election in float32, one operation after the other as its definition says, with nothing left out."""
     total = torch.zeros_like(votes[0])
