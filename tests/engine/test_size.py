@@ -133,9 +133,7 @@ def test_records_keep_their_size_in_the_journal() -> None:
     size = {"norm": 1.0, "sum_norm": 2.0, "expert_norms": [1.0, 1.5], "sampled": 10}
     record = Record("a", "00", {"a": "00"}, size=size)
     assert Record.from_json(record.to_json()) == record
-    damaged = Record.from_json(record.to_json() | {"size": {**size, "expert_norms": ["x"]}})
-    assert damaged is not None
-    assert damaged.size is None
+    assert Record.from_json(record.to_json() | {"size": {**size, "expert_norms": "x"}}) is None
 
 
 def test_what_is_far_off_has_a_code() -> None:
