@@ -38,7 +38,7 @@ def test_the_sample_is_the_same_for_any_chunks(chunk: int) -> None:
     expected = torch.cat([values[a:b] for a, b in sample_runs(LARGE)]).double()
     assert sample.entries is not None
     assert torch.equal(sample.entries, expected)
-    assert sample.runs.wanted_from == math.inf
+    assert sample.wanted_from == math.inf
 
 
 class Formed:
