@@ -15,7 +15,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.progress import NoProgress
+from actmat.progress import Progress
 
 GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
 
@@ -189,7 +189,7 @@ def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
     class Stop(RuntimeError):
         pass
 
-    class Halfway(NoProgress):
+    class Halfway(Progress):
         def tensor(self, name: str, nbytes: int) -> None:
             if "h.1" in name:
                 raise Stop
