@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from actmat.foreign import terminal
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 
-class Progress(Protocol):
-    """Callbacks of a running merge."""
+class Progress:
+    """Callbacks of a running merge, which do nothing: the default."""
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
         """Plans are made; `resumed` tensors of an interrupted run are reused."""
@@ -30,25 +30,6 @@ class Progress(Protocol):
 
     def finishing(self) -> None:
         """All tensors are done; flushing to disk and renaming follow."""
-
-
-class NoProgress:
-    """Ignores all calls: the default."""
-
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Do nothing."""
-
-    def tensor(self, name: str, nbytes: int) -> None:
-        """Do nothing."""
-
-    def node(self, name: str, nbytes: int) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def finishing(self) -> None:
-        """Do nothing."""
 
 
 def in_notebook() -> bool:
@@ -76,8 +57,8 @@ def tqdm_bar(doing: str, **options: Any) -> Any:
     return tqdm(desc=doing, **options)
 
 
-class NotebookProgress(NoProgress):
-    """Shows a merge on a bar of tqdm; implements `Progress`."""
+class NotebookProgress(Progress):
+    """Shows a merge on a bar of tqdm."""
 
     def __init__(self, doing: str = "merging") -> None:
         self._doing = doing
@@ -101,4 +82,4 @@ class NotebookProgress(NoProgress):
 
 def usual_progress(doing: str = "merging") -> Progress:
     """Default progress of a call: a bar in a notebook, else nothing."""
-    return NotebookProgress(doing) if in_notebook() else NoProgress()
+    return NotebookProgress(doing) if in_notebook() else Progress()

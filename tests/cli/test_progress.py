@@ -10,7 +10,7 @@ import pytest
 
 from actmat.cli import streams
 from actmat.cli.screen import MergeProgress, showing_progress
-from actmat.progress import NoProgress, Progress
+from actmat.progress import Progress
 
 
 def calls(kind: type) -> dict[str, list[str]]:
@@ -18,10 +18,9 @@ def calls(kind: type) -> dict[str, list[str]]:
     return {name: list(inspect.signature(f).parameters) for name, f in functions if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("kind", [NoProgress, MergeProgress])
-def test_implementations_have_the_calls_of_the_protocol(kind: type) -> None:
+def test_the_bar_has_the_calls_of_progress() -> None:
     assert set(calls(Progress)) == {"started", "tensor", "node", "note", "finishing"}
-    assert calls(kind) == calls(Progress)
+    assert calls(MergeProgress) == calls(Progress)
 
 
 def test_quiet_is_no_bar() -> None:
@@ -54,8 +53,8 @@ print(text.splitlines()[:1])
         assert first in done.stdout
 
 
-def test_no_progress_ignores_all_calls() -> None:
-    nothing: Progress = NoProgress()
+def test_progress_ignores_all_calls() -> None:
+    nothing: Progress = Progress()
     nothing.started([], 0, 1)
     nothing.tensor("a", 1)
     nothing.finishing()

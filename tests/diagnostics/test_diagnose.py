@@ -186,7 +186,6 @@ def test_adapters_into_an_adapter_and_into_a_model_agree(adapters: tuple[Path, l
     for m in factored.measures:
         other = dense[m.name + ".weight"]
         assert m.norms == pytest.approx(other.norms, rel=PRINTED)
-        assert m.energy_kept == pytest.approx(other.energy_kept, rel=PRINTED)
         assert flat(m.subspace_overlap) == pytest.approx(flat(other.subspace_overlap), abs=PRINTED)
         assert m.merged_norm == pytest.approx(other.merged_norm, rel=1e-4)  # float32 there
         assert m.relative_norms is None
@@ -310,17 +309,12 @@ def test_an_unknown_muted_code_stops_before_the_work(family: Family) -> None:
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (1024, 256), (256, 1024)])
-@pytest.mark.parametrize("reused", [True, False])
-def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: bool) -> None:
+def test_measuring_stays_within_the_estimate(shape: tuple[int, int]) -> None:
     experts = 4
     rng = torch.Generator().manual_seed(0)
     deltas = [torch.randn(shape, generator=rng) for _ in range(experts)]
-    options = ACTMAT.resolve_options({})
-    assert ACTMAT.stages is not None
-    state = ACTMAT.stages.prepare(deltas, **options)
-    merged = ACTMAT.stages.finish(state, **options)
-    kept, rule = (int(merged.stats["rank"]), state.items[0]) if reused else (None, None)
-    peak = peak_bytes(lambda: measure_dense(deltas, merged.value, generator=torch.Generator(), rank=kept, rule=rule))
+    merged = ACTMAT.merge(deltas, **ACTMAT.resolve_options({}))
+    peak = peak_bytes(lambda: measure_dense(deltas, merged.value, generator=torch.Generator()))
     spec = TensorSpec("w", shape, "float32", "")
     sources = (DeltaSource("w", "stored", "float32", 4 * merged.value.numel()),) * experts
     target = Target(spec, TensorLayout(Role.LINEAR, ""), sources=sources)

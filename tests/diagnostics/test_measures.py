@@ -12,7 +12,6 @@ from torch import Tensor
 from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank
 from actmat.diagnostics.rows import PROBES
 from actmat.linalg.interference.rule import FLOAT32_EPS
-from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.actmat import ACTMAT
 
@@ -37,13 +36,11 @@ def factored(rows: int, columns: int, rank: int, seed: int) -> LowRank:
     return LowRank(0.1 * b, torch.randn(rank, columns, generator=rng, dtype=torch.float64))
 
 
-def naive(deltas: Sequence[Tensor], merged: Tensor, rank: int | None = None) -> dict[str, Any]:
+def naive(deltas: Sequence[Tensor], merged: Tensor) -> dict[str, Any]:
     """Every number by its definition in docs/diagnostics.md."""
     grams = [d.T @ d for d in deltas]
     width = merged.shape[1]
     total = torch.stack(list(deltas)).sum(0)
-    gram = torch.stack(grams).sum(0)
-    vectors = torch.linalg.eigh(gram)[1]
     floor = width * FLOAT32_EPS
 
     def table(entry: Callable[[int, int], float]) -> list[list[float]]:
@@ -55,7 +52,7 @@ def naive(deltas: Sequence[Tensor], merged: Tensor, rank: int | None = None) -> 
 
     ranks = [float(g.trace() ** 2 / g.norm() ** 2) for g in grams]
     pairs = [(s, t) for s in range(len(deltas)) for t in range(len(deltas)) if s != t]
-    out: dict[str, Any] = {
+    return {
         "norms": [float(d.norm()) for d in deltas],
         "effective_rank": ranks,
         "numerical_rank": [rank_of(g) for g in grams],
@@ -67,10 +64,6 @@ def naive(deltas: Sequence[Tensor], merged: Tensor, rank: int | None = None) -> 
         "mean_norm": float(total.norm()) / len(deltas),
         "sum_norm": float(total.norm()),
     }
-    if rank is not None:
-        kept = vectors[:, width - rank :]
-        out["energy_kept"] = [float((d @ kept).norm() ** 2 / d.norm() ** 2) for d in deltas]
-    return out
 
 
 def flat(value: Any) -> list[float]:
@@ -88,48 +81,26 @@ def differing(found: dict[str, Any], expected: dict[str, Any], tolerance: float)
     }
 
 
-def merged_by_actmat(deltas: Sequence[Tensor], **options: Any) -> tuple[Tensor, State, int]:
-    resolved = ACTMAT.resolve_options(options)
-    assert ACTMAT.stages is not None
-    state = ACTMAT.stages.prepare(deltas, **resolved)
-    merged = ACTMAT.stages.finish(state, **resolved)
-    return merged.value, state, int(merged.stats["rank"])
-
-
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dense_measures_are_the_naive_ones(shape: tuple[int, int], decay: float) -> None:
     deltas = [spectral(*shape, decay, seed) for seed in range(3)]
-    merged, state, kept = merged_by_actmat(deltas)
-    expected = naive(deltas, merged, kept)
-    alone = {k: v for k, v in expected.items() if k != "energy_kept"}
-    assert not differing(measure_dense(deltas, merged), alone, PRINTED)
-    assert not differing(measure_dense(deltas, merged, rank=kept, rule=state.items[0]), expected, PRINTED)
-
-
-@pytest.mark.parametrize("solver", ["eigh", "dual", "stacked"])
-def test_energy_in_the_kept_space_in_every_form(solver: str) -> None:
-    deltas = [spectral(8, 40, 1.0, 0), 0.05 * spectral(8, 40, 1.0, 1)]
-    merged, state, kept = merged_by_actmat(deltas, solver=solver, rtol=1e-2)
-    assert 0 < kept < 16
-    found = measure_dense(deltas, merged, rank=kept, rule=state.items[0])
-    assert found["energy_kept"] == pytest.approx(naive(deltas, merged, kept)["energy_kept"], abs=PRINTED)
-    assert found["energy_kept"][1] < 0.9, "the small expert loses some"
+    merged = ACTMAT.merge(deltas).value
+    assert not differing(measure_dense(deltas, merged), naive(deltas, merged), PRINTED)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_factored_measures_are_the_dense_ones(shape: tuple[int, int]) -> None:
     deltas = [factored(*shape, rank, seed) for seed, rank in enumerate([1, 3, 4])]
     merged = ACTMAT.lowrank.merge(deltas)
-    kept = int(merged.stats["rank"])
-    expected = naive([d.dense() for d in deltas], merged.value.dense(), kept)
+    expected = naive([d.dense() for d in deltas], merged.value.dense())
     for value in (merged.value, merged.value.dense()):
-        assert not differing(measure_lowrank(deltas, value, rank=kept), expected, PRINTED)
+        assert not differing(measure_lowrank(deltas, value), expected, PRINTED)
 
 
 def test_float32_measures_to_float32() -> None:
     deltas = [spectral(40, 24, 0.5, seed) for seed in range(3)]
-    merged = merged_by_actmat(deltas)[0]
+    merged = ACTMAT.merge(deltas).value
     expected = naive(deltas, merged)
     found = measure_dense([d.float() for d in deltas], merged.float())
     assert not differing(found, expected, F32_SOLVE)
@@ -175,7 +146,7 @@ DEVIATION = 0.2
 def test_probes_estimate_the_exact_numbers(decay: float) -> None:
     draws = 30
     deltas = [spectral(400, 60, decay, seed) for seed in range(2)]
-    merged = merged_by_actmat(deltas)[0]
+    merged = ACTMAT.merge(deltas).value
     exact = measure_dense(deltas, merged)
     found = [measure_dense(deltas, merged, generator=torch.Generator().manual_seed(s)) for s in range(draws)]
     for field in ("effective_rank", "residual", "subspace_overlap"):
@@ -216,7 +187,7 @@ def test_half_an_ulp_of_the_storage_dtype() -> None:
 def test_identities_of_the_residual() -> None:
     """The merge of one expert meets it exactly; ACTMat of independent row spaces meets all."""
     delta = spectral(12, 16, 0.3, 0)
-    assert measure_dense([delta], merged_by_actmat([delta])[0])["residual"][0] < F64_IDENTITY
+    assert measure_dense([delta], ACTMAT.merge([delta]).value)["residual"][0] < F64_IDENTITY
     low = [factored(20, 16, 3, seed) for seed in range(3)]
     merged = ACTMAT.lowrank.merge(low)
     assert max(measure_lowrank(low, merged.value)["residual"]) < 1e-7  # the float64 Gram's square root

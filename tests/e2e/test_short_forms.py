@@ -18,7 +18,7 @@ from actmat.errors import CheckpointError
 from actmat.extras.pages.comparison import compare
 from actmat.extras.tune.progress import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.methods import all_methods
-from actmat.progress import NoProgress, NotebookProgress, in_notebook, usual_progress
+from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
 from actmat.report.totals import recorded_totals
 from actmat.report.verify import Verification
 
@@ -154,7 +154,7 @@ def test_only_kernels_are_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(usual_progress(), NotebookProgress) is expected
         assert isinstance(usual_tune_progress(), NotebookTuneProgress) is expected
     monkeypatch.delitem(sys.modules, "IPython")
-    assert type(usual_progress()) is NoProgress
+    assert type(usual_progress()) is Progress
     assert type(usual_tune_progress()) is TuneProgress
 
 
@@ -170,7 +170,7 @@ def test_a_merge_shows_a_bar_that_ends_full(
     assert f"merging: 100%|##########| {tensors}/{tensors}" in shown.replace("█", "#")
     actmat.diagnose(family.base, family.experts)
     assert "measuring: 100%" in capsys.readouterr().err
-    actmat.merge(family.base, family.experts, out=tmp_path / "silent", durable=False, progress=NoProgress())
+    actmat.merge(family.base, family.experts, out=tmp_path / "silent", durable=False, progress=Progress())
     assert capsys.readouterr().err == ""
 
 

@@ -31,7 +31,7 @@ from actmat.errors import MergeError
 from actmat.extras.ray import RayExecutor, cluster
 from actmat.extras.ray.batches import Offer
 from actmat.extras.ray.dispatch import ATTEMPTS, Dispatcher
-from actmat.progress import NoProgress
+from actmat.progress import Progress
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only; read on import
 ray = pytest.importorskip("ray")
@@ -160,7 +160,7 @@ class Noting:
                 del result
 
 
-class Seen(NoProgress):
+class Seen(Progress):
     """Keeps what a run tells of nodes."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ def test_the_sample_is_the_same_for_any_chunks(chunk: int) -> None:
     expected = torch.cat([values[a:b] for a, b in sample_runs(LARGE)]).double()
     assert sample.entries is not None
     assert torch.equal(sample.entries, expected)
-    assert sample.runs.wanted_from == math.inf
+    assert sample.wanted_from == math.inf
 
 
 class Formed:
@@ -133,9 +133,7 @@ def test_records_keep_their_size_in_the_journal() -> None:
     size = {"norm": 1.0, "sum_norm": 2.0, "expert_norms": [1.0, 1.5], "sampled": 10}
     record = Record("a", "00", {"a": "00"}, size=size)
     assert Record.from_json(record.to_json()) == record
-    damaged = Record.from_json(record.to_json() | {"size": {**size, "expert_norms": ["x"]}})
-    assert damaged is not None
-    assert damaged.size is None
+    assert Record.from_json(record.to_json() | {"size": {**size, "expert_norms": "x"}}) is None
 
 
 def test_what_is_far_off_has_a_code() -> None:

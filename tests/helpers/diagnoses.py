@@ -32,7 +32,6 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
         "relative_norms": (0.02,) * n,
         "effective_rank": (20.0,) * n,
         "numerical_rank": (64,) * n,
-        "energy_kept": None,
         "cosine": table(n, 1.0, 0.05),
         "subspace_overlap": table(n, 1.0, 0.4),
         "chance_overlap": 0.3,
@@ -67,7 +66,6 @@ def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
         "base_levels": 1200,
         "group_levels": [60.0] * n,
         "base_group_levels": 60.0,
-        "rounded": [None] * n,
     } | fields
 
 

@@ -34,13 +34,13 @@ def test_licenses_combine(inputs: list[LicensedInput], head: dict[str, Any], sai
     found = combine(inputs)
     assert found.head == head
     assert said in found.text
-    assert found.conflict == ""
+    assert "**Conflict**" not in found.text
 
 
 def test_two_licenses_that_are_not_permissive_conflict_and_both_are_named() -> None:
     found = combine([origin("base", "llama3.1"), origin("math", "cc-by-nc-4.0"), origin("code", "mit"), origin("x")])
     assert found.head == {"license": "other", "license_name": "conflict"}
-    assert found.conflict.startswith("llama3.1 (base) and cc-by-nc-4.0 (math) are not one license")
+    assert "**Conflict**: llama3.1 (base) and cc-by-nc-4.0 (math) are not one license" in found.text
     assert "None was found for x." in found.text
     (note,) = read_card(f"---\nlicense: other\n---\n{found.text}\n").notes
     assert "cc-by-nc-4.0" in note

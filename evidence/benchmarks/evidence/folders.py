@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import actmat
-from actmat.progress import NoProgress
+from actmat.progress import Progress
 from actmat_experiments.core import locate_inputs, make_recipe, modules_differ, size_and_overlap
 from actmat_experiments.harness.cache import file_digest, library_versions
 from actmat_experiments.harness.origin import UNKNOWN, current_origin
@@ -94,14 +94,14 @@ class Chats:
         if row == "base":
             return stored_tensors(self.base)
         if row in self.tasks:
-            return actmat.merge(self.base, [self.experts[row]], progress=NoProgress()).tensors
+            return actmat.merge(self.base, [self.experts[row]], progress=Progress()).tensors
         if row == "regmean:data=training":
             prompts = {t: [r["text"] for r in read_lines(self.folder / f"{t}.jsonl")[:PROMPTS]] for t in self.tasks}
             with tempfile.TemporaryDirectory() as out:
-                actmat.merge(self.base, self.experts, out=out, data=prompts, overwrite=True, progress=NoProgress())
-                return actmat.merge(self.base, [out], progress=NoProgress()).tensors  # of an adapter
+                actmat.merge(self.base, self.experts, out=out, data=prompts, overwrite=True, progress=Progress())
+                return actmat.merge(self.base, [out], progress=Progress()).tensors  # of an adapter
         method, *post = row.removesuffix("_1").split("+")
-        fields = {"options": options_of(row), "post": post, "progress": NoProgress()}
+        fields = {"options": options_of(row), "post": post, "progress": Progress()}
         return actmat.merge(self.base, self.experts, method=method, **fields).tensors
 
     def scores(self, suite: str, model: str, row: str) -> Iterator[Score]:

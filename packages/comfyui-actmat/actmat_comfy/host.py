@@ -17,7 +17,7 @@ import folder_paths
 
 from actmat.errors import AlignmentError, RecipeError
 from actmat.planning import MergePlan
-from actmat.progress import NoProgress
+from actmat.progress import Progress
 
 from .stacks import is_text
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("actmat")
 _FACTORS = (".lora_up.weight", ".lora_B.weight", "_lora.up.weight", ".lora.up.weight", ".lora_linear_layer.up.weight")
 
 
-class ComfyProgress(NoProgress):
+class ComfyProgress(Progress):
     """Shows a merge in ComfyUI's progress bar; stops it when the user presses Cancel."""
 
     def __init__(self) -> None:

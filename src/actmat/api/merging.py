@@ -10,7 +10,7 @@ from actmat.api.fields import AverageFields, InputFields, MergeArguments, MergeF
 from actmat.api.held import MergeInput, MergeInputs, hold_inputs
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
-from actmat.progress import NoProgress, Progress, usual_progress
+from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments, split_fields
 from actmat.run import MergeReport, plan_recipe, run_recipes
@@ -62,7 +62,7 @@ def merge(
             expert writes prompts itself ("self": all do). The merge is made for them, and `answers` of the report says
             what it kept. Needs `out`. Experts in memory are then models of transformers, which run as they are, with
             the tokenizer of the folder that they were loaded from.
-        progress: see `Progress`, by inputs `TuneProgress`; None: a line in a notebook only; `NoProgress()`: silent.
+        progress: see `Progress`, by inputs `TuneProgress`; None: a line in a notebook only; `Progress()`: silent.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
             ...; see `settings.RunSettings`); `check`, like `data`, but only to compare answers; with either, `template`
@@ -104,7 +104,7 @@ def merge_recipes(
     if recipes and all(str(r.out).endswith(".safetensors") for r in recipes):
         from actmat.extras.diffusion.files import run_into_files
 
-        if (made := run_into_files(recipes, settings, progress or NoProgress(), run_recipes)) is not None:
+        if (made := run_into_files(recipes, settings, progress or Progress(), run_recipes)) is not None:
             return made
     return run_recipes(recipes, settings, progress, draw=draw_page)
 

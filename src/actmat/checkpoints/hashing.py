@@ -36,10 +36,6 @@ class ContentHash:
         self._state.update(data)
         self.size += len(data)
 
-    def add(self, name: str, digest: str) -> None:
-        """Append a tensor by its hash, for `hash_names`; the caller gives them sorted by name."""
-        self.update(f"{name}\0{digest}\n".encode())
-
     def hexdigest(self) -> str:
         """32 hexadecimal digits of everything seen so far."""
         return str(self._state.hexdigest())
@@ -52,7 +48,7 @@ def hash_names(pairs: Iterable[tuple[str, str]]) -> str:
     """
     total = ContentHash()
     for name, digest in sorted(pairs):
-        total.add(name, digest)
+        total.update(f"{name}\0{digest}\n".encode())
     return total.hexdigest()
 
 

@@ -6,7 +6,6 @@ Bytes are little-endian in files and in memory; the header parser refuses to run
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
@@ -30,10 +29,14 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an entry -> an integer type of this size, which all functions of torch know."""
+
+
 def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
     """Copy the row-major bytes `start : start + len(out)` of a CPU tensor of any strides into `out`.
 
-    Of a tensor whose memory is in another order, or lazily negated, the entries in that range are copied first.
+    Of a tensor whose memory is in another order the entries in that range are copied first; of a negated one, all.
     """
     length = len(out)
     if length == 0:
@@ -41,27 +44,5 @@ def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
     if not tensor.is_contiguous() or tensor.is_neg():
         first, last = start // tensor.itemsize, -(-(start + length) // tensor.itemsize)
         start -= first * tensor.itemsize
-        entries = torch.empty(last - first, dtype=tensor.dtype)
-        _copy_entries(tensor, first, entries)
-        tensor = entries
+        tensor = tensor.resolve_neg().view(WHOLE[tensor.itemsize]).take(torch.arange(first, last))
     out[:] = raw_bytes(tensor)[start : start + length]
-
-
-def _copy_entries(tensor: Tensor, first: int, out: Tensor) -> None:
-    """Fill `out` with consecutive entries in row-major order, from entry `first` on; no other entry is copied."""
-    count = out.numel()
-    if tensor.ndim <= 1:
-        out.copy_(tensor.reshape(-1)[first : first + count])
-        return
-    row = math.prod(tensor.shape[1:])
-    index, inside = divmod(first, row)
-    if inside or count < row:  # the end of a row, or a run inside one; what follows begins with a row
-        head = min(count, row - inside)
-        _copy_entries(tensor[index], inside, out[:head])
-        if head < count:
-            _copy_entries(tensor, first + head, out[head:])
-        return
-    rows = count // row
-    out[: rows * row].view(rows, *tensor.shape[1:]).copy_(tensor[index : index + rows])
-    if rows * row < count:
-        _copy_entries(tensor[index + rows], 0, out[rows * row :])

@@ -72,9 +72,9 @@ def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir
     return view(str(location), partial(open_model, cache_dir=cache_dir))
 
 
-def open_tensors(location: str | Path | Mapping[str, Tensor], *, cache_dir: str | Path | None = None) -> Tensors:
+def open_tensors(location: str | Path | Mapping[str, Tensor]) -> Tensors:
     """The tensors of `open_model`; closing them closes all that is open."""
-    return open_model(location, cache_dir=cache_dir).tensors
+    return open_model(location).tensors
 
 
 def is_composed(location: str | Path) -> bool:

@@ -27,10 +27,11 @@ from rich.text import Text
 
 from actmat.cli.streams import INDENT, Notes, line_breaks
 from actmat.foreign import terminal
-from actmat.progress import tensors_to_do
+from actmat.progress import Progress, tensors_to_do
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.progress import Progress as RichProgress
+    from rich.progress import ProgressColumn, TaskID
 
     from actmat.planning import MergePlan
 
@@ -136,11 +137,11 @@ def first_to_last(names: Sequence[str]) -> str:
     return names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
 
 
-def progress_bar(*columns: str | ProgressColumn, quiet: bool = False) -> Progress:
+def progress_bar(*columns: str | ProgressColumn, quiet: bool = False) -> RichProgress:
     """Create a transient bar on stderr; disabled if `quiet` is set or stderr is not a terminal."""
-    from rich.progress import Progress
+    from rich.progress import Progress as RichProgress
 
-    return Progress(*columns, console=note_console, transient=True, disable=quiet or not note_console.is_terminal)
+    return RichProgress(*columns, console=note_console, transient=True, disable=quiet or not note_console.is_terminal)
 
 
 @contextlib.contextmanager
@@ -178,10 +179,10 @@ def showing_progress(doing: str = "merging", *, quiet: bool) -> Iterator[MergePr
         yield MergeProgress(bar, doing)
 
 
-class MergeProgress:
-    """Progress of a merge on a bar; implements `actmat.progress.Progress`."""
+class MergeProgress(Progress):
+    """Progress of a merge on a bar."""
 
-    def __init__(self, bar: Progress, doing: str) -> None:
+    def __init__(self, bar: RichProgress, doing: str) -> None:
         self._bar, self._doing = bar, doing
         self._task: TaskID | None = None
         self._nodes: dict[str, TaskID] = {}

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from actmat.diagnostics.rows import PROBES, measure_rows, normalized, random_signs
 from actmat.linalg.inner import frobenius_norm64, inner_products
-from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.lapack import eigh
 from actmat.linalg.lowrank import LowRank, frobenius_norm
 
@@ -29,15 +28,11 @@ def measure_dense(
     *,
     scale: float = 1.0,
     generator: torch.Generator | None = None,
-    rank: int | None = None,
-    rule: Reduced | None = None,
 ) -> Numbers:
     """Measure dense deltas `O I` and the merged delta `D* = scale * merged`.
 
     Args:
         generator: of the probes; None: exact, at any cost.
-        rank: number of leading directions of its own `S` that a method with a cut-off used.
-        rule: the problem that a method of the interference family solved.
 
     >>> d = torch.eye(2)
     >>> numbers = measure_dense([d, -d], 0 * d)
@@ -55,25 +50,15 @@ def measure_dense(
     rows = measure_rows(factors, lambda t, f: (merged_rows - factors[t]) @ f.mT, (height, width), probed=probed)
     # a delta or its transpose, whichever can be read without a copy
     inner_TT = inner_products([d.mT if not d.is_contiguous() and d.mT.is_contiguous() else d for d in deltas])
-    energy = None if rank is None or rule is None else [_energy(f, rule, rank) for f in factors]
     size = frobenius_norm64(merged_OI) * abs(scale)
-    return _numbers(rows, inner_TT, width, energy, size) | {"probes": PROBES if probed else None}
+    return _numbers(rows, inner_TT, width, size) | {"probes": PROBES if probed else None}
 
 
-def measure_lowrank(
-    deltas: Sequence[LowRank],
-    merged: LowRank | Tensor,
-    *,
-    scale: float = 1.0,
-    rank: int | None = None,
-) -> Numbers:
+def measure_lowrank(deltas: Sequence[LowRank], merged: LowRank | Tensor, *, scale: float = 1.0) -> Numbers:
     """Measure factored deltas `D_t = b_t a_t`, exactly, in float64, as `measure_dense` does.
 
     No `O I` matrix is formed; the merged delta may be given as one. With `b_t^T b_t = r_t^2` (symmetric root),
     `F_t = r_t a_t` has `F_t^T F_t = D_t^T D_t`, and everything follows from `F F^T` of all experts, `N N`.
-
-    Args:
-        rank: as of `measure_dense`, where the method's `S` is the plain sum of `D_t^T D_t`.
 
     >>> d = LowRank(torch.tensor([[3.0], [4.0]]), torch.tensor([[1.0, 0.0]]))
     >>> numbers = measure_lowrank([d], d, scale=0.5)
@@ -96,28 +81,16 @@ def measure_lowrank(
         return image * scale - exact[t].b_OR @ (exact[t].a_RI @ f_RI.mT)
 
     rows = measure_rows(factors, apart, (height, width), probed=False)
-    energy = None
-    if rank is not None:
-        f_NI = torch.cat(factors)
-        values_N, vectors_NN, _ = eigh(f_NI @ f_NI.mT)
-        values_N = values_N.clamp_min(0)
-        # the part of expert t in direction i of S is l_i |u_i restricted to t|^2
-        leading = slice(max(values_N.numel() - rank, 0), None)
-        part = vectors_NN[:, leading].square() * values_N[leading]
-        energy = [_share(float(part[span].sum()), float(inner_TT[t, t])) for t, span in enumerate(spans)]
     norm = frobenius_norm64(whole) if isinstance(whole, Tensor) else frobenius_norm(whole)
-    return _numbers(rows, inner_TT, width, energy, norm * abs(scale))
+    return _numbers(rows, inner_TT, width, norm * abs(scale))
 
 
-def _numbers(
-    rows: Mapping[str, Tensor], inner_TT: Tensor, width: int, energy: Sequence[float] | None, merged_norm: float
-) -> Numbers:
+def _numbers(rows: Mapping[str, Tensor], inner_TT: Tensor, width: int, merged_norm: float) -> Numbers:
     total = math.sqrt(max(float(inner_TT.sum()), 0.0))
     return {
         "norms": vector(inner_TT.diagonal().clamp_min(0).sqrt()),
         "effective_rank": vector(rows["effective_rank"]),
         "numerical_rank": tuple(rows["numerical_rank"].tolist()),
-        "energy_kept": None if energy is None else tuple(tidy(e) for e in energy),
         "cosine": matrix(normalized(inner_TT).clamp(-1, 1)),
         "subspace_overlap": matrix(rows["subspace_overlap"]),
         "chance_overlap": tidy(_chance(rows["effective_rank"], width)),
@@ -135,20 +108,6 @@ def _chance(effective_rank_T: Tensor, width: int) -> float:
     if n < 2:
         return 0.0
     return float(roots.sum() ** 2 - roots.square().sum()) / (n * (n - 1) * width)
-
-
-def _energy(rows_RI: Tensor, rule: Reduced, rank: int) -> float:
-    """Share of the rows' energy in the `rank` leading directions of the method's `S`."""
-    if rank >= rule.size:
-        return 1.0
-    inside = torch.linalg.vector_norm(rule.coordinates(rows_RI.to(rule.dtype), rank), dtype=torch.float64)
-    whole = torch.linalg.vector_norm(rows_RI, dtype=torch.float64)
-    return _share(float(inside) ** 2, float(whole) ** 2)
-
-
-def _share(part: float, whole: float) -> float:
-    """`part / whole`, at most 1; 1 where both are 0."""
-    return min(part / whole, 1.0) if whole > 0 else 1.0
 
 
 def _root(gram_RR: Tensor) -> Tensor:

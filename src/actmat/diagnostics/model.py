@@ -114,7 +114,6 @@ class MatrixRow(_Strict):
     relative_norms: Vector | None
     effective_rank: Vector
     numerical_rank: tuple[WholeNumber, ...]
-    energy_kept: Vector | None
     cosine: Matrix
     subspace_overlap: Matrix
     chance_overlap: Number
@@ -290,7 +289,7 @@ class Diagnosis(_Strict):
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
     """Problems: vectors and matrices without one entry per expert."""
     n = len(diagnosis.experts)
-    vectors = ("norms", "snr", "relative_norms", "effective_rank", "numerical_rank", "energy_kept", "residual")
+    vectors = ("norms", "snr", "relative_norms", "effective_rank", "numerical_rank", "residual")
     for m in diagnosis.measures:
         for field in vectors:
             value = getattr(m, field)

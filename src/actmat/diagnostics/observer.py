@@ -22,7 +22,6 @@ from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.method import generator_for
 from actmat.engine.observer import ObservedMerge
-from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning.model import Item
@@ -65,9 +64,6 @@ class ItemObserver:
         assert item.call is not None
         self.name, self.call = item.name, item.call
         self.role = item.module.kind if item.is_module else str(item.layout.role)
-        # the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate
-        sums_grams = get_method(item.call.method).sums_own_grams(item.call.options)
-        self.plain = sums_grams and all(w == 1.0 for w in item.call.weights or ())
         self._item, self._seed = item, seed
         whole = not item.is_module and item.layout.role.is_matrix
         self._regions = cut(item.shape, item.layout, "matrix") if whole else []
@@ -102,11 +98,6 @@ class ItemObserver:
             out["merged_norm"] = tidy(math.sqrt(self._merged_square) * abs(self.call.scale))
         return out
 
-    def _rank_used(self, stats: Mapping[str, Any], label: str) -> int | None:
-        """Number of directions that a method with a cut-off used in one matrix."""
-        part = stats.get("parts", {}).get(label, {}) if label else stats
-        return int(part["rank"]) if {"cutoff", "rank"} <= part.keys() else None
-
     def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
             return
@@ -121,12 +112,8 @@ class ItemObserver:
         label, stacked = merged.region.label, len(value.shape) > 2
         for index in range(math.prod(value.shape[:-2])):
             mine = f"{index}/{label}" if label else str(index)
-            numbers = measure_lowrank(
-                [_member(d, index) for d in merged.factors[0]],
-                _member(value, index),
-                scale=self.call.scale,
-                rank=self._rank_used(merged.stats, label) if self.plain and not stacked else None,
-            )
+            deltas = [_member(d, index) for d in merged.factors[0]]
+            numbers = measure_lowrank(deltas, _member(value, index), scale=self.call.scale)
             self._add(mine if stacked else label, value.shape[-2:], True, numbers)
 
     def _add_norms(self, seen: ObservedMerge, value: Tensor) -> None:
@@ -161,15 +148,11 @@ class ItemObserver:
             if merged_OI.ndim != 2:
                 continue
             label = matrix_label(region, k)
-            stage = seen.stages.get(k)  # of the interference family, in the units of the deltas
-            rule = stage.items[0] if isinstance(stage, State) and stage.exponents == [0] else None
             numbers = measure_dense(
                 [d[k] for d in deltas],
                 merged_OI,
                 scale=self.call.scale,
                 generator=generator_for(self._seed, self.name, f"probes {label}"),
-                rank=self._rank_used(seen.stats, label) if rule is not None else None,
-                rule=rule,
             )
             beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
             self._add(label, merged_OI.shape, False, numbers | beside)
@@ -180,8 +163,7 @@ class ItemObserver:
         base = region.layout.to_matrices(seen.stored.view(region.shape))
         for k, deltas in enumerate(factors):
             label = matrix_label(region, k)
-            rank = self._rank_used(seen.stats, label) if self.plain else None
-            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, rank=rank)
+            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale)
             beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
             self._add(label, merged[k].shape, True, numbers | beside)
 

@@ -1,4 +1,4 @@
-"""Sample a few thousand entries of a tensor for the traces of rounding and quantization.
+"""Sample a few thousand entries of a tensor for the traces of quantization.
 
 The first entries in the order of storage, at most `ENTRIES`. What an expert stored is found again by adding its delta
 to the base and rounding to its dtype; that is exact for 16-bit dtypes, which are the ones that matter here.
@@ -28,25 +28,19 @@ def take_sample(item: Item, merged: ObservedMerge) -> dict[str, Any]:
     entries      number of sampled entries
     levels       different values of the expert's weights; `base_levels` of the base's
     group_levels the same within groups of `GROUP`, mean over groups; `base_group_levels`
-    rounded      the expert equals the base rounded to the expert's dtype, if that differs from the base's
     """
     base = merged.stored[:ENTRIES]
     deltas = [d.reshape(-1)[:ENTRIES].cpu() for d in merged.deltas]
     wide = base.to(deltas[0].dtype)
     dtypes = [torch_dtype(d) for d in item.expert_dtypes]
-    weights = [(wide + d).to(dtype) for d, dtype in zip(deltas, dtypes, strict=True)]
     half = [torch.bfloat16 if dtype.itemsize > 2 else dtype for dtype in dtypes]
-    coarse = [w.to(h) for w, h in zip(weights, half, strict=True)]
+    coarse = [(wide + d).to(dtype).to(h) for d, dtype, h in zip(deltas, dtypes, half, strict=True)]
     return {
         "entries": base.numel(),
         "levels": [_levels(w) for w in coarse],
         "base_levels": _levels(base.to(half[0])),
         "group_levels": [_group_levels(w) for w in coarse],
         "base_group_levels": _group_levels(base.to(half[0])),
-        "rounded": [
-            None if dtype == base.dtype else bool(torch.equal(w, base.to(dtype)))
-            for w, dtype in zip(weights, dtypes, strict=True)
-        ],
     }
 
 

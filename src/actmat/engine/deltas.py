@@ -65,8 +65,8 @@ class RegionDeltas(LazySequence):
         strategy: how deltas are given; for `combine` see `RowDeltas`.
 
     Attributes:
-        stages: first stages that were computed, by `method.stage_key`, for variants of one family and observers; None
-            where nothing else takes them, so that a method may write its result over them.
+        stages: first stages that were computed, for variants of one family; None where nothing else takes them, so that
+            a method may write its result over them.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import torch
 from actmat.checkpoints.hashing import hash_names
 from actmat.engine.deltas import RegionDeltas, RowDeltas
 from actmat.engine.memory import Room
-from actmat.engine.method import checked_finite, first_stages, merge_region, named_errors
+from actmat.engine.method import checked_finite, merge_region, named_errors
 from actmat.engine.observer import ObservedMerge
 from actmat.engine.reader import BaseEntries, ItemReader
 from actmat.engine.record import Record
@@ -99,7 +99,7 @@ def _merge(merging: Sequence[Sink], deltas: RegionDeltas) -> bool:
 
 def _merge_group(group: Sequence[Sink], deltas: RegionDeltas) -> None:
     """Merge and write a region for tasks that are called on the same regions."""
-    if len(group) > 1 or any(sink.task.observer is not None for sink in group):
+    if len(group) > 1:
         deltas.stages = {}
     for sink in group:
         task = sink.task
@@ -118,9 +118,8 @@ def _observed(task: Task, deltas: RegionDeltas, value: object) -> ObservedMerge:
     assert isinstance(value, torch.Tensor), "the delta of a tensor is dense"
     assert isinstance(deltas.base_raw, torch.Tensor), "an observer is given everything whole"
     if task.item.is_factored:
-        return ObservedMerge(deltas.region, (), deltas.factors, deltas.base_raw, value, {}, task.stats)
-    stages = first_stages(task, deltas)
-    return ObservedMerge(deltas.region, deltas, None, deltas.base_raw, value, stages, task.stats)
+        return ObservedMerge(deltas.region, (), deltas.factors, deltas.base_raw, value)
+    return ObservedMerge(deltas.region, deltas, None, deltas.base_raw, value)
 
 
 def _combine(sink: Sink, region: Region, base: BaseEntries | None, reader: ItemReader) -> bool:

@@ -31,7 +31,6 @@ from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.inner import is_finite
 from actmat.linalg.lowrank import LowRank, with_identity
 from actmat.methods import Merged, MergeMethod
-from actmat.methods.facets import Stages
 from actmat.methods.post import apply_steps, apply_steps_lowrank
 from actmat.methods.spaces import MERGE_IN
 from actmat.planning.item import Item
@@ -116,7 +115,7 @@ def _merge_module(task: Task, deltas: RegionDeltas) -> LowRank | Tensor:
         if task.observer is not None:
             shape = tuple(value.shape)
             block = Region(0, math.prod(shape), shape, TensorLayout(Role.LINEAR, ""), label)
-            task.observer.region(ObservedMerge(block, (), [factors], None, value, {}, task.stats))
+            task.observer.region(ObservedMerge(block, (), [factors], None, value))
         values.append(value)
     return _packed(task.item, values)
 
@@ -180,23 +179,10 @@ def _call(task: Task, deltas: RegionDeltas, region: Region, k: int, label: str, 
     needs = _needs_of(task, deltas, region, k, label)
     if method.stages is None or stages is None:
         return method.merge(matrices, **needs, **call.options)
-    key = stage_key(task, method.stages, k)
+    key = (method.stages.key(call.options), str(call.weights), k)
     if key not in stages:
         stages[key] = method.stages.prepare(matrices, **needs, **call.options)
     return method.stages.finish(stages[key], **needs, **call.options)
-
-
-def first_stages(task: Task, deltas: RegionDeltas) -> Mapping[int, Any]:
-    """Logical matrix -> result of the first stage of a task's method."""
-    if task.method.stages is None or deltas.stages is None:
-        return {}
-    of_task = stage_key(task, task.method.stages, 0)[:2]
-    return {key[2]: state for key, state in deltas.stages.items() if key[:2] == of_task}
-
-
-def stage_key(task: Task, stages: Stages, k: int) -> tuple[Any, ...]:
-    """Key of the first stage of a task's method on logical matrix `k`; variants with equal keys share it."""
-    return (stages.key(task.call.options), str(task.call.weights), k)
 
 
 def _needs_of(task: Task, deltas: RegionDeltas, region: Region, k: int, label: str) -> dict[str, Any]:

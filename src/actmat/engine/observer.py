@@ -6,7 +6,7 @@ item's record, so that an interrupted merge keeps its measurements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +27,6 @@ class ObservedMerge:
         factors: per logical matrix of the region, the experts' factors; None if the method took dense deltas.
         base: the base's entries as stored, flat; None without a base.
         value: the merged delta before its scale: flat, or as factors of the one logical matrix of the region.
-        stages: logical matrix -> result of the method's first stage; empty if it has no first stage.
-        stats: what the method reported of this item so far.
     """
 
     region: Region
@@ -36,8 +34,6 @@ class ObservedMerge:
     factors: Sequence[Sequence[LowRank]] | None
     base: Tensor | None
     value: Tensor | LowRank
-    stages: Mapping[int, Any]
-    stats: dict[str, Any]
 
     @property
     def stored(self) -> Tensor:

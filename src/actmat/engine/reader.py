@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Tensors, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.raw import WHOLE, raw_bytes
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
@@ -336,7 +336,7 @@ def _logical(expert: Deltas, source: DeltaSource, region: Region) -> list[LowRan
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor.view(WHOLE[tensor.itemsize])
 
 
 def same_bits(raw: Tensor, data: memoryview, base_raw: Tensor, base_data: memoryview | None = None) -> bool:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 OBSERVED = "observed"
 """Key in a record's JSON that holds the observer's measurements."""
+
+
+def _with_norm(stats: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a method, if those that are added up are numbers."""
+    if "error_norm" in stats and not all(isinstance(stats.get(name), float) for name in ("error_norm", "norm")):
+        raise ValueError("expected an error with its norm")
+    return stats
+
+
+def _complete(size: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Sizes, if they have the form of `engine.size.size_of`."""
+    wanted = {"norm": float, "sum_norm": float, "sampled": int, "expert_norms": list}
+    if size is not None and not all(isinstance(size.get(name), kind) for name, kind in wanted.items()):
+        raise ValueError(f"expected the fields {', '.join(wanted)}")
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,69 +48,40 @@ class Record:
         products: inner products of the experts' deltas, see `engine.size.products_of`.
     """
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "allow_inf_nan": False}
+
     name: str
     hash: str
     hashes: Mapping[str, str]
     base_hash: str = ""
     expert_hashes: tuple[str, ...] = ()
-    stats: Mapping[str, Any] = field(default_factory=dict)
+    stats: Annotated[Mapping[str, Any], AfterValidator(_with_norm)] = field(default_factory=dict)
     unchanged: bool = False
-    nonfinite: int = 0
+    nonfinite: Annotated[int, Field(lt=2**63)] = 0
     seconds: float = 0.0
     observed: Mapping[str, Any] | None = None
-    size: Mapping[str, Any] | None = None
+    size: Annotated[Mapping[str, Any] | None, AfterValidator(_complete)] = None
     products: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the journal."""
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in OPTIONAL}
-        out |= {"hashes": dict(self.hashes), "expert_hashes": list(self.expert_hashes), "stats": dict(self.stats)}
-        out["seconds"] = round(self.seconds, 6)
-        out |= {} if self.size is None else {"size": dict(self.size)}
-        out |= {"products": list(self.products)} if self.products else {}
-        return out if self.observed is None else out | {OBSERVED: dict(self.observed)}
+        fields = dataclasses.asdict(self) | {"seconds": round(self.seconds, 6)}
+        return {name: value for name, value in fields.items() if value or name not in OPTIONAL}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record | None:
         """The record of a journal's line; None for a line that is not a record, or has a field of a wrong type."""
-        names = {f.name for f in dataclasses.fields(cls)} - OPTIONAL
-        if not names <= data.keys() or not all(_is_a(data[n], t) for n, t in _TYPES.items()):
+        try:
+            record: Record = _reader().validate_json(json.dumps(data))
+        except ValidationError:
             return None
-        observed, stats = data.get(OBSERVED), data["stats"]
-        if not all(_is_a(h, str) for h in (*data["hashes"].values(), *data["expert_hashes"])):
-            return None
-        if "error_norm" in stats and not (_is_a(stats["error_norm"], float) and _is_a(stats.get("norm"), float)):
-            return None
-        if observed is not None and not isinstance(observed, dict):
-            return None
-        fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
-        products = data.get("products", [])
-        if not isinstance(products, list) or not all(_is_a(p, float) for p in products):
-            return None
-        return cls(**fields, observed=observed, size=_size(data.get("size")), products=tuple(products))
+        return record
 
 
-OPTIONAL = {"observed", "size", "products"}
-"""Optional fields of a record."""
+OPTIONAL = (OBSERVED, "size", "products")
+"""Fields of a record that are left out where they are empty."""
 
 
-def _size(data: Any) -> Mapping[str, Any] | None:
-    """Sizes from a journal's line, or None if they do not have the form of `engine.size.size_of`."""
-    if not isinstance(data, dict) or not isinstance(data.get("expert_norms"), list):
-        return None
-    numbers = [data.get("norm"), data.get("sum_norm"), data.get("sampled"), *data["expert_norms"]]
-    return data if all(_is_a(n, float) for n in numbers) else None
-
-
-_TYPES: Mapping[str, type] = {
-    "name": str, "hash": str, "hashes": dict, "base_hash": str, "expert_hashes": list, "stats": dict,
-    "unchanged": bool, "nonfinite": int, "seconds": float,
-}  # fmt: skip
-"""Types of a record's fields in JSON."""
-
-
-def _is_a(value: Any, wanted: type) -> bool:
-    """True if a value read from JSON has this type; an integer counts as a number, a bool does not."""
-    if wanted in (int, float):
-        return isinstance(value, (int, wanted)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return isinstance(value, wanted)
+@functools.cache
+def _reader() -> TypeAdapter[Record]:
+    return TypeAdapter(Record)

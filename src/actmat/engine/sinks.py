@@ -160,7 +160,7 @@ class Sum(Sink):
 
     def take_chunk(self, start: int, sum_S: Tensor, base_S: Tensor, stored_S: Tensor) -> None:
         """See `Sink`."""
-        if start + sum_S.numel() > self.sample.runs.wanted_from:
+        if start + sum_S.numel() > self.sample.wanted_from:
             self.sample.add(start, sum_S, self.scale)
         self._write(torch.add(base_S, sum_S, alpha=self.scale, out=sum_S), stored_S)
 

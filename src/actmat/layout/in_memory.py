@@ -14,10 +14,10 @@ matched in three ways, tried in this order:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,11 @@ from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
 from actmat.layout.types import Block
 
-MULTIMODAL = (
+Beginnings: TypeAlias = tuple[tuple[str, str], ...]
+"""Other beginnings of names: pairs of an old and a new one; the first that fits counts."""
+
+OF_PARTS: tuple[Beginnings, ...] = (
+    (("model.diffusion_model.", ""),),
     (("model.language_model.", "model."), ("model.visual.", "visual.")),
     (
         ("model.language_model.", "language_model.model."),
@@ -36,8 +40,8 @@ MULTIMODAL = (
         ("model.multi_modal_projector.", "multi_modal_projector."),
     ),
 )
-"""Beginnings of names in a multimodal model, and in its text model or in the same model saved by earlier versions of
-transformers."""
+"""Beginnings of names in single files of image tools, and in other files of the diffusion model; in a multimodal model,
+and in its text model or in the same model saved by earlier versions of transformers."""
 
 
 def replace_beginning(name: str, pairs: Sequence[tuple[str, str]]) -> str:
@@ -121,7 +125,7 @@ def find_by_name(base: Model, names: Sequence[str], part: str = "") -> dict[str,
     Raises:
         CheckpointError: several parts of the base complete the names.
     """
-    located, several = _by_prefix(base.specs, list(names), part=part, tried=64)
+    located, several = _by_prefix(base.specs, [n for n in names if n not in base.specs], part=part, tried=64)
     if several:
         raise _ambiguous(base, names, several)
     return located | {n: _whole(base.specs[n]) for n in names if n in base.specs}
@@ -155,38 +159,56 @@ def _whole(spec: TensorSpec) -> TensorOnDisk:
     return TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
 
 
+def find_beginnings(
+    names: Collection[str],
+    stored: Collection[str],
+    score: Callable[[Sequence[tuple[str, str]]], tuple[int, int]],
+    part: str,
+    probes: Iterable[str],
+) -> tuple[Beginnings, list[str]]:
+    """Other beginnings with which more of the names are stored; none if there are no such.
+
+    Args:
+        names: that are wanted; those `probes` show which prefixes stored names may have.
+        score: rates pairs of a name and its stored one; the larger the better.
+        part: class or component that chooses among several that are as good.
+
+    Returns:
+        The beginnings; and, if several are as good, none and their prefixes.
+    """
+    added = {s.removesuffix(n) for n in probes for s in stored if s.endswith("." + n)}
+    taken = {n[: n.index(".") + 1] for n in names if "." in n}
+    candidates: list[Beginnings] = [()]
+    candidates += [(pair,) for prefix in sorted(added | taken) for pair in (("", prefix), (prefix, ""))]
+    candidates += [pairs for known in OF_PARTS for pairs in (known, tuple((new, old) for old, new in known))]
+    by_pairs: dict[tuple[tuple[str, str], ...], Beginnings] = {}
+    for pairs in candidates:
+        renamed = ((n, replace_beginning(n, pairs)) for n in names)
+        by_pairs.setdefault(tuple((n, r) for n, r in renamed if r in stored), pairs)
+    scores = {pairs: score(pairs) for pairs in by_pairs if pairs}
+    most = max(scores.values(), default=(0, 0))
+    best = [by_pairs[pairs] for pairs, of_pairs in scores.items() if of_pairs == most]
+    if not best or () in best:
+        return (), []
+    by_prefix = {"".join(beginnings[0]): beginnings for beginnings in best}
+    if len(best) == 1 or not most[0]:
+        return best[0], []
+    chosen = choose_part(part, list(by_prefix))
+    return ((), list(by_prefix)) if chosen is None else (by_prefix[chosen], [])
+
+
 def _by_prefix(
     specs: Mapping[str, TensorSpec], names: list[str], fits: Fits | None = None, part: str = "", tried: int = 8
 ) -> tuple[dict[str, TensorOnDisk], list[str]]:
-    """The names found with the prefix, added or removed, that completes most of them; `tried` give those to add.
+    """The names found with other beginnings, see `find_beginnings`; `tried` of them show which prefixes there are."""
 
-    The list names the prefixes if several do; then nothing is found.
-    """
-    added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
-    taken = {n[: n.index(".") + 1] for n in names if "." in n}
-    renamings: list[Sequence[tuple[str, str]]] = []
-    renamings += [[pair] for prefix in sorted(added | taken) for pair in (("", prefix), (prefix, ""))]
-    renamings += [pairs for known in MULTIMODAL for pairs in (known, [(new, old) for old, new in known])]
-    renamed_by: dict[tuple[tuple[str, str], ...], str] = {}
-    for pairs in renamings:
-        renamed = ((n, replace_beginning(n, pairs)) for n in names)
-        renamed_by.setdefault(tuple((n, r) for n, r in renamed if r in specs), "".join(pairs[0]))
-    scores = {f: _score(specs, f, fits) for f in renamed_by if f}
-    most = max(scores.values(), default=(0, 0))
-    best = {f: renamed_by[f] for f, score in scores.items() if score == most}
-    if len(best) > 1 and most[0] > 0:
-        several = list(best.values())
-        chosen = choose_part(part, several)
-        if chosen is None:
-            return {}, several
-        best = {f: prefix for f, prefix in best.items() if prefix == chosen}
-    return {n: _whole(specs[r]) for n, r in next(iter(best), ())}, []
+    def score(pairs: Sequence[tuple[str, str]]) -> tuple[int, int]:
+        fitting = len(pairs) if fits is None else sum(fits(n, specs[r]) for n, r in pairs)
+        return fitting, fitting - len(pairs)
 
-
-def _score(specs: Mapping[str, TensorSpec], renamed: Sequence[tuple[str, str]], fits: Fits | None) -> tuple[int, int]:
-    """Number of tensors that fit, and of those that do not, negative."""
-    fitting = len(renamed) if fits is None else sum(fits(n, specs[r]) for n, r in renamed)
-    return fitting, fitting - len(renamed)
+    beginnings, several = find_beginnings(names, specs, score, part, names[:tried])
+    renamed = {n: replace_beginning(n, beginnings) for n in names}
+    return {n: _whole(specs[r]) for n, r in renamed.items() if r in specs}, several
 
 
 def choose_part(part: str, prefixes: Sequence[str]) -> str | None:

@@ -270,10 +270,6 @@ class MergeMethod:
         """True if a call with these options reads the deltas chunk by chunk and holds none."""
         return holds(self.access.streams, options)
 
-    def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
-        """True if the state of `stages` holds the sum of the deltas' own Gram matrices, weighted by the weights."""
-        return self.stages is not None and holds(self.stages.sums_own_grams, options)
-
     @property
     def keeps_row_space(self) -> bool:
         """True if merges of several row blocks of one tensor share their rows; see `LowRankForm`."""

@@ -87,14 +87,11 @@ class Stages:
 
     `prepare` depends on the options only through `key(options)`: variants with equal keys share one `prepare`.
     `finish` must not change the state. Both take all needs and options of the method.
-
-    `sums_own_grams`: of `options`; the state is a `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`.
     """
 
     key: Callable[[Mapping[str, Any]], Hashable]
     prepare: Callable[..., Any]
     finish: Callable[..., Merged]
-    sums_own_grams: When = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,12 +141,8 @@ def svd_bytes(item: Item, width: int) -> int:
 
 def estimate_flops(item: Item) -> int:
     """Operations of an item's method, steps and decomposition; without reading, subtracting, adding and writing."""
-    if item.call is None:
-        return 0
-    method, call = get_method(item.call.method), item.call
-    ranks = [s.rank for s in item.sources if s is not None]
-    if item.write.kind == "mean":
-        return item.numel * len(item.sources)
+    call = _call(item)
+    method, ranks = get_method(call.method), [s.rank for s in item.sources if s is not None]
     shapes = [item.shape or (1,)]
     if method.acts_on == "matrix" and not item.is_module:
         shapes = item.layout.matrix_shapes(item.shape)

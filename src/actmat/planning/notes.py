@@ -1,4 +1,4 @@
-"""Notes of a plan: on its method and weights, on adapters among its experts, on storage."""
+"""Notes of a plan: on its method and weights, and on storage."""
 
 from __future__ import annotations
 
@@ -112,26 +112,3 @@ def storage_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> lis
         for label, e in zip(recipe.labels, experts, strict=True)
         if dtypes(e.specs) != mine
     ] + quantization_notes(recipe, base, experts)
-
-
-def adapter_notes(labels: Sequence[str], experts: Sequence[Deltas], items: Sequence[Item]) -> list[str]:
-    """Notes about the adapters among the experts."""
-    alike: dict[int, list[str]] = {}
-    for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
-        if not expert.needs_base:
-            continue
-        changed = sum(
-            any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
-        )
-        alike.setdefault(changed, []).append(f"'{label}'")
-    return [
-        f"expert {who[0]} is an adapter: it changes {changed} tensors, the rest are zero deltas"
-        if len(who) == 1
-        else f"experts {', '.join(who)} are adapters: each changes {changed} tensors, the rest are zero deltas"
-        for changed, who in alike.items()
-    ]
-
-
-def _names(item: Item, t: int) -> set[str]:
-    source = item.sources[t] if item.sources else None
-    return {item.name} | ({source.name} if source is not None else set())

@@ -43,7 +43,7 @@ from actmat.planning.item import Item, Reading, Target, Write
 from actmat.planning.metadata import merged_metadata
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
-from actmat.planning.notes import adapter_notes, all_notes, method_notes, negative_means, storage_notes
+from actmat.planning.notes import all_notes, method_notes, negative_means, storage_notes
 from actmat.planning.post import in_space
 from actmat.planning.problems import base_problems, check, factor_output_problems, idle_problems, input_problems
 from actmat.planning.regions import cut
@@ -55,7 +55,6 @@ from actmat.planning.storage import (
     named_base_notes,
     output_dtypes,
     part_notes,
-    scheme_words,
     stems_of,
     trained_on_codes_notes,
     unknown_note,
@@ -162,7 +161,7 @@ def build_plan(
     merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
     problems = problems or list(idle_problems(recipe.labels, merged))
     check(problems, RecipeError if chooser.problems else AlignmentError)
-    written = _write(recipe, base, _items(recipe, base, experts, decided), scope, chooser)
+    written = _write(recipe, base, _items(recipe, decided), scope, chooser)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     costs = Costs(recipe, base, HOST if is_extracted else room)
     items = (*map(costs.add, written.items), *scope.whole)
@@ -310,9 +309,7 @@ def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: S
     return decision
 
 
-def _items(
-    recipe: Recipe, base: Model | None, experts: Sequence[Deltas], decided: Sequence[tuple[Target, Decision]]
-) -> list[Item]:
+def _items(recipe: Recipe, decided: Sequence[tuple[Target, Decision]]) -> list[Item]:
     """One item per target, each followed by those tied to it; not written yet."""
     depth: dict[str, float] = {}
     if recipe.postprocess.lines is not None:
@@ -322,7 +319,7 @@ def _items(
     for target, decision in decided:
         if decision.call is not None and target.name in depth:
             decision = decision.scaled(depth[target.name])
-        out.append(_item(recipe, base, experts, target, decision))
+        out.append(_item(recipe, target, decision))
         for alias in target.tied:
             spec = dataclasses.replace(target.spec, name=alias)
             tie = Target(spec, decision.layout, tied=(target.name,))
@@ -330,7 +327,7 @@ def _items(
     return out
 
 
-def _item(recipe: Recipe, base: Model | None, experts: Sequence[Deltas], target: Target, decision: Decision) -> Item:
+def _item(recipe: Recipe, target: Target, decision: Decision) -> Item:
     """The item of a target without its outputs and cost."""
     call, reason, reading = decision.call, decision.reason, None
     target = dataclasses.replace(target, layout=decision.layout)
@@ -344,10 +341,8 @@ def _item(recipe: Recipe, base: Model | None, experts: Sequence[Deltas], target:
         if works_on_factors(call, target):
             reading, reason = Reading("factors", batched=is_module), f"{reason}, in factored form"
         elif is_module:
-            why = get_method(call.method).why_dense(call.options, len(experts), call.weights)
+            why = get_method(call.method).why_dense(call.options, len(recipe.experts), call.weights)
             reading, reason = Reading("held", batched=True), f"{reason}; on dense deltas: {why}"
-    if base is not None:
-        reason += scheme_words(target.name, base, target.sources, experts, recipe.labels)
     return Item(target, decision.action, reason, Write("sum"), call, reading)
 
 
@@ -411,7 +406,6 @@ def _plan(
     if base is not None:
         of_storage = [
             *storage_notes(recipe, base, experts),
-            *adapter_notes(recipe.labels, experts, items),
             *trained_on_codes_notes(recipe, base, experts),
             *named_base_notes(recipe, base, experts),
         ]

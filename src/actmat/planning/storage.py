@@ -16,7 +16,7 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_config
 from actmat.checkpoints.side_files import is_unknown
 from actmat.errors import CheckpointError, Note, first_of
-from actmat.experts.deltas import Deltas, DeltaSource
+from actmat.experts.deltas import Deltas
 from actmat.identity.reading import read_configs
 from actmat.layout.components import component_configs, single_file_of
 from actmat.layout.in_memory import names_in_memory
@@ -111,26 +111,6 @@ def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
     listed = [f"{path} ({why.text})" for path, why in left_out.items() if why.code not in UNSAID]
     more = [f"and {len(listed) - SHOWN} more, see the manifest"] if len(listed) > SHOWN else []
     return [f"not copied with the output: {', '.join(listed[:SHOWN] + more)}"] if listed else []
-
-
-def scheme_words(
-    name: str, base: Model, sources: Sequence[DeltaSource | None], experts: Sequence[Deltas], labels: Sequence[str]
-) -> str:
-    """Clause about the inputs that store a tensor as codes; empty without any.
-
-    Args:
-        name: of the tensor in the base.
-        sources: per expert, where its delta comes from; empty if no expert is read.
-    """
-    inputs: dict[str, list[str]] = {}
-    if scheme := base.tensors.parts(name)[1]:
-        inputs.setdefault(scheme, []).append("the base")
-    for label, expert, source in zip(labels, experts, sources, strict=False):
-        if source is None or expert.needs_base:
-            continue
-        if scheme := expert.model.tensors.parts(source.name)[1]:
-            inputs.setdefault(scheme, []).append(f"expert '{label}'")
-    return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in inputs.items())
 
 
 def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.layout.components import parts_of
-from actmat.layout.in_memory import MULTIMODAL, choose_part, names_in_memory, replace_beginning
+from actmat.layout.in_memory import Beginnings, find_beginnings, names_in_memory, replace_beginning
 from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
@@ -41,10 +41,6 @@ def resolve_roles(
     except MergeError as error:
         layouts, problems = resolve_layout(specs, config), list(error.problems)
     return (layouts if recipe.ties else dataclasses.replace(layouts, ties={})), problems
-
-
-DIFFUSION_MODEL = "model.diffusion_model."
-"""Prefix under which single files of image tools hold the diffusion model, and which other files of it lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +129,7 @@ class _Match:
     stored: Mapping[str, list[str]]
     extra: tuple[str, ...]
     notes: list[str]
-    ambiguous: tuple[str, ...] = ()
+    ambiguous: Sequence[str] = ()
 
     @property
     def unmerged(self) -> list[str]:
@@ -225,10 +221,6 @@ def _ignored(label: str, extra: Sequence[str]) -> str:
     return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {first_of(extra)}"
 
 
-Beginnings: TypeAlias = tuple[tuple[str, str], ...]
-"""Other beginnings of an expert's names: pairs of the base's and the expert's; the first that fits counts."""
-
-
 def _words_of(renaming: Beginnings) -> str:
     (old, new), *more = renaming
     if more or (old and new):
@@ -261,40 +253,18 @@ def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[st
 
 def _find_renaming(
     base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
-) -> tuple[Beginnings, tuple[str, ...]]:
+) -> tuple[Beginnings, list[str]]:
     """The beginnings by which the expert has more of the base's names than without them, in the right shapes.
 
-    None if there are no such; if several parts of the base complete the names, none, and their prefixes.
+    Of several parts of the base that complete the names, none, and their prefixes.
     """
-    if all(n in names for n in base):
-        return (), ()
-    probe = next((n for n in base if n not in names), None)
-    added = {e.removesuffix(probe) for e in names if probe and e.endswith("." + probe)}
-    removed = {n[: n.index(".") + 1] for n in base if "." in n and n.partition(".")[2] in names}
-    if any(n.startswith(DIFFUSION_MODEL) and n.removeprefix(DIFFUSION_MODEL) in names for n in base):
-        removed.add(DIFFUSION_MODEL)
-    pairs = {(("", text),) for text in added} | {((text, ""),) for text in removed}
-    candidates: list[Beginnings] = sorted(pairs)
-    for known in MULTIMODAL:
-        candidates += [known, tuple((new, old) for old, new in known)]
-    scores = [_score(base, names, c) for c in candidates]
-    best = max(scores, default=(0, 0))
-    if best <= _score(base, names, ()):
-        return (), ()
-    chosen = [c for c, score in zip(candidates, scores, strict=True) if score == best]
-    by_pairs = {tuple((n, r) for n in base if (r := replace_beginning(n, c)) in names): c for c in reversed(chosen)}
-    if len(by_pairs) > 1:
-        several = {"".join(c[0]): c for c in reversed(by_pairs.values())}
-        architecture = next(iter((config or {}).get("architectures") or ()), "")
-        part = choose_part(str(architecture), list(several))
-        return (several[part], ()) if part is not None else ((), tuple(several))
-    return chosen[0], ()
 
+    def score(pairs: Sequence[tuple[str, str]]) -> tuple[int, int]:
+        return sum(base[n].shape == names[r].shape for n, r in pairs), len(pairs)
 
-def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], renaming: Beginnings) -> tuple[int, int]:
-    """Number of the base's tensors that the expert has in their shapes, and by their names."""
-    pairs = [(spec, names[r]) for n, spec in base.items() if (r := replace_beginning(n, renaming)) in names]
-    return sum(a.shape == b.shape for a, b in pairs), len(pairs)
+    missing = [n for n in base if n not in names]
+    architecture = next(iter((config or {}).get("architectures") or ()), "")
+    return find_beginnings(base, names, score, str(architecture), missing[:1]) if missing else ((), [])
 
 
 def _nothing_in_common(base: Model, label: str, expert: Deltas) -> str:

@@ -13,7 +13,7 @@ from actmat.bounds import read_bytes
 from actmat.checkpoints.source import Source
 from actmat.engine.inputs import Inputs
 from actmat.errors import MergeError
-from actmat.foreign import in_one_line, markdown, terminal
+from actmat.foreign import markdown, terminal
 
 MAX_TEXT = 1 << 20
 """Most bytes of a card."""
@@ -57,12 +57,10 @@ class CombinedLicense:
     Args:
         head: lines of the card's head; empty if a person must decide it.
         text: sentences for the card.
-        conflict: the sentence that names conflicting licenses; empty without a conflict.
     """
 
     head: Mapping[str, str | list[str]]
     text: str
-    conflict: str = ""
 
 
 def read_card(text: str) -> Card:
@@ -132,7 +130,7 @@ def combine(origins: Sequence[LicensedInput]) -> CombinedLicense:
         pairs = " and ".join(f"{n} ({', '.join(by_license[n])})" for n in strict)
         conflict = f"{pairs} are not one license, and neither is permissive. Ask their owners, or leave one out."
         head: dict[str, str | list[str]] = {"license": "other", "license_name": "conflict"}
-        return CombinedLicense(head, f"{text}\n\n**Conflict**: {markdown(conflict)}", in_one_line(conflict))
+        return CombinedLicense(head, f"{text}\n\n**Conflict**: {markdown(conflict)}")
     if unknown:
         return CombinedLicense({}, f"{text} The license of this model is not stated here: find out, and add it.")
     chosen = strict or list(by_license)

@@ -27,41 +27,17 @@ from actmat.report.totals import relative_error
 
 
 def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
-    """Hashes over the tensors of a model, and over those that were read from its base and from each expert.
-
-    They are those of `hashing.hash_names`.
-
-    A record is read from the disk once for all that list it at the same place: names that differ in a prefix have the
-    same order.
-    """
-    items = plan.items
-    everything = tuple(sorted(range(len(items)), key=lambda n: items[n].name))
-    orders: dict[tuple[int, ...], list[int]] = {}
-    for t in range(len(plan.experts)):
-        read = [n for n in everything if _name_in(items[n], t) is not None]
-        orders.setdefault(tuple(sorted(read, key=lambda n: _name_in(items[n], t) or "")), []).append(t)
-    output, base = ContentHash(), ContentHash()
-    experts = [ContentHash() for _ in plan.experts]
-    same = orders.pop(everything, [])
-    for n in everything:
-        item = items[n]
+    """Hashes over the tensors of a model, and over those that were read from its base and from each expert."""
+    output, base = list[tuple[str, str]](), list[tuple[str, str]]()
+    experts: list[list[tuple[str, str]]] = [[] for _ in plan.experts]
+    for item in plan.items:
         record = records[item.tied_to or item.name]
-        output.add(item.name, record.hash)
-        base.add(item.name, record.base_hash)
-        for t in same:
-            experts[t].add(_name_in(item, t) or "", record.expert_hashes[t])
-    for order, listed in orders.items():
-        for n in order:
-            record = records[items[n].tied_to or items[n].name]
-            for t in listed:
-                experts[t].add(_name_in(items[n], t) or "", record.expert_hashes[t])
-    return output.hexdigest(), base.hexdigest(), tuple(e.hexdigest() for e in experts)
-
-
-def _name_in(item: Item, t: int) -> str | None:
-    """Name of the tensor that was read from expert `t`, or None."""
-    source = item.sources[t] if item.sources else None
-    return None if source is None else source.name
+        output.append((item.name, record.hash))
+        base.append((item.name, record.base_hash))
+        for t, source in enumerate(item.sources):
+            if source is not None:
+                experts[t].append((source.name, record.expert_hashes[t]))
+    return hash_names(output), hash_names(base), tuple(map(hash_names, experts))
 
 
 FORMAT = 1

@@ -9,7 +9,7 @@ from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import memory_errors
 from actmat.planning import MergePlan
-from actmat.progress import NoProgress, Progress
+from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.run.driver import execute, finish
 from actmat.run.inputs import open_inputs
@@ -43,7 +43,7 @@ def run_recipes(
         MergeError: an `out` exists only if that output was finished. Finished parts of the others are kept for the
             same call, and a note of the error says so, unless the error would recur.
     """
-    settings, progress = settings or RunSettings(), progress or NoProgress()
+    settings, progress = settings or RunSettings(), progress or Progress()
     with open_inputs(recipes, settings, "outputs") as (inputs, places):
         run = prepare(inputs, places)
         reports = resume(run)
@@ -82,5 +82,5 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     with open_inputs([recipe], settings) as (inputs, places):
         run = prepare(inputs, places, measured=True)
         output = Output.measured(run.plans[0])
-        execute([output], run, progress or NoProgress())
+        execute([output], run, progress or Progress())
         return build_diagnosis(output.plan, output.records, out=None, seconds=time.perf_counter() - began)

@@ -103,12 +103,3 @@ def not_applicable(message: str) -> Outcome:
 def check_of_every_merge(code: str, title: str, severity: Severity, otherwise: str) -> Check:
     """A check that every merge makes, see `diagnostics.identity`; `otherwise`: the words of a clear one."""
     return Check(code, title, severity, lambda f: finding(f.identity[code]) if code in f.identity else clear(otherwise))
-
-
-def percent(part: float) -> str:
-    """`12 %`, three significant digits.
-
-    >>> percent(1 / 8)
-    '12.5 %'
-    """
-    return f"{100 * part:.3g} %"

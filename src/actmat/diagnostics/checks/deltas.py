@@ -32,31 +32,12 @@ def _below_rounding(facts: Facts) -> Outcome:
     if said:
         return finding(
             f"Deltas are smaller than half a unit in the last place of the stored weights: {'; '.join(said)}. The "
-            "deltas there are mostly rounding. Merge experts saved in float32, or adapters before they are merged in",
+            "deltas there are mostly rounding. Merge experts saved in float32, or adapters before they are merged in, "
+            "and leave out an expert that is the base saved again in another dtype",
             names,
         )
     lowest = min((s for m, snr in rows for s, n in zip(snr, m.norms, strict=True) if n > 0), default=0.0)
     return clear(f"deltas are at least {lowest:.2g} half ulps of the stored weights")
-
-
-def _resaved(facts: Facts) -> Outcome:
-    seen = {n: s["rounded"] for n, s in facts.samples.items() if any(r is not None for r in s["rounded"])}
-    if not seen:
-        return not_applicable("every expert is stored in the dtype of the base")
-    said, names = [], []
-    for t, label in enumerate(facts.labels):
-        asked = {n: r[t] for n, r in seen.items() if r[t] is not None}
-        same = [n for n, r in asked.items() if r]
-        if asked and len(same) == len(asked):
-            said.append(f"'{label}'")
-            names += same
-    if said:
-        return finding(
-            f"{', '.join(said)}: the first entries of every tensor equal the base rounded to another dtype. It is "
-            "the base saved again, and its delta is only rounding error; leave the expert out, or find the trained one",
-            names,
-        )
-    return clear("experts in another dtype hold more than a rounded base")
 
 
 def _quantized(facts: Facts) -> Outcome:
@@ -87,7 +68,6 @@ def _takes_few_values(sample: Mapping[str, Any], t: int) -> bool:
 
 SIGNAL_CHECKS = (
     Check("AM101", "Delta below the rounding of its storage", "issue", _below_rounding),
-    Check("AM102", "Expert is the base in another dtype", "issue", _resaved),
     Check("AM104", "Expert was quantized", "issue", _quantized),
 )
 

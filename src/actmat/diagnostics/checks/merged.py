@@ -13,39 +13,11 @@ from actmat.diagnostics.checks.base import (
     clear,
     finding,
     not_applicable,
-    percent,
 )
 from actmat.diagnostics.model import MatrixRow
 
-LOST = 0.1
-"""Share of an expert's energy outside the kept directions."""
-
-
-def _cut_away(facts: Facts) -> Outcome:
-    rows = [(m, m.energy_kept) for m in facts.measures if m.energy_kept is not None]
-    if not rows:
-        return not_applicable("the method cuts off no directions")
-    said, names, worst = [], [], 0.0
-    for t, label in enumerate(facts.labels):
-        whole = math.fsum(m.norms[t] ** 2 for m, _ in rows)
-        lost = math.fsum(m.norms[t] ** 2 * (1 - shares[t]) for m, shares in rows)
-        share = lost / whole if whole else 0.0
-        worst = max(worst, share)
-        if share > LOST:
-            said.append(f"'{label}' {percent(share)}")
-            names += [m.name for m, shares in rows if shares[t] < 1 - LOST]
-    if said:
-        return finding(
-            f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "
-            "smaller than the others: normalize, lower rtol, or use actmat_ridge",
-            names,
-        )
-    return clear(f"the cut-off drops at most {percent(worst)} of an expert's energy")
-
-
 BALANCE_CHECKS = (
     check_of_every_merge("AM301", "Experts of unequal size", "issue", "no expert has too little weight for its size"),
-    Check("AM302", "Cut-off removes an expert's energy", "issue", _cut_away),
 )
 
 

@@ -21,7 +21,7 @@ from actmat.errors import OutputError, RecipeError, format_size, memory_errors
 from actmat.extras.models.loading import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
 from actmat.planning import MergePlan
-from actmat.progress import NoProgress, Progress
+from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import ExtractedOutput
 from actmat.run.driver import execute
@@ -161,7 +161,7 @@ def run_in_memory(
             )
         writer = _MemoryWriter(plan.specs)
         output = Output(plan, writer)
-        execute([output], run, progress or NoProgress())
+        execute([output], run, progress or Progress())
         base = inputs.base
         config = {} if base is None else base.folder.written.get(CONFIG, base.config or {})
         config = dict(plan.configs.get(CONFIG, config))

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from actmat.foreign import terminal
-from actmat.progress import NoProgress, in_notebook, tensors_to_do, tqdm_bar
+from actmat.progress import Progress, in_notebook, tensors_to_do, tqdm_bar
 
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 
-class TuneProgress(NoProgress):
+class TuneProgress(Progress):
     """Callbacks for stages; does nothing."""
 
     def doing(self, what: str, total: int = 0) -> None:
@@ -54,7 +54,7 @@ class NotebookTuneProgress(TuneProgress):
         self._bar.set_postfix_str(f"best {best.candidate} ({best.mean:.4g})", refresh=False)
 
 
-class MergingProgress(NoProgress):
+class MergingProgress(Progress):
     """Tells of a merge's tensors as a stage; implements `Progress`."""
 
     def __init__(self, progress: TuneProgress, what: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from actmat.errors import StatisticsError
 from actmat.linalg.interference import cost, solver
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend
-from actmat.linalg.interference.rule import Estimator, InterferenceRule, Null, Solver, weights_problem
+from actmat.linalg.interference.rule import InterferenceRule, Null, Solver, weights_problem
 from actmat.linalg.lowrank import LowRank
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
@@ -78,7 +78,7 @@ def member(
         access=Access(one_pass=True, base=base),
         cost=MethodCost(*map(family.cost_of, (cost.workspace, cost.flops, cost.spectrum))),
         needs_statistics=("gram",) if has_grams else (),
-        stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
+        stages=Stages(family.key, family.prepare, family.finish),
         plan=PlanChecks(weights_problem=family.weights_problem),
         preset_of=preset_of,
     )
@@ -153,11 +153,6 @@ class _Family:
         if self.has_grams or isinstance(rule, Adam) or rule.spectral.kind != "hard" or rule.estimator.trim is not None:
             return False
         return not rule.estimator.center or rule.null == "zero"  # a fill adds mean rows, which no `K_t` knows
-
-    def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
-        """See `Stages`."""
-        rule = self.rule_of(**options)
-        return not self.has_grams and isinstance(rule, InterferenceRule) and rule.estimator == Estimator()
 
     def _solved(self, state: solver.State | Descent, arguments: Mapping[str, Any], *, consume: bool) -> Merged:
         rule, base = self.rule(arguments), arguments.get("base")
