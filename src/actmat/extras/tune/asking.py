@@ -18,11 +18,10 @@ from torch import Tensor
 
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import StatisticsError
-from actmat.extras.collect.collect import collect
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Answers, Asked, default_predict, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, check_enough, dealt, prepare_inputs
-from actmat.extras.tune.kept import Asking
+from actmat.extras.tune.kept import Asking, split_folds
 from actmat.extras.tune.merges import files_of, mark_of
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows
@@ -72,7 +71,10 @@ def ask_experts(
             loaded = asking.loader.load(expert.path)
             inputs = dealt_inputs(label, loaded, source, asking, settings, measuring=measuring)
             if measuring and not statistics.exists():
-                _collect(loaded, inputs, source, kinds, statistics, asking)
+                part: DataRows | Sequence[InputBatch] = inputs.measured
+                if isinstance(source, DataRows):
+                    part = dataclasses.replace(source, rows=dealt(source.rows, measuring=True)[2])
+                asking.measure(label, loaded, part, kinds, statistics)
             search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
             asked[label] = Asked(dataclasses.replace(inputs, measured=()), search, final, predict)
             if isinstance(source, DataRows) and predict is default_predict and not source.options.classes:
@@ -88,35 +90,17 @@ def ask_experts(
 def dealt_inputs(
     label: str, loaded: Loaded, source: ExpertData, asking: Asking, settings: TuneSettings, *, measuring: bool
 ) -> ExpertInputs:
-    """The inputs, dealt, with the expert's own continuations."""
+    """The inputs to search with and to compare finally, dealt, with the expert's own continuations."""
     if not isinstance(source, DataRows):
         return prepare_inputs(label, loaded, source, new_tokens=settings.new_tokens, measuring=measuring)
     check_enough(label, len(source.rows), source.options.location)
-    parts = [dataclasses.replace(source, rows=rows) for rows in dealt(source.rows, measuring=measuring)]
-    labels = settings.score in ("accuracy", "perplexity")
-    batches = [asking.batches(loaded, part, labels=labels) if part.rows else [] for part in parts]
-    return ExpertInputs(label, *(asking.completed(loaded, b, label) for b in batches))
-
-
-def _collect(
-    loaded: Loaded, inputs: ExpertInputs, source: ExpertData, kinds: frozenset[str], out: Path, asking: Asking
-) -> None:
-    """Statistics of an expert on the inputs that are set apart for them."""
-    about: dict[str, Any] = {"source": "batches"}
-    if isinstance(source, DataRows):
-        about = {"source": source.options.location, "details": source.options.details()}
-    asking.progress.doing(f"measuring {inputs.label}", sum(b.samples for b in inputs.measured))
-    collect(
-        loaded.model,
-        [b.keywords for b in inputs.measured],
-        checkpoint=loaded.checkpoint,
-        adapter=loaded.adapter,
-        out=out,
-        progress=lambda samples, tokens: asking.progress.done(samples),
-        gram="gram" in kinds,
-        fisher="fisher" in kinds,
-        **about,
+    search, final, _ = dealt(source.rows, measuring=measuring)
+    rows = [*search, *final]
+    batches = asking.batches(
+        loaded, dataclasses.replace(source, rows=rows), labels=settings.score in ("accuracy", "perplexity")
     )
+    folds = [0] * len(search) + [1] * len(final)
+    return ExpertInputs(label, *split_folds(asking.completed(loaded, batches, label), rows, folds))
 
 
 def _mark(recipe: Recipe, expert: ExpertRef, source: ExpertData, settings: TuneSettings, *, measuring: bool) -> str:

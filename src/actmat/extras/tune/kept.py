@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,22 @@ from actmat.diagnostics.model import AgreementRow, RivalAnswers
 from actmat.errors import MergeError, StatisticsError, format_size
 from actmat.experts.locate import fields_of, locate
 from actmat.experts.lora.adapter import Adapter
-from actmat.extras.collect.data import (
-    SELF,
-    Row,
-    class_prompts,
-    make_batches,
-)
+from actmat.extras.collect.binding import Binding
+from actmat.extras.collect.collect import bound, measured
+from actmat.extras.collect.data import SELF, Row, class_prompts, make_batches
+from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.collect.outputs import recipe_of_output
-from actmat.extras.models.loading import Loaded
+from actmat.extras.models.loading import Loaded, can_switch
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
 from actmat.extras.tune.inputs import (
+    COLUMNS,
     InputBatch,
     completed,
     cut_unended,
     is_causal,
     labeled_by_answers,
     of_similar_lengths,
+    takes_columns,
 )
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import model_device
@@ -54,7 +54,10 @@ from actmat.settings import RunSettings
 FEWEST = 4
 """Inputs of an expert from which every fourth is held back where a merge is dear."""
 ASKED = 32
-"""Inputs of an expert that judge merges of folds, at most: an answer costs more than a measurement."""
+"""Inputs of an expert that judge merges of folds, at most: an answer costs more than a measurement. From as many on
+there are two folds: a merge by half of them is as good as by all."""
+SHORT = 512
+"""Characters of texts of which twice as many are answered at once: the cost is that of the tokens written."""
 SMALL_BYTES = 2 << 30
 """Largest merge, and statistics of an expert, of which others are made and removed, to compare answers."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
@@ -151,6 +154,7 @@ class Asking:
         self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}  # judge the merge itself
         self.dealt: dict[str, Question] = {}  # each fold judges a merge that has not seen it
+        self._binding: Binding | None = None  # of the model that was measured last
 
     def with_written(self, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
         """The sources; prompts that experts are to write are written.
@@ -173,17 +177,57 @@ class Asking:
         self, loaded: Loaded, data: DataRows, target: str | None = None, *, labels: bool = True
     ) -> list[InputBatch]:
         """The rows in batches of similar lengths, with class labels where there are any."""
-        options = dataclasses.replace(data.options, batch_size=2 * data.options.batch_size)
+        rows = sorted(data.rows, key=_length)
+        size = data.options.batch_size * (4 if is_causal(loaded.model) and _length(rows[-1]) <= SHORT else 2)
+        options = dataclasses.replace(data.options, batch_size=size)
         if target is not None:
             options = dataclasses.replace(options, target_column=target)
         elif options.label_column is None and labels:
             column = next((c for c in LABELS if type(data.rows[0].get(c)) is int), None)
             options = dataclasses.replace(options, label_column=column)
-        rows = sorted(data.rows, key=_length)
         shared = class_prompts(loaded, options) if options.classes else {}
         known = labels and options.label_column is not None
         given = make_batches(loaded, options, rows=rows, labels=known, apart=True, note=self.notes.append)
         return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
+
+    def measure(
+        self,
+        label: str,
+        loaded: Loaded,
+        data: DataRows | Sequence[InputBatch],
+        kinds: Collection[str],
+        out: Path,
+        only: Collection[str] = (),
+    ) -> None:
+        """Write statistics of an expert on inputs; a base whose adapters are switched is compared with its files once.
+
+        Args:
+            only: weights in the files of the model; empty: all.
+        """
+        about: dict[str, Any] = {}
+        if isinstance(data, DataRows):
+            about = {"source": data.options.location, "details": data.options.details()}
+            data = self.batches(loaded, data)
+            if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):  # with its own answers
+                data = [completed(loaded, batch.arguments, self.settings.new_tokens) for batch in data]
+        self.progress.doing(f"measuring {label}", sum(batch.samples for batch in data))
+        owned, same = {id(p) for p in loaded.model.parameters()}, self._binding
+        if same is None or loaded.adapter is None or not can_switch(loaded.adapter):
+            same = None
+        elif not owned.issuperset(map(id, same.parameters.values())):
+            same = None  # of a model that was loaded before
+        with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as self._binding:
+            located = self._binding.located.items()
+            weights = [name for name, stored in located if any(piece.name in only for piece in stored.slices)]
+            settings = Settings(gram="gram" in kinds, fisher="fisher" in kinds, only=weights or None, **about)
+            more: dict[str, Any] = {}
+            if weights and not settings.fisher and not _measures_head(loaded.model, self._binding, weights):
+                more[COLUMNS] = 1
+            measured(
+                Measurement(loaded.model, self._binding, settings),
+                [{**batch.keywords, **more} for batch in data],
+                lambda samples, tokens: self.progress.done(samples),
+            ).save(out, overwrite=True)
 
     def ask(
         self, label: str, loaded: Loaded, data: DataRows, *, folds: Sequence[int] = (), measured: bool = False
@@ -195,8 +239,7 @@ class Asking:
             measured: the merge that they judge has seen them.
         """
         model = loaded.model
-        numbers = [n for _, n in sorted(zip(map(_length, data.rows), folds or [0] * len(data.rows), strict=True),
-                                        key=lambda pair: pair[0])]  # fmt: skip
+        folds = folds or [0] * len(data.rows)
         given, unended = self.batches(loaded, data), 0
         batches = self.completed(loaded, given, label)
         for n, batch in enumerate(batches if self.settings.new_tokens else ()):
@@ -208,9 +251,8 @@ class Asking:
             known = self.completed(loaded, self.batches(loaded, data, column), label)
         elif is_causal(model) or any(b.labels is None for b in given):  # no class labels, or targets
             batches = [dataclasses.replace(b, labels=None) for b in batches]
-        parts = [
-            _fold(model, _of_fold(batches, numbers, n), _of_fold(known, numbers, n)) for n in range(max(numbers) + 1)
-        ]
+        both = (split_folds(some, data.rows, folds) for some in (batches, known))
+        parts = [_fold(model, own, right) for own, right in zip(*both, strict=True)]
         own, answers = ([x for p in parts for x in getattr(p, name)] for name in ("batches", "answers"))
         own += [b for p in parts for b in p.graded]
         right = own_right(own, [*answers, *(a for p in parts for a in p.graded_answers)])
@@ -314,16 +356,35 @@ def plain_merge(recipe: Recipe, method: str) -> Recipe:
     return recipe.model_copy(update=fields)
 
 
+def _measures_head(model: Any, binding: Binding, weights: Collection[str]) -> bool:
+    """True if all logits are needed: the inputs of the head are measured, or the model computes no fewer."""
+    if not takes_columns(model):
+        return True
+    head = getattr(model, "get_base_model", lambda: model)().get_output_embeddings()
+    return any(binding.parameters[n] is getattr(head, "weight", None) for n in weights)
+
+
 def _length(row: Row) -> int:
     """Characters of a row, by which rows are batched."""
     return sum(len(str(v)) for v in row.values() if isinstance(v, str | list))
 
 
-def _of_fold(batches: Sequence[InputBatch], numbers: Sequence[int], fold: int) -> list[InputBatch]:
-    """Samples of a fold; `numbers`: of all samples, in their order."""
-    rest = iter(numbers)
-    chosen = [[n for n in range(batch.samples) if next(rest) == fold] for batch in batches]
-    return [batch.rows(rows) for batch, rows in zip(batches, chosen, strict=True) if rows]
+def split_folds(batches: Sequence[InputBatch], rows: Sequence[Row], folds: Sequence[int]) -> list[list[InputBatch]]:
+    """Samples of each fold.
+
+    Args:
+        batches: of the rows by their length, see `Asking.batches`; or none.
+        folds: number of each row.
+    """
+    parts: list[list[InputBatch]] = [[] for _ in range(max(folds) + 1)]
+    numbers = iter(sorted(range(len(rows)), key=lambda n: _length(rows[n])))
+    for batch in batches:
+        chosen: dict[int, list[int]] = {}
+        for sample in range(batch.samples):
+            chosen.setdefault(folds[next(numbers)], []).append(sample)
+        for fold, samples in chosen.items():
+            parts[fold].append(batch.rows(samples))
+    return parts
 
 
 def _fold(model: nn.Module, own: list[InputBatch], known: Sequence[InputBatch]) -> Fold:

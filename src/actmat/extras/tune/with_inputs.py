@@ -25,14 +25,10 @@ from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import locate_in
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import evaluating
-from actmat.extras.collect.binding import Binding
-from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.data import SELF
 from actmat.extras.collect.files import merge_statistics
-from actmat.extras.collect.measures import Measurement, Settings
-from actmat.extras.models.loading import Loaded, can_switch
+from actmat.extras.models.loading import Loaded
 from actmat.extras.pages.html import write_html
-from actmat.extras.tune.inputs import completed
 from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
@@ -80,7 +76,7 @@ def merge_with_inputs(
     sources = read_inputs(recipes, data, check, settings, run.held)
     folder = Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
-    measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
+    measuring = InputMeasuring(asking, sources, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
         data, checked = (asking.with_written(recipes[0], rows) for rows in (sources.data, sources.check))
@@ -119,6 +115,7 @@ class MergeSources:
         data, check: by expert.
         kinds: of statistics that the merges use.
         specs: tensors of the base.
+        measured: weights whose inputs are measured, among these.
         folds: see `count_folds`.
         are_factors: the experts are adapters with factors, so that a merge is judged as an adapter.
     """
@@ -127,6 +124,7 @@ class MergeSources:
     check: Mapping[str, DataRows]
     kinds: frozenset[str]
     specs: Mapping[str, TensorSpec]
+    measured: Mapping[str, TensorSpec]
     folds: int
     are_factors: bool
 
@@ -138,8 +136,11 @@ def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: Inpu
         rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
         specs = _specs_under(given, stack)
         are_factors = given.only_adapters and given.have_factors
-        folds = count_folds(rows, specs, are_factors=are_factors) if kinds else 1
-        return MergeSources(rows, checked, kinds, specs, folds, are_factors)
+        weights = _changed(given, specs)
+        fewest = min((len(source.rows) for source in rows.values()), default=0)
+        nbytes = max(gram_bytes(weights), 0 if are_factors else _model_bytes(specs, "float32"))
+        folds = count_folds(fewest, nbytes) if kinds else 1
+        return MergeSources(rows, checked, kinds, specs, weights, folds, are_factors)
 
 
 def _judge(recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSettings) -> list[dict[str, Compared]]:
@@ -174,16 +175,22 @@ def choose(
     return recipe.model_copy(update=fields | {"method": method, "options": options, "space": space}), without
 
 
-def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *, are_factors: bool) -> int:
-    """Folds of a merge by inputs; 1 where the merges, or the sums of a fold, would be large.
+def count_folds(fewest: int, nbytes: int) -> int:
+    """Folds of a merge by inputs, of an expert `fewest`; 1 where a merge, or the sums of a fold, take too many bytes.
 
-    Args:
-        specs: of the base.
-        are_factors: merges are judged as adapters.
+    >>> [count_folds(n, 0) for n in (6, 8, 32)], count_folds(8, 3 << 30)
+    ([2, 4, 2], 1)
     """
-    if max(gram_bytes(specs), 0 if are_factors else _model_bytes(specs, "float32")) > SMALL_BYTES:
+    if nbytes > SMALL_BYTES:
         return 1
-    return 4 if min((len(rows.rows) for rows in data.values()), default=0) >= FEW else 2
+    return 4 if FEW <= fewest < ASKED else 2
+
+
+def _changed(given: Located, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+    """Weights that adapters of linear layers change; of other experts all."""
+    adapters = [expert for expert in given.experts if isinstance(expert, Adapter)]
+    names = {f"{module.name}.weight" for adapter in adapters for module in adapter.modules.values()}
+    return {n: specs[n] for n in names} if len(adapters) == len(given.experts) and names <= specs.keys() else specs
 
 
 def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, TensorSpec]:
@@ -266,7 +273,8 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
     if sources.folds > 1:
         lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
     if "gram" in kinds:
-        size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
+        weights = sources.measured
+        size, matrices = format_size(gram_bytes(weights)), sum(len(s.shape) == 2 for s in weights.values())
         inputs = f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,"
         lines += [inputs, "  removed after the merge"]
     model = format_size(_model_bytes(specs, settings.model_dtype))
@@ -321,15 +329,13 @@ class InputMeasuring:
 
     Args:
         asking: loads and asks them.
-        kinds: of statistics.
+        sources: of the inputs.
         folder: for statistics.
-        folds: of the inputs.
     """
 
-    def __init__(self, asking: Asking, kinds: frozenset[str], folder: Path, folds: int) -> None:
-        self.asking, self.folds, self.work = asking, folds, folder / ".folds"
-        self._kinds, self._folder = kinds, folder
-        self._binding: Binding | None = None
+    def __init__(self, asking: Asking, sources: MergeSources, folder: Path) -> None:
+        self.asking, self.folds, self.work = asking, sources.folds, folder / ".folds"
+        self._kinds, self._only, self._folder = sources.kinds, sources.measured.keys(), folder
         self._measured: dict[str, dict[int, int]] = {}  # expert -> fold -> inputs
 
     def add(self, expert: ExpertRef, data: DataRows | None, check: DataRows | None) -> None:
@@ -389,32 +395,8 @@ class InputMeasuring:
         for fold in sorted({n for n in folds if n is not None}):
             rows = [row for row, n in zip(data.rows, folds, strict=True) if n == fold]
             part = dataclasses.replace(data, rows=rows)
-            self._collect(loaded, label, part, self.work / f"{label}.{fold}")
+            self.asking.measure(label, loaded, part, self._kinds, self.work / f"{label}.{fold}", self._only)
             self._measured[label][fold] = len(rows)
-
-    def _collect(self, loaded: Loaded, label: str, data: DataRows, out: Path) -> None:
-        """Statistics on inputs, of an encoder-decoder model with its own answers; a switched base is compared once."""
-        batches = self.asking.batches(loaded, data)
-        if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
-            new_tokens = self.asking.settings.new_tokens
-            batches = [completed(loaded, b.arguments, new_tokens) for b in batches]
-        progress = self.asking.progress
-        progress.doing(f"measuring {label}", len(data.rows))
-        settings = Settings(
-            gram="gram" in self._kinds,
-            fisher="fisher" in self._kinds,
-            source=data.options.location,
-            details=data.options.details(),
-        )
-        same = self._binding if loaded.adapter is not None and can_switch(loaded.adapter) else None
-        with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as binding:
-            found = measured(
-                Measurement(loaded.model, binding, settings),
-                [b.keywords for b in batches],
-                lambda n, tokens: progress.done(n),
-            )
-            self._binding = binding
-        found.save(out, overwrite=True)
 
 
 def _finished(report: MergeReport, rows: tuple[AgreementRow, ...], *, removed: bool) -> MergeReport:
