@@ -29,10 +29,10 @@ def check_output(out: Path, *, overwrite: bool) -> None:
     """Check that statistics can be written to the folder `out`."""
     local_path(out, error=OutputError)
     if out.is_dir():
-        there = list_folder(out, error=OutputError)
-        if there and there != [FILE_NAME]:
-            raise OutputError(f"{out} contains other files ({', '.join(there[:3])}); choose another folder.")
-        if there and not overwrite:
+        names = list_folder(out, error=OutputError)
+        if names and names != [FILE_NAME]:
+            raise OutputError(f"{out} contains other files ({', '.join(names[:3])}); choose another folder.")
+        if names and not overwrite:
             raise OutputError(f"{out} already contains statistics; choose another folder or pass --overwrite.")
     elif out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists and is not a directory; choose another folder.")
@@ -222,9 +222,9 @@ def _added(headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> di
     """Fields of the statistics of all files together, given the hashes of the added tensors."""
     grams: dict[str, GramInfo] = {}
     for key in {k: None for h in headers for k in h.grams}:
-        found = [h.grams[key] for h in headers if key in h.grams]
-        update = {"rows": sum(g.rows for g in found), "hash": hashes[f"gram.{key}"]}
-        grams[key] = found[0].model_copy(update=update)
+        same = [h.grams[key] for h in headers if key in h.grams]
+        update = {"rows": sum(g.rows for g in same), "hash": hashes[f"gram.{key}"]}
+        grams[key] = same[0].model_copy(update=update)
     places: dict[str, list[GramOf]] = {}
     for name in sorted({n for h in headers for n in h.places}):
         parts = {k: v for h in headers for k, v in _by_part(h, name).items()}

@@ -62,9 +62,9 @@ def ask_experts(
         marks.append(_mark(recipe, expert, source, settings, measuring=measuring))
         answers = work / "answers" / f"{label}-{marks[-1]}.safetensors"
         statistics = work / "statistics" / f"{label}-{marks[-1]}"
-        known = isinstance(source, DataRows) and answers.exists() and (statistics.exists() or not measuring)
+        is_known = isinstance(source, DataRows) and answers.exists() and (statistics.exists() or not measuring)
         predict = settings.predict_of(label)
-        if known:
+        if is_known:
             asked[label] = _read(answers, label)
         else:
             asking.progress.doing(f"loading {label}")
@@ -80,8 +80,8 @@ def ask_experts(
             if isinstance(source, DataRows) and predict is default_predict and not source.options.classes:
                 _write(asked[label], answers)
             del loaded  # before the next one is loaded
-        given = expert.model_dump() | ({"statistics": str(statistics)} if measuring else {})
-        experts.append(ExpertRef.model_validate(given))
+        fields = expert.model_dump() | ({"statistics": str(statistics)} if measuring else {})
+        experts.append(ExpertRef.model_validate(fields))
     for note in dict.fromkeys(asking.notes):
         asking.progress.note(note)
     return AskedExperts(recipe.model_copy(update={"experts": tuple(experts)}), asked, mark_of(*marks))
@@ -109,8 +109,8 @@ def _mark(recipe: Recipe, expert: ExpertRef, source: ExpertData, settings: TuneS
         data: object = (source.options, json.dumps(source.rows, default=_content, sort_keys=True))
     else:
         data = [[(k, tuple(v.shape), float(v.double().sum()), _content(v)) for k, v in b.items()] for b in source]
-    given = (settings.new_tokens, settings.model_class, settings.model_dtype, settings.score_name, measuring)
-    return mark_of(*given, data, files_of([recipe.base, expert.path]))
+    fields = (settings.new_tokens, settings.model_class, settings.model_dtype, settings.score_name, measuring)
+    return mark_of(*fields, data, files_of([recipe.base, expert.path]))
 
 
 def _content(value: Any) -> str:
@@ -137,16 +137,16 @@ def _write(asked: Asked, path: Path) -> None:
 
 def _read(path: Path, label: str) -> Asked:
     """An expert's inputs and answers as `_write` kept them."""
-    found: dict[str, dict[str, dict[str, Tensor]]] = {"search": {}, "final": {}}
+    halves: dict[str, dict[str, dict[str, Tensor]]] = {"search": {}, "final": {}}
     for name, tensor in load_file(path).items():
         half, number, field = name.split(".", 2)
-        found[half].setdefault(number, {})[field] = tensor
+        halves[half].setdefault(number, {})[field] = tensor
 
     def under(fields: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
         return {k.removeprefix(start): v for k, v in fields.items() if k.startswith(start)}
 
     batches, answers = {}, {}
-    for half, numbered in found.items():
+    for half, numbered in halves.items():
         rows = [fields for _, fields in sorted(numbered.items())]
         batches[half] = [
             InputBatch(under(f, "arguments."), f.get("counted"), f.get("labels"), under(f, "shared.")) for f in rows

@@ -28,7 +28,7 @@ from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.data import SELF, Row, class_prompts, make_batches
 from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.collect.outputs import recipe_of_output
-from actmat.extras.models.loading import Loaded, can_switch
+from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
 from actmat.extras.tune.inputs import (
     COLUMNS,
@@ -154,7 +154,6 @@ class Asking:
         self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}  # judge the merge itself
         self.dealt: dict[str, Question] = {}  # each fold judges a merge that has not seen it
-        self._binding: Binding | None = None  # of the model that was measured last
 
     def with_written(self, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
         """The sources; prompts that experts are to write are written.
@@ -186,9 +185,9 @@ class Asking:
             column = next((c for c in LABELS if type(data.rows[0].get(c)) is int), None)
             options = dataclasses.replace(options, label_column=column)
         shared = class_prompts(loaded, options) if options.classes else {}
-        known = labels and options.label_column is not None
-        given = make_batches(loaded, options, rows=rows, labels=known, apart=True, note=self.notes.append)
-        return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
+        has_labels = labels and options.label_column is not None
+        made = make_batches(loaded, options, rows=rows, labels=has_labels, apart=True, note=self.notes.append)
+        return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in made]
 
     def measure(
         self,
@@ -211,21 +210,17 @@ class Asking:
             if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):  # with its own answers
                 data = [completed(loaded, batch.arguments, self.settings.new_tokens) for batch in data]
         self.progress.doing(f"measuring {label}", sum(batch.samples for batch in data))
-        owned, same = {id(p) for p in loaded.model.parameters()}, self._binding
-        if same is None or loaded.adapter is None or not can_switch(loaded.adapter):
-            same = None
-        elif not owned.issuperset(map(id, same.parameters.values())):
-            same = None  # of a model that was loaded before
-        with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as self._binding:
-            located = self._binding.located.items()
+        on_base = loaded is self.loader.on_base
+        same = self.loader.binding if on_base else None
+        with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as binding:
+            self.loader.binding = binding if on_base else None
+            located = binding.located.items()
             weights = [name for name, stored in located if any(piece.name in only for piece in stored.slices)]
             settings = Settings(gram="gram" in kinds, fisher="fisher" in kinds, only=weights or None, **about)
-            more: dict[str, Any] = {}
-            if weights and not settings.fisher and not _measures_head(loaded.model, self._binding, weights):
-                more[COLUMNS] = 1
+            few: dict[str, Any] = {} if _needs_logits(loaded.model, binding, settings) else {COLUMNS: 1}
             measured(
-                Measurement(loaded.model, self._binding, settings),
-                [{**batch.keywords, **more} for batch in data],
+                Measurement(loaded.model, binding, settings),
+                [{**batch.keywords, **few} for batch in data],
                 lambda samples, tokens: self.progress.done(samples),
             ).save(out, overwrite=True)
 
@@ -240,22 +235,22 @@ class Asking:
         """
         model = loaded.model
         folds = folds or [0] * len(data.rows)
-        given, unended = self.batches(loaded, data), 0
-        batches = self.completed(loaded, given, label)
+        prompts, unended = self.batches(loaded, data), 0
+        batches = self.completed(loaded, prompts, label)
         for n, batch in enumerate(batches if self.settings.new_tokens else ()):
-            if batch.labels is not None and (is_causal(model) or given[n].labels is None):  # its own words
+            if batch.labels is not None and (is_causal(model) or prompts[n].labels is None):  # its own words
                 batches[n], cut = cut_unended(batch, model)
                 unended += sum(cut)
-        column, known = self._answer_column(loaded, data), list[InputBatch]()
+        column, answered = self._answer_column(loaded, data), list[InputBatch]()
         if column is not None:
-            known = self.completed(loaded, self.batches(loaded, data, column), label)
-        elif is_causal(model) or any(b.labels is None for b in given):  # no class labels, or targets
+            answered = self.completed(loaded, self.batches(loaded, data, column), label)
+        elif is_causal(model) or any(b.labels is None for b in prompts):  # no class labels, or targets
             batches = [dataclasses.replace(b, labels=None) for b in batches]
-        both = (split_folds(some, data.rows, folds) for some in (batches, known))
-        parts = [_fold(model, own, right) for own, right in zip(*both, strict=True)]
-        own, answers = ([x for p in parts for x in getattr(p, name)] for name in ("batches", "answers"))
-        own += [b for p in parts for b in p.graded]
-        right = own_right(own, [*answers, *(a for p in parts for a in p.graded_answers)])
+        both = (split_folds(some, data.rows, folds) for some in (batches, answered))
+        parts = [_fold(model, asked_batches, right) for asked_batches, right in zip(*both, strict=True)]
+        asked_batches, answers = ([x for p in parts for x in getattr(p, name)] for name in ("batches", "answers"))
+        asked_batches += [b for p in parts for b in p.graded]
+        right = own_right(asked_batches, [*answers, *(a for p in parts for a in p.graded_answers)])
         asked = self.dealt if len(parts) > 1 else self.questions
         asked[label] = Question(data.options.location, len(data.rows), measured, parts, unended, right)
 
@@ -303,12 +298,12 @@ class Asking:
         """Rows of each merge of the same experts, with its recipe."""
         rows = []
         for recipe, compared in merges:
-            questions = {label: self.asked[label] for label in recipe.labels if label in self.asked}
-            others = {name: found for name, (choice, found) in rivals.items() if choice != choice_of(recipe)}
+            others = {name: rival for name, (choice, rival) in rivals.items() if choice != choice_of(recipe)}
             rows.append(
                 tuple(
-                    _row(label, question, compared[label], {name: found[label] for name, found in others.items()})
-                    for label, question in questions.items()
+                    _row(label, self.asked[label], compared[label], {n: rival[label] for n, rival in others.items()})
+                    for label in recipe.labels
+                    if label in self.asked
                 )
             )
         return rows
@@ -349,19 +344,19 @@ def choice_of(recipe: Recipe) -> Choice:
 def plain_merge(recipe: Recipe, method: str) -> Recipe:
     """A recipe's experts merged by a method, with nothing of its own method."""
     plain = Recipe(experts=(ExpertRef(path="x"),))
-    own = {"weight", "statistics", "options"}
-    experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=own, exclude_unset=True)) for e in recipe.experts)
+    left = {"weight", "statistics", "options"}
+    experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=left, exclude_unset=True)) for e in recipe.experts)
     names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
     fields = {n: getattr(plain, n) for n in names} | {"method": method, "experts": experts}
     return recipe.model_copy(update=fields)
 
 
-def _measures_head(model: Any, binding: Binding, weights: Collection[str]) -> bool:
+def _needs_logits(model: Any, binding: Binding, settings: Settings) -> bool:
     """True if all logits are needed: the inputs of the head are measured, or the model computes no fewer."""
-    if not takes_columns(model):
+    if settings.fisher or not settings.only or not takes_columns(model):
         return True
     head = getattr(model, "get_base_model", lambda: model)().get_output_embeddings()
-    return any(binding.parameters[n] is getattr(head, "weight", None) for n in weights)
+    return any(binding.parameters[n] is getattr(head, "weight", None) for n in settings.only)
 
 
 def _length(row: Row) -> int:
@@ -387,27 +382,27 @@ def split_folds(batches: Sequence[InputBatch], rows: Sequence[Row], folds: Seque
     return parts
 
 
-def _fold(model: nn.Module, own: list[InputBatch], known: Sequence[InputBatch]) -> Fold:
+def _fold(model: nn.Module, written: list[InputBatch], answered: Sequence[InputBatch]) -> Fold:
     """A fold with the expert's answers; `known`: the same inputs with right answers."""
     graded = list[InputBatch]()
-    if known:
-        pairs = [labeled_by_answers(batch, right) for batch, right in zip(own, known, strict=True)]
-        own, graded = [batch for batch, _ in pairs], [other for _, other in pairs]
-    batches, others = (of_similar_lengths(some, model) for some in (own, graded))
+    if answered:
+        pairs = [labeled_by_answers(batch, right) for batch, right in zip(written, answered, strict=True)]
+        written, graded = [batch for batch, _ in pairs], [other for _, other in pairs]
+    batches, others = (of_similar_lengths(some, model) for some in (written, graded))
     return Fold(batches, keep_answers(model, batches), others, keep_answers(model, others))
 
 
 def _row(label: str, question: Question, merged: Compared, rivals: Mapping[str, Compared]) -> AgreementRow:
-    own, kept, inputs = merged.own, sum(merged.kept), question.inputs
-    low, high = wilson_interval(kept / inputs, inputs) if inputs >= FEW else (None, None)
+    answers, same, inputs = merged.own, sum(merged.kept), question.inputs
+    low, high = wilson_interval(same / inputs, inputs) if inputs >= FEW else (None, None)
     return AgreementRow(
         expert=label,
         data=question.source,
         inputs=inputs,
-        kept=kept,
-        predictions=sum(own.predictions),
-        disagreement=sum(own.differing) / sum(own.predictions),
-        divergence=math.fsum(own.divergence) / sum(own.predictions),
+        kept=same,
+        predictions=sum(answers.predictions),
+        disagreement=sum(answers.differing) / sum(answers.predictions),
+        divergence=math.fsum(answers.divergence) / sum(answers.predictions),
         low=low,
         high=high,
         measured=question.measured,

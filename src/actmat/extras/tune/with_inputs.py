@@ -100,7 +100,7 @@ def merge_with_inputs(
             for r, (_, seen) in zip(reports, chosen, strict=True)
         ]
         rows = asking.rows(merges, rivals)
-        return [_finished(r, own, removed=removed) for r, own in zip(reports, rows, strict=True)]
+        return [_finished(r, answers, removed=removed) for r, answers in zip(reports, rows, strict=True)]
     finally:
         shutil.rmtree(folder if removed else measuring.work, ignore_errors=True)
         with contextlib.suppress(OSError):  # of statistics that are kept
@@ -131,12 +131,14 @@ class MergeSources:
 
 def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings, held: Held) -> MergeSources:
     """Read the inputs; raises the errors of `read_sources`."""
-    with locate_inputs(recipes[0], held) as given, contextlib.ExitStack() as stack:
-        kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
-        rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
-        specs = _specs_under(given, stack)
-        are_factors = given.only_adapters and given.have_factors
-        weights = _changed(given, specs)
+    with locate_inputs(recipes[0], held) as located, contextlib.ExitStack() as stack:
+        kinds, both = kinds_of(recipes, located) if data else frozenset(), ((data, True), (check, False))
+        rows, checked = (
+            read_sources(recipes[0], d, settings, located.config, measured=m) if d else {} for d, m in both
+        )
+        specs = _specs_under(located, stack)
+        are_factors = located.only_adapters and located.have_factors
+        weights = _changed(located, specs)
         fewest = min((len(source.rows) for source in rows.values()), default=0)
         nbytes = max(gram_bytes(weights), 0 if are_factors else _model_bytes(specs, "float32"))
         folds = count_folds(fewest, nbytes) if kinds else 1
@@ -186,19 +188,19 @@ def count_folds(fewest: int, nbytes: int) -> int:
     return 4 if FEW <= fewest < ASKED else 2
 
 
-def _changed(given: Located, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+def _changed(located: Located, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
     """Weights that adapters of linear layers change; of other experts all."""
-    adapters = [expert for expert in given.experts if isinstance(expert, Adapter)]
+    adapters = [expert for expert in located.experts if isinstance(expert, Adapter)]
     names = {f"{module.name}.weight" for adapter in adapters for module in adapter.modules.values()}
-    return {n: specs[n] for n in names} if len(adapters) == len(given.experts) and names <= specs.keys() else specs
+    return {n: specs[n] for n in names} if len(adapters) == len(located.experts) and names <= specs.keys() else specs
 
 
-def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, TensorSpec]:
+def _specs_under(located: Located, stack: contextlib.ExitStack) -> Mapping[str, TensorSpec]:
     """Tensors of the base, which may be that of the adapters, or of the first expert."""
-    base = given.base
+    base = located.base
     if base is None:
-        place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
-        base = locate_in(stack, place or given.recipe.experts[0].path)
+        place = next((e.config.base_model for e in located.experts if isinstance(e, Adapter)), None)
+        base = locate_in(stack, place or located.recipe.experts[0].path)
     return {} if isinstance(base, Adapter) else base.specs  # loading says what a file without a base cannot do
 
 
@@ -281,10 +283,10 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
     return [*lines, f"  memory: one model of {model} at a time; nothing was run"]
 
 
-def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
+def kinds_of(recipes: Sequence[Recipe], located: Located) -> frozenset[str]:
     """Kinds of statistics that the merges use."""
     named = {kind for r in recipes if r.method != AUTO for kind in get_method(r.method).needs_statistics}
-    by_auto = any(r.method == AUTO and len(r.experts) > 1 and (r.base or given.only_adapters) for r in recipes)
+    by_auto = any(r.method == AUTO and len(r.experts) > 1 and (r.base or located.only_adapters) for r in recipes)
     return frozenset(named | {"gram"} if by_auto else named)
 
 
@@ -314,8 +316,11 @@ def _ready(
         fewest: inputs of an expert that were measured; 0: none.
         mute: codes of checks.
     """
-    own = [{**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts]
-    fields: dict[str, Any] = {"experts": tuple(map(ExpertRef.model_validate, own)), "notes": (*recipe.notes, *notes)}
+    experts = [{**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts]
+    fields: dict[str, Any] = {
+        "experts": tuple(map(ExpertRef.model_validate, experts)),
+        "notes": (*recipe.notes, *notes),
+    }
     fields["mute"] = tuple(dict.fromkeys((*recipe.mute, *mute)))
     if recipe.method == AUTO and fewest:
         fields |= {"method": "regmean", "options": prior_of(fewest)}
@@ -349,8 +354,8 @@ class InputMeasuring:
         if self._kinds and data is not None and not expert.statistics:
             folds = deal(data, self.folds, checks=check is not None)
             self._measure(loaded, label, data, folds)
-        known = [n for n in folds if n is not None]
-        what, dealt = "of --check" if check is not None else "given", check is None and len(set(known)) > 1
+        measured = [n for n in folds if n is not None]
+        what, dealt = "of --check" if check is not None else "given", check is None and len(set(measured)) > 1
         if dealt:
             what = f"each by a merge without it, of {self.folds}"
             source = dataclasses.replace(source, rows=source.rows[:ASKED])
@@ -361,10 +366,10 @@ class InputMeasuring:
             what = "the same"
         kind = "prompt" if source.options.rows else "inputs"
         asking.notes.append(
-            f"{kind} of '{label}': {len(known)} measured; answers compared on {len(source.rows)} ({what})"
+            f"{kind} of '{label}': {len(measured)} measured; answers compared on {len(source.rows)} ({what})"
         )
         try:
-            asking.ask(label, loaded, source, folds=known[:ASKED] if dealt else (), measured=what == "the same")
+            asking.ask(label, loaded, source, folds=measured[:ASKED] if dealt else (), measured=what == "the same")
         except StatisticsError as error:
             if check is not None:
                 raise
@@ -373,8 +378,8 @@ class InputMeasuring:
     def ready(self, recipes: Sequence[Recipe], notes: tuple[str, ...], without: int | None = None) -> list[Recipe]:
         """The recipes with statistics of all inputs that were measured, or of those `without` a fold."""
         chosen = {k: [n for n in counts if n != without] or list(counts) for k, counts in self._measured.items()}
-        used = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
-        statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if used else {}
+        uses_inputs = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
+        statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if uses_inputs else {}
         fewest = min((sum(self._measured[k][n] for n in folds) for k, folds in chosen.items()), default=0)
         mute = GUESSES if self.asking.dealt or self.asking.questions else ()
         return [_ready(r, statistics, notes, fewest=fewest, mute=mute) for r in recipes]
