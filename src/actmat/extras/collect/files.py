@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from actmat.extras.collect.inputs.sums import GramSum
 from actmat.statistics.header import FILE_NAME, METADATA_KEY, GramInfo, GramOf, StatisticsHeader, content_hash
 from actmat.statistics.store import Statistics, open_statistics
 from actmat.statistics.triangle import packed_shape
+
+HELD_BYTES = 1 << 30
+"""Sums of several files that are held in memory at most, in place of adding up twice."""
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
@@ -98,6 +102,8 @@ def merge_statistics(
         stored = {s.dtype for f in opened for s in f.specs.values() if s.is_floating}
         specs = _specs(opened, dtype or ("float64" if "float64" in stored else "float32"))
         total = _totals(opened, specs)
+        if sum(spec.nbytes for spec in specs.values()) <= HELD_BYTES:
+            total = functools.cache(total)  # for its hash, then for the file
         hashes = {name: content_hash(total(name)) for name in specs}
         header = _header([f.header for f in opened], hashes)
         write_statistics(Path(out), header, list(specs.values()), total, overwrite=overwrite)
@@ -150,7 +156,7 @@ def _summed(stored: Tensor, spec: TensorSpec) -> Tensor:
     """A stored sum; of a Gram whose rows are stored, their sum."""
     if tuple(stored.shape) == spec.shape:
         return stored
-    total = GramSum(stored.shape[1], dtype=torch.float64)
+    total = GramSum(stored.shape[1], dtype=stored.dtype)
     total.add(stored)
     return total.stored(whole=True)
 
