@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.answers import FEW, GUESSES, verdict, with_answers
@@ -27,10 +27,10 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.data import SELF
 from actmat.extras.collect.files import merge_statistics
-from actmat.extras.models.loading import Loaded
+from actmat.extras.models.loading import Loaded, dtype_on
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
-from actmat.extras.tune.memory import gram_bytes, model_device
+from actmat.extras.tune.memory import gram_bytes, model_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
@@ -140,7 +140,7 @@ def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: Inpu
         are_factors = located.only_adapters and located.have_factors
         weights = _changed(located, specs)
         fewest = min((len(source.rows) for source in rows.values()), default=0)
-        nbytes = max(gram_bytes(weights), 0 if are_factors else _model_bytes(specs, "float32"))
+        nbytes = max(gram_bytes(weights), 0 if are_factors else model_bytes(specs, "float32"))
         folds = count_folds(fewest, nbytes) if kinds else 1
         return MergeSources(rows, checked, kinds, specs, weights, folds, are_factors)
 
@@ -204,10 +204,6 @@ def _specs_under(located: Located, stack: contextlib.ExitStack) -> Mapping[str, 
     return {} if isinstance(base, Adapter) else base.specs  # loading says what a file without a base cannot do
 
 
-def _model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
-    return sum(s.numel * torch_dtype(dtype).itemsize for s in specs.values() if s.is_floating)
-
-
 def merge_by_arguments(
     recipe: Recipe,
     run: RunSettings,
@@ -255,7 +251,7 @@ def merge_by_arguments(
         return merge_with_inputs([recipe], data, check, settings, run, watching)[0]
 
 
-def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, device: str) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -279,8 +275,9 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
         size, matrices = format_size(gram_bytes(weights)), sum(len(s.shape) == 2 for s in weights.values())
         inputs = f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,"
         lines += [inputs, "  removed after the merge"]
-    model = format_size(_model_bytes(specs, settings.model_dtype))
-    return [*lines, f"  memory: one model of {model} at a time; nothing was run"]
+    place, _ = model_device(device)
+    model = format_size(model_bytes(specs, dtype_on(place, settings.model_dtype)))
+    return [*lines, f"  memory: one model of {model} at a time, on {place}; nothing was run"]
 
 
 def kinds_of(recipes: Sequence[Recipe], located: Located) -> frozenset[str]:
