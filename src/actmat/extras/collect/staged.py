@@ -60,13 +60,13 @@ def measure_blocks(
         details = {"staged": identity, "blocks": ",".join(names), "off_diagonal": repr(off_diagonal)}
         job.put_average(bound.parameters)
         for index, name in enumerate(names):
-            parameters = [p for p in bound.parameters if p.startswith(f"{name}.")]
+            block = [p for p in bound.parameters if p.startswith(f"{name}.")]
             parts = {label: stages / f"{index:04d}" / label for label in experts}
             for label, part in parts.items():
                 if not _is_measured(part, job.bindings[label].info, details):
-                    job.put(parameters, label)
-                    job.measure(label, parameters, batches[label](), details).save(part)
-            job.put_merged(parameters, parts, off_diagonal)
+                    job.put(block, label)
+                    job.measure(label, block, batches[label](), details).save(part)
+            job.put_merged(block, parts, off_diagonal)
     for label, folder in folders.items():
         if not _is_measured(folder, job.bindings[label].info, details):
             join_statistics([stages / f"{i:04d}" / label for i in range(len(names))], folder)
@@ -100,12 +100,10 @@ class _Job:
 
         self._put((p for p in parameters if self.bound.parameters[p].is_floating_point()), average)
 
-    def measure(
-        self, label: str, parameters: Sequence[str], batches: Iterable[Batch], details: Mapping[str, str]
-    ) -> Any:
+    def measure(self, label: str, block: Sequence[str], batches: Iterable[Batch], details: Mapping[str, str]) -> Any:
         """Gram matrices of the block that is the expert's."""
         settings = Settings(
-            only=[p for p in parameters if p in self.bound.weights()],
+            only=[p for p in block if p in self.bound.weights()],
             compute_dtype=self.compute_dtype,
             dtype=self.compute_dtype,
             source=f"staged batches of {label}",
@@ -113,12 +111,12 @@ class _Job:
         )
         return measured(Measurement(self.model, self.bindings[label], settings), batches)
 
-    def put_merged(self, parameters: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
+    def put_merged(self, block: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
         """Merge a block from its statistics, as a checkpoint of its own, and put it into the model."""
         dtype = str(next(iter(self.bound.parameters.values())).dtype).removeprefix("torch.")
         with tempfile.TemporaryDirectory(prefix="actmat-stage-") as temporary:
             folder = Path(temporary)
-            stored = [piece.name for p in parameters for piece in self.bound.located[p].slices]
+            stored = [piece.name for p in block for piece in self.bound.located[p].slices]
             for label, checkpoint in [("base", self.base), *self.experts.items()]:
                 _write(checkpoint, stored, folder / "in" / label)
             experts = [{"path": str(folder / "in" / label), "name": label} for label in self.experts]
@@ -133,7 +131,7 @@ class _Job:
             }
             run_recipes([make_recipe(fields)], RunSettings(durable=False, threads=1))
             with locate(folder / "out") as merged:
-                self._put(parameters, stored_of(merged).tensors.read)
+                self._put(block, stored_of(merged).tensors.read)
 
     def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
         with torch.no_grad():

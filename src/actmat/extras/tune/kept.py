@@ -64,6 +64,9 @@ LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "resp
 """Columns that are used if they are there: classes as numbers, and right continuations of texts."""
 Z_95 = 1.959964
 
+Inputs = DataRows | Sequence[InputBatch]
+"""Inputs as they were read, or in batches."""
+
 
 def read_written(
     recipe: Recipe, settings: InputSettings, device: str, progress: TuneProgress
@@ -190,13 +193,7 @@ class Asking:
         return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in made]
 
     def measure(
-        self,
-        label: str,
-        loaded: Loaded,
-        data: DataRows | Sequence[InputBatch],
-        kinds: Collection[str],
-        out: Path,
-        only: Collection[str] = (),
+        self, label: str, loaded: Loaded, data: Inputs, kinds: Collection[str], out: Path, only: Collection[str] = ()
     ) -> None:
         """Write statistics of an expert on inputs; a base whose adapters are switched is compared with its files once.
 
@@ -371,19 +368,16 @@ def split_folds(batches: Sequence[InputBatch], rows: Sequence[Row], folds: Seque
         batches: of the rows by their length, see `Asking.batches`; or none.
         folds: number of each row.
     """
-    parts: list[list[InputBatch]] = [[] for _ in range(max(folds) + 1)]
-    numbers = iter(sorted(range(len(rows)), key=lambda n: _length(rows[n])))
-    for batch in batches:
-        chosen: dict[int, list[int]] = {}
-        for sample in range(batch.samples):
-            chosen.setdefault(folds[next(numbers)], []).append(sample)
-        for fold, samples in chosen.items():
-            parts[fold].append(batch.rows(samples))
-    return parts
+    order = iter(sorted(range(len(rows)), key=lambda n: _length(rows[n])))
+    numbered = [(batch, [folds[next(order)] for _ in range(batch.samples)]) for batch in batches]
+    return [
+        [batch.rows([n for n, k in enumerate(numbers) if k == fold]) for batch, numbers in numbered if fold in numbers]
+        for fold in range(max(folds) + 1)
+    ]
 
 
 def _fold(model: nn.Module, written: list[InputBatch], answered: Sequence[InputBatch]) -> Fold:
-    """A fold with the expert's answers; `known`: the same inputs with right answers."""
+    """A fold with the expert's answers; `answered`: the same inputs with right answers."""
     graded = list[InputBatch]()
     if answered:
         pairs = [labeled_by_answers(batch, right) for batch, right in zip(written, answered, strict=True)]

@@ -303,29 +303,6 @@ def _as_adapter(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"output": AdapterOutput()}) if recipe.output == ModelOutput() else recipe
 
 
-def _ready(
-    recipe: Recipe, statistics: Mapping[str, str], notes: tuple[str, ...], *, fewest: int, mute: tuple[str, ...]
-) -> Recipe:
-    """The recipe with statistics and notes.
-
-    Args:
-        statistics: by expert.
-        fewest: inputs of an expert that were measured; 0: none.
-        mute: codes of checks.
-    """
-    experts = [{**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts]
-    fields: dict[str, Any] = {
-        "experts": tuple(map(ExpertRef.model_validate, experts)),
-        "notes": (*recipe.notes, *notes),
-    }
-    fields["mute"] = tuple(dict.fromkeys((*recipe.mute, *mute)))
-    if recipe.method == AUTO and fewest:
-        fields |= {"method": "regmean", "options": prior_of(fewest)}
-        how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
-        fields["notes"] += (f"auto: inputs of the experts: regmean {how}",)
-    return recipe.model_copy(update=fields)
-
-
 class InputMeasuring:
     """Measures experts on their inputs, and asks them, one after the other.
 
@@ -378,8 +355,18 @@ class InputMeasuring:
         uses_inputs = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
         statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if uses_inputs else {}
         fewest = min((sum(self._measured[k][n] for n in folds) for k, folds in chosen.items()), default=0)
-        mute = GUESSES if self.asking.dealt or self.asking.questions else ()
-        return [_ready(r, statistics, notes, fewest=fewest, mute=mute) for r in recipes]
+        ready = []
+        for recipe in recipes:
+            rows = ({**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts)
+            fields: dict[str, Any] = {"experts": tuple(map(ExpertRef.model_validate, rows))}
+            fields["mute"] = tuple(dict.fromkeys((*recipe.mute, *(GUESSES if self.asking.asked else ()))))
+            fields["notes"] = (*recipe.notes, *notes)
+            if recipe.method == AUTO and fewest:
+                how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
+                fields["notes"] += (f"auto: inputs of the experts: regmean {how}",)
+                fields |= {"method": "regmean", "options": prior_of(fewest)}
+            ready.append(recipe.model_copy(update=fields))
+        return ready
 
     def _sum(self, label: str, folds: Sequence[int], without: int | None) -> Path:
         """Statistics of some folds."""
