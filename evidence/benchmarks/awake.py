@@ -9,16 +9,13 @@ the answers of expert and base begin with the same token. Rows are appended to t
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import RESULTS
-from benchmarks.few import Subject, open_subject, parse
-from benchmarks.provenance import processor
+from benchmarks.few import Subject, append_row, open_subject, parse
 
 FILE: Path = RESULTS / "awake.jsonl"
 INPUTS, DRAWS = 8, 4
@@ -46,10 +43,7 @@ def main() -> None:
     for kind in ("own", "reworded") if given.subject in ("adapters", "whole-texts") else ("own",):
         for draw in range(DRAWS):
             row = {"subject": given.subject, "kind": kind, "draw": draw, "tasks": list(subject.tasks)}
-            row |= react(subject, kind, draw) | {"processor": processor(), "date": time.strftime("%Y-%m-%d")}
-            with FILE.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(row, flush=True)
+            append_row(FILE, row | react(subject, kind, draw))
 
 
 if __name__ == "__main__":

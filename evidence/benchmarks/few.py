@@ -148,10 +148,14 @@ def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: fl
         else:
             merged = without(row["kind"])
         accuracy, kept = subject.score(merged)
-        line = {"subject": name, **row, "accuracy": accuracy, "kept": kept, "tasks": list(subject.tasks)}
-        with FILE.open("a") as file:
-            file.write(json.dumps(line | {"processor": processor(), "date": time.strftime("%Y-%m-%d")}) + "\n")
-        print(row, f"{100 * sum(accuracy) / len(accuracy):.1f} kept {100 * sum(kept) / len(kept):.1f}", flush=True)
+        append_row(FILE, {"subject": name, **row, "accuracy": accuracy, "kept": kept, "tasks": list(subject.tasks)})
+
+
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to a result file, with processor and date."""
+    with file.open("a") as lines:
+        lines.write(json.dumps({**row, "processor": processor(), "date": time.strftime("%Y-%m-%d")}) + "\n")
+    print(row, flush=True)
 
 
 def sources(kind: str, task: int, tasks: int) -> Sequence[int]:
@@ -202,14 +206,19 @@ class Subject:
         self._rest = {n: sum(d) / len(d) for n, d in every.items() if not layers(n)}
         self._answers = [predict(e, t) for t, e in enumerate(experts)]
 
-    def score(self, merged: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
-        """Accuracy, and share of answers that are the expert's, by task, of the base plus these deltas."""
+    def merged(self, deltas: Mapping[str, Tensor]) -> Any:
+        """The base plus deltas of its layers, all else averaged."""
         model = copy.deepcopy(self.base)
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor += merged.get(name, self._rest.get(name, 0))
-        found = [self._predict(model, t) for t in range(len(self._labels))]
-        return shares(found, self._labels), shares(found, self._answers)
+                tensor += deltas.get(name, self._rest.get(name, 0))
+        return model
+
+    def score(self, deltas: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
+        """Accuracy, and share of answers that are the expert's, by task, of the base plus these deltas."""
+        model = self.merged(deltas)
+        answers = [self._predict(model, t) for t in range(len(self._labels))]
+        return shares(answers, self._labels), shares(answers, self._answers)
 
     def inputs(self, task: int, kind: str, draw: int, n: int) -> Any:
         """Arguments of a model, one input each."""

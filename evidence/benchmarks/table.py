@@ -115,14 +115,21 @@ def demo(_: str) -> str:
 
 
 SETS = {
-    "adapters": "three adapters of SmolLM2-135M",
-    "whole-texts": "two of its adapters, trained on whole texts",
-    "encoder-full": "five full models of MiniLM",
-    "encoder-adapters": "five adapters of MiniLM",
-    "digits": "six full models of digits",
+    "adapters": ("three adapters of SmolLM2-135M", "average"),
+    "whole-texts": ("two of its adapters, trained on whole texts", "ct_merging"),
+    "encoder-full": ("five full models of MiniLM", "dc_merge"),
+    "encoder-adapters": ("five adapters of MiniLM", "dc_merge"),
+    "digits": ("six full models of digits", "dc_merge"),
+    "answers": ("eight adapters of Qwen2.5-Coder-0.5B, trained on answers", "ct_merging"),
+    "whole": ("eight adapters of Qwen2.5-Coder-0.5B, trained on whole texts", "ct_merging"),
 }
-"""Subjects of `benchmarks.few`."""
-QWEN, LOSSES = "eight adapters of Qwen2.5-Coder-0.5B", ("answers", "whole texts")
+"""Subject of `benchmarks.few`, or key of `SCORES` -> name, and what `auto` takes without inputs."""
+SCORES: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "encoder-adapters": ("regimes-text-minilm", "alpha = 32, 256 steps at 0.00025", (0,)),
+    "answers": ("larger-llm-qwen", "loss on answers", (0, 1)),
+    "whole": ("larger-llm-qwen", "loss on whole texts", (0, 1)),
+}
+"""File of scores, end of the model's name and seeds, of what `benchmarks.few` did not measure."""
 
 
 def few(subject: str) -> str:
@@ -137,6 +144,7 @@ def few(subject: str) -> str:
         ("own", 0.0, 0.001): "with a ridge of 0.001",
         ("own", 1.0, 0.001): "with a prior of 1 / n and the ridge",
         ("own", 4.0, 0.001): "with a prior of 4 / n and the ridge: `merge --data`",
+        ("featcal", 0.0, 0.05): "FeatCal, own inputs",
         ("self", 4.0, 0.001): "`merge --data self`, prompts that the experts wrote",
         ("reworded", 0.0, 0.0): "`regmean`, own inputs in other words than in training",
         ("reworded", 4.0, 0.001): "`merge --data`, the same",
@@ -165,23 +173,27 @@ def few(subject: str) -> str:
 def sets(_: str) -> str:
     """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured."""
     qwen = "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"
-    columns = {  # kind, ridge and start of the regression in `few.jsonl`; method of `llm-qwen`
+    columns = {  # kind, ridge and start of the regression in `few.jsonl`; method of a suite
         "average": ("average", 0.0, "", "average"),
-        **{f"`{name}`": (name, 0.0, "", name) for name in ("ct_merging", "dc_merge", "tsv")},
+        **{f"`{name}`": (name, 0.0, "", name) for name in ("ct_merging", "dc_merge", "tsv", "auto")},
         "`merge --data`": ("own", 0.001, "", "regmean:data=training"),
         "toward `ct_merging`": ("own", 0.05, "ct_merging", qwen),
         "toward `dc_merge`": ("own", 0.05, "dc_merge", ""),
     }
     few = [r for r in read_lines(RESULTS / "few.jsonl") if r["n"] == 0 or (r["n"] == 8 and r["prior"] == 4.0)]
-    scores = read_lines(RESULTS / "evidence" / "larger-llm-qwen.jsonl")
-    lines = [[name] for name in (*SETS.values(), *(f"{QWEN}, trained on {loss}" for loss in LOSSES))]
-    for kind, ridge, start, method in columns.values():
-        same = [r for r in few if (r["kind"], r["ridge"], r.get("toward", "")) == (kind, ridge, start)]
-        cells = [_percents([r for r in same if r["subject"] == subject]).partition(" ")[0] for subject in SETS]
-        for loss in LOSSES:
-            some = [r for r in scores if r["method"] == method and r["model"].endswith(f"loss on {loss}")]
-            cells.append(f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else "")
-        lines = [[*line, cell] for line, cell in zip(lines, cells, strict=True)]
+    lines = []
+    for subject, (name, auto) in SETS.items():
+        file, model, seeds = SCORES.get(subject, ("", "", ()))
+        scores = read_lines(RESULTS / "evidence" / f"{file}.jsonl") if file else []
+        scores = [r for r in scores if r["model"].endswith(model) and r["seed"] in seeds and r["scale"] == "default"]
+        cells = []
+        for kind, ridge, start, method in columns.values():
+            key = (auto if kind == "auto" else kind, ridge, start)
+            own = [r for r in few if r["subject"] == subject and (r["kind"], r["ridge"], r.get("toward", "")) == key]
+            some = [r for r in scores if r["method"] == (auto if method == "auto" else method)]
+            mean = f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else ""
+            cells.append(_percents(own).partition(" ")[0] or mean)
+        lines.append([name, *cells])
     return table(["experts", *columns], lines)
 
 

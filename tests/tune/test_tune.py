@@ -184,23 +184,23 @@ def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
 
 
 def test_statistics_are_measured_on_inputs_that_neither_choose_nor_compare(family: Path, tmp_path: Path) -> None:
-    """Six texts: the first and the fifth measure, the third chooses, the others compare; by the texts' own tokens."""
+    """Six texts: the first and the fifth measure, as they are, the third chooses, the others compare."""
     expert = expert_of(family, "math")
     parts = inputs_of(family, "math", expert, new_tokens=0, measuring=True)
     without = inputs_of(family, "math", expert, new_tokens=0)
     rows = [
         sorted(row[mask.bool()].tolist() for b in part for row, mask in zip(*b.arguments.values(), strict=True))
-        for part in (parts.measured, parts.search, parts.final)
+        for part in (parts.search, parts.final)
     ]
     tokenizer: Any = AutoTokenizer.from_pretrained(family / "experts" / "math")
     texts = [tokenizer(text)["input_ids"] for text in TEXTS["math"]]
-    assert rows == [sorted(texts[0::4]), sorted(texts[2::4]), sorted(texts[1::2])]
-    assert not without.measured
+    assert rows == [sorted(texts[2::4]), sorted(texts[1::2])]
     assert sum(b.samples for b in without.search) == 3
 
-    found = tuned(family, tmp_path / "best", budget=2, space={"methods": ["regmean"], "scales": [1.0]}, new_tokens=0)
-    kept = [open_statistics(e.statistics) for e in found.recipe.experts]
-    assert [s.header.samples for s in kept] == [2, 2]
+    report = tuned(family, tmp_path / "best", budget=2, space={"methods": ["regmean"], "scales": [1.0]})
+    headers = [open_statistics(e.statistics).header for e in report.recipe.experts]
+    assert [header.samples for header in headers] == [2, 2]
+    assert headers[0].tokens == sum(map(len, texts[0::4]))
 
 
 def test_batches_hold_inputs_of_similar_lengths() -> None:

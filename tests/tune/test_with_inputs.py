@@ -29,6 +29,7 @@ from actmat.extras.tune.with_inputs import choose, merge_with_inputs
 from actmat.recipe import ExpertRef, Recipe, make_recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
+from actmat.statistics import open_statistics
 
 QUICK = ["--set", "new_tokens=4"]
 
@@ -247,6 +248,10 @@ def test_statistics_are_kept_on_request_and_repeat_the_merge(family: Path, tmp_p
     assert {p.name for p in (tmp_path / "merged.statistics").iterdir()} == {*TEXTS}
     recipe = read_manifest(out)["recipe"]
     assert recipe["experts"][0]["statistics"] == str(tmp_path / "merged.statistics" / "math")
+    factors = {n for n in load_file(out / "adapter_model.safetensors") if ".lora_A." in n}
+    changed = {n.removeprefix("base_model.model.").replace(".lora_A.", ".") for n in factors}
+    with open_statistics(tmp_path / "merged.statistics" / "math") as statistics:
+        assert {*statistics.header.places} == changed, "the weights that adapters change"
 
 
 def test_without_inputs_the_summary_says_how_to_measure_and_gives_no_norm(family: Path, tmp_path: Path) -> None:

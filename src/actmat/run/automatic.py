@@ -159,7 +159,9 @@ def _chosen(located: Located) -> tuple[str, Space, dict[str, Any], str]:
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     beyond = _beyond(located, kind) if form != "mixed" else ""
     reason = f"{choice.method}, for {what}{of}{size}{apart} ({choice}{beyond})"  # of image models tune cannot choose
-    return choice.method, space, {}, reason + "; actmat tune chooses by unlabeled inputs" * (kind != "any")
+    writes = kind == "decoder" and located.base is not None and located.only_adapters
+    hint = "try: --data self, prompts that experts write" if writes else "actmat tune chooses by unlabeled inputs"
+    return choice.method, space, {}, reason + f"; {hint}" * (kind != "any")
 
 
 def _by_size(located: Located) -> tuple[ModelForm, str, str]:

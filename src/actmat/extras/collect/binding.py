@@ -45,7 +45,7 @@ class Binding:
 
     def renamed(self) -> dict[str, str]:
         """Stored tensor -> name in memory, if they differ."""
-        return {s.name: name for name, found in self.located.items() for s in found.slices if s.name != name}
+        return {s.name: name for name, stored in self.located.items() for s in stored.slices if s.name != name}
 
 
 def bind(model: nn.Module, checkpoint: Model | None, adapter: Adapter | None = None) -> Binding:
@@ -53,8 +53,8 @@ def bind(model: nn.Module, checkpoint: Model | None, adapter: Adapter | None = N
 
     Without a checkpoint, the model is recorded under its own names.
     """
-    own = [(n, p) for n, p in model.named_parameters() if not any(part in f".{n}" for part in _ADAPTER_PARTS)]
-    parameters: dict[str, Tensor] = {_clean_name(n): p for n, p in own}  # tied ones once
+    named = [(n, p) for n, p in model.named_parameters() if not any(part in f".{n}" for part in _ADAPTER_PARTS)]
+    parameters: dict[str, Tensor] = {_clean_name(n): p for n, p in named}  # tied ones once
     if checkpoint is None:
         hashes = {n: content_hash(p) for n, p in parameters.items()}
         located = {n: TensorOnDisk(tuple(p.shape), (TensorSlice(n),)) for n, p in parameters.items()}

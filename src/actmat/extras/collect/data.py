@@ -69,10 +69,10 @@ class DataOptions:
     def details(self) -> dict[str, str]:
         """Options that are set, for the record."""
         columns = ("text_column", "image_column", "target_column", "label_column")
-        kept = ("split", "subset", *columns, "max_length", "template")
-        found = {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
+        names = ("split", "subset", *columns, "max_length", "template")
+        fields = {k: str(v) for k in names if (v := getattr(self, k)) is not None}
         classes = {"classes": ", ".join(self.classes), "template": self.template or TEMPLATE}
-        return found | (classes if self.classes else {})
+        return fields | (classes if self.classes else {})
 
 
 def read_rows(options: DataOptions) -> list[Row]:
@@ -82,16 +82,16 @@ def read_rows(options: DataOptions) -> list[Row]:
         StatisticsError: it cannot be read, or has no rows.
     """
     try:
-        found = list(itertools.islice(_rows(options), options.max_samples))
+        rows = list(itertools.islice(_rows(options), options.max_samples))
     except StatisticsError:
         raise
     except StopIteration:  # raised by `datasets` for an empty file
-        found = []
+        rows = []
     except Exception as error:  # readers of files raise errors of many types
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
-    if not found:
+    if not rows:
         raise StatisticsError(f"{options.location} is empty; expected at least one sample")
-    return [_asked(row) for row in found]
+    return [_asked(row) for row in rows]
 
 
 def _asked(row: Row) -> Row:
@@ -110,16 +110,16 @@ def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
         RecipeError: data of an expert that the merge does not have.
         StatisticsError: no data.
     """
-    given = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
-    if unknown := [name for name in given if name not in recipe.labels]:
-        known = f"Experts: {', '.join(recipe.labels)}"
+    by_name = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
+    if unknown := [name for name in by_name if name not in recipe.labels]:
+        experts = f"Experts: {', '.join(recipe.labels)}"
         raise RecipeError(
             "Data is given for unknown experts.",
-            [f"no expert is named '{n}'.{did_you_mean(n, recipe.labels)} {known}" for n in unknown],
+            [f"no expert is named '{n}'.{did_you_mean(n, recipe.labels)} {experts}" for n in unknown],
         )
-    if not given:
+    if not by_name:
         raise StatisticsError("No data given: name a data set for at least one expert.")
-    return {label: given[label] for label in recipe.labels if label in given}
+    return {label: by_name[label] for label in recipe.labels if label in by_name}
 
 
 def prepare_data(chosen: Mapping[str, DataOptions]) -> dict[str, list[Row]]:
@@ -186,8 +186,8 @@ def class_names(location: str) -> tuple[str, ...]:
     Sorted, as the labels of the reader are. `train/`, `test/` and `validation/` above them are splits.
     """
     root = local_path(location, error=StatisticsError)
-    found = {p.parent.name for p in root.rglob("*") if p.suffix.lower() in IMAGES} if root.is_dir() else set()
-    return tuple(sorted(found - {root.name, "train", "test", "validation"}))
+    names = {p.parent.name for p in root.rglob("*") if p.suffix.lower() in IMAGES} if root.is_dir() else set()
+    return tuple(sorted(names - {root.name, "train", "test", "validation"}))
 
 
 def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
@@ -206,13 +206,13 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
             "predictions with predict=."
         )
     prompts = [template.format(c.replace("_", " ")) for c in options.classes]
-    found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
+    tokens = encode.tokenizer(prompts, padding=True, return_tensors="pt")
     config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
     limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
-    if (length := found["input_ids"].shape[1]) > limit:
+    if (length := tokens["input_ids"].shape[1]) > limit:
         raise StatisticsError(f"The prompt of a class has {length} tokens, but the model reads {limit}: shorten it.")
     device = next(loaded.model.parameters()).device
-    return {k: v.to(device) for k, v in found.items() if k in encode.known}
+    return {k: v.to(device) for k, v in tokens.items() if k in encode.known}
 
 
 def _rows(options: DataOptions) -> Iterable[Row]:
@@ -291,16 +291,16 @@ def _local(path: Path) -> tuple[str, list[str]]:
     """Name of the reader of a local file or folder, and the files."""
     if path.is_file():
         if path.suffix not in READERS:
-            known = ", ".join([*READERS, ".npz"])
-            raise StatisticsError(f"{path}: expected one of {known}, a folder, or the id of a data set on the hub")
+            readable = ", ".join([*READERS, ".npz"])
+            raise StatisticsError(f"{path}: expected one of {readable}, a folder, or the id of a data set on the hub")
         return READERS[path.suffix], [str(path)]
     suffixes = {p.suffix.lower() for p in path.rglob("*") if p.is_file()}
     if suffixes & IMAGES:
         return "imagefolder", []
     readers = {READERS[s] for s in suffixes & READERS.keys()}
     if len(readers) != 1:
-        found = ", ".join(sorted(suffixes)) or "nothing"
-        raise StatisticsError(f"{path}: expected images or files of one kind ({', '.join(READERS)}), found {found}")
+        present = ", ".join(sorted(suffixes)) or "nothing"
+        raise StatisticsError(f"{path}: expected images or files of one kind ({', '.join(READERS)}), found {present}")
     chosen = [s for s, r in READERS.items() if r in readers]
     return readers.pop(), sorted(str(p) for p in path.rglob("*") if p.suffix.lower() in chosen)
 
@@ -316,8 +316,8 @@ def _arrays(path: Path) -> Iterator[Row]:
         raise StatisticsError(f"{path}: cannot be read: {in_one_line(error)}") from error
     images = {k: a for k, a in arrays.items() if a.ndim in (3, 4) and a.dtype == numpy.uint8}
     if len(images) != 1:
-        found = ", ".join(f"{k} {a.shape} {a.dtype}" for k, a in arrays.items())
-        raise StatisticsError(f"{path}: expected one array of images (N x H x W [x C], uint8), found {found}")
+        listing = ", ".join(f"{k} {a.shape} {a.dtype}" for k, a in arrays.items())
+        raise StatisticsError(f"{path}: expected one array of images (N x H x W [x C], uint8), found {listing}")
     (name, stack), *_ = images.items()
     others = {k: a for k, a in arrays.items() if k != name and a.shape[:1] == stack.shape[:1] and a.ndim == 1}
     pil = extra("PIL.Image")
@@ -383,9 +383,9 @@ def pad_token(tokenizer: Any) -> str | None:
             f"{tokenizer.name_or_path}: the tokenizer has no tokens. Fix: copy the model's own there."
         )
     first = min(ids, key=ids.__getitem__)
-    found = next(t for t in (tokenizer.eos_token, tokenizer.unk_token, first) if t in ids)
-    tokenizer.pad_token = found
-    return str(found)
+    padding = next(t for t in (tokenizer.eos_token, tokenizer.unk_token, first) if t in ids)
+    tokenizer.pad_token = padding
+    return str(padding)
 
 
 def known_ids(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -414,11 +414,11 @@ def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str |
     texts = _column(rows, RENDERED if is_chat else column, usual, str, what, options.location)
     if what == "text" and options.template is not None and not is_chat:
         texts = [options.template.replace("{}", text) for text in texts]
-    found = tokenizer(
+    tokens = tokenizer(
         texts, padding=True, truncation=True, max_length=min(options.max_length, tokenizer.model_max_length),
         add_special_tokens=not is_chat, return_tensors="pt",
     )  # fmt: skip
-    return {k: v for k, v in found.items() if isinstance(v, Tensor)}
+    return {k: v for k, v in tokens.items() if isinstance(v, Tensor)}
 
 
 def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOptions) -> dict[str, Tensor]:
@@ -427,8 +427,8 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
     if options.target_column is None:
         first = torch.full((len(rows), 1), start)
         return {"decoder_input_ids": first, "decoder_attention_mask": torch.ones_like(first)}
-    found = _tokens(tokenizer, rows, options, options.target_column, "target")
-    ids, mask = found["input_ids"], found["attention_mask"]
+    tokens = _tokens(tokenizer, rows, options, options.target_column, "target")
+    ids, mask = tokens["input_ids"], tokens["attention_mask"]
     shifted = torch.cat([torch.full((len(rows), 1), start), ids[:, :-1]], dim=1)
     seen = torch.cat([torch.ones(len(rows), 1, dtype=mask.dtype), mask[:, :-1]], dim=1)
     return {"decoder_input_ids": shifted, "decoder_attention_mask": seen, "labels": ids.masked_fill(mask == 0, -100)}
@@ -437,15 +437,15 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
 def _followed(tokenizer: Any, rows: list[Row], options: DataOptions, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Texts with their targets behind them, whose tokens are the labels."""
     targets = _column(rows, options.target_column, (), str, "target", options.location)
-    found = tokenizer(targets, add_special_tokens=False)["input_ids"]
+    answers = tokenizer(targets, add_special_tokens=False)["input_ids"]
     ids = [t[m.bool()].tolist() for t, m in zip(texts["input_ids"], texts["attention_mask"], strict=True)]
-    lengths = [len(i) + len(t) for i, t in zip(ids, found, strict=True)]
+    lengths = [len(i) + len(t) for i, t in zip(ids, answers, strict=True)]
     out = {name: torch.full((len(ids), max(lengths)), fill) for name, fill in
            (("input_ids", 0), ("attention_mask", 0), ("labels", -100))}  # fmt: skip
-    for n, (own, target) in enumerate(zip(ids, found, strict=True)):
-        out["input_ids"][n, : lengths[n]] = torch.tensor(own + target)
+    for n, (text, target) in enumerate(zip(ids, answers, strict=True)):
+        out["input_ids"][n, : lengths[n]] = torch.tensor(text + target)
         out["attention_mask"][n, : lengths[n]] = 1
-        out["labels"][n, len(own) : lengths[n]] = torch.tensor(target)
+        out["labels"][n, len(text) : lengths[n]] = torch.tensor(target)
     return out
 
 
@@ -454,8 +454,8 @@ def _start_token(model: Any) -> int:
     configs = (getattr(model, "generation_config", None), model.config)
     named = [(config, name) for config in configs for name in ("decoder_start_token_id", "bos_token_id")]
     for config, name in [*named, (model.config, "pad_token_id")]:  # the last is the start token of T5
-        if isinstance(found := getattr(config, name, None), int):
-            return found
+        if isinstance(token := getattr(config, name, None), int):
+            return token
     raise StatisticsError(f"{type(model).__name__}: its config does not name the decoder's start token")
 
 

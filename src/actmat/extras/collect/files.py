@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +25,18 @@ from actmat.statistics.header import FILE_NAME, METADATA_KEY, GramInfo, GramOf, 
 from actmat.statistics.store import Statistics, open_statistics
 from actmat.statistics.triangle import packed_shape
 
+HELD_BYTES = 1 << 30
+"""Sums of several files that are held in memory at most, in place of adding up twice."""
+
 
 def check_output(out: Path, *, overwrite: bool) -> None:
     """Check that statistics can be written to the folder `out`."""
     local_path(out, error=OutputError)
     if out.is_dir():
-        there = list_folder(out, error=OutputError)
-        if there and there != [FILE_NAME]:
-            raise OutputError(f"{out} contains other files ({', '.join(there[:3])}); choose another folder.")
-        if there and not overwrite:
+        names = list_folder(out, error=OutputError)
+        if names and names != [FILE_NAME]:
+            raise OutputError(f"{out} contains other files ({', '.join(names[:3])}); choose another folder.")
+        if names and not overwrite:
             raise OutputError(f"{out} already contains statistics; choose another folder or pass --overwrite.")
     elif out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists and is not a directory; choose another folder.")
@@ -98,6 +102,8 @@ def merge_statistics(
         stored = {s.dtype for f in opened for s in f.specs.values() if s.is_floating}
         specs = _specs(opened, dtype or ("float64" if "float64" in stored else "float32"))
         total = _totals(opened, specs)
+        if sum(spec.nbytes for spec in specs.values()) <= HELD_BYTES:
+            total = functools.cache(total)  # for its hash, then for the file
         hashes = {name: content_hash(total(name)) for name in specs}
         header = _header([f.header for f in opened], hashes)
         write_statistics(Path(out), header, list(specs.values()), total, overwrite=overwrite)
@@ -150,7 +156,7 @@ def _summed(stored: Tensor, spec: TensorSpec) -> Tensor:
     """A stored sum; of a Gram whose rows are stored, their sum."""
     if tuple(stored.shape) == spec.shape:
         return stored
-    total = GramSum(stored.shape[1], dtype=torch.float64)
+    total = GramSum(stored.shape[1], dtype=stored.dtype)
     total.add(stored)
     return total.stored(whole=True)
 
@@ -222,9 +228,9 @@ def _added(headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> di
     """Fields of the statistics of all files together, given the hashes of the added tensors."""
     grams: dict[str, GramInfo] = {}
     for key in {k: None for h in headers for k in h.grams}:
-        found = [h.grams[key] for h in headers if key in h.grams]
-        update = {"rows": sum(g.rows for g in found), "hash": hashes[f"gram.{key}"]}
-        grams[key] = found[0].model_copy(update=update)
+        same = [h.grams[key] for h in headers if key in h.grams]
+        update = {"rows": sum(g.rows for g in same), "hash": hashes[f"gram.{key}"]}
+        grams[key] = same[0].model_copy(update=update)
     places: dict[str, list[GramOf]] = {}
     for name in sorted({n for h in headers for n in h.places}):
         parts = {k: v for h in headers for k, v in _by_part(h, name).items()}

@@ -98,8 +98,8 @@ class GramMeasure:
         self._model, self._binding, self._mask = run.model, run.binding, settings.mask
         self._dtype = FLOATS[settings.dtype]
         weights = {n: w for n, w in run.binding.weights().items() if settings.only is None or n in settings.only}
-        own = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
-        device = torch.device(settings.sums_on) if settings.sums_on else own
+        place = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
+        device = torch.device(settings.sums_on) if settings.sums_on else place
         make = partial(GramSum, dtype=FLOATS[settings.compute_dtype], device=device)
         self._sums = InputSums(make, share=settings.share)
         self._scopes = Scopes(run.model)
@@ -154,9 +154,9 @@ class GramMeasure:
         if bad:
             raise StatisticsError(f"The model gives values that are not finite: {len(bad)} problem(s).", bad)
         counts: dict[str, str] = {}
-        for parameter, found in self._observer.counts.items():
+        for parameter, lookups in self._observer.counts.items():
             for piece in self._binding.located[parameter].slices:
-                counts[piece.name] = out.add(f"counts.{piece.name}", found)
+                counts[piece.name] = out.add(f"counts.{piece.name}", lookups)
         return {
             "grams": grams,
             "places": {n: places[n] for n in sorted(places)},
@@ -226,8 +226,8 @@ class FisherMeasure:
                 parameter.requires_grad_(True)
             n_samples = next(iter(tensors.values())).shape[0]
             for n in range(n_samples):
-                one = {k: v[n : n + 1] if v.ndim and v.shape[0] == n_samples else v for k, v in tensors.items()}
-                self._add_sample(self._run.model, one)
+                sample = {k: v[n : n + 1] if v.ndim and v.shape[0] == n_samples else v for k, v in tensors.items()}
+                self._add_sample(self._run.model, sample)
         finally:
             for name, parameter in self._parameters.items():
                 parameter.requires_grad_(before[name])

@@ -48,8 +48,8 @@ def measure_residuals(
     """Rows of `actmat.residual_on_data`."""
     place = Path(directory)
     recipe = recipe_of_output(place)
-    given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
-    experts = add_statistics([e.model_dump() for e in recipe.experts], given)
+    places_of = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
+    experts = add_statistics([e.model_dump() for e in recipe.experts], places_of)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
     with locate(place) as merged:
         if not isinstance(merged, Model):
@@ -82,7 +82,7 @@ def _residuals(
     check_probes(inputs)
     items = [i for i in plan.items if i.call is not None and i.layout.role.is_matrix]
     apart: list[list[float]] = [[] for _ in inputs.experts]
-    own: list[list[float]] = [[] for _ in inputs.experts]
+    changes: list[list[float]] = [[] for _ in inputs.experts]
     foreign: list[str] = []
     with torch.no_grad():
         for done, item in enumerate(items):
@@ -90,13 +90,13 @@ def _residuals(
             reader = ItemReader(item, inputs, torch.float64, Scratch(), findings)
             for t, missed, changed in _energies(item, reader, merged):
                 apart[t].append(missed)
-                own[t].append(changed)
+                changes[t].append(changed)
             foreign += foreign_tensors(item, inputs, *reader.hashes())
             progress(done + 1, len(items))
     if foreign:
         raise StatisticsError(FOREIGN, sorted(foreign))
     files = [(t, f) for t, f in enumerate(inputs.statistics.files) if f is not None]
-    if empty := [inputs.labels[t] for t, _ in files if not own[t]]:
+    if empty := [inputs.labels[t] for t, _ in files if not changes[t]]:
         raise StatisticsError(
             "Nothing can be measured with these statistics: they hold no Gram matrix of a merged matrix. Collect them "
             "with --gram.",
@@ -106,8 +106,8 @@ def _residuals(
         DataResidual(
             expert=inputs.labels[t],
             statistics=file.location,
-            residual=tidy(math.sqrt(math.fsum(apart[t]) / energy)) if (energy := math.fsum(own[t])) else None,
-            matrices=len(own[t]),
+            residual=tidy(math.sqrt(math.fsum(apart[t]) / energy)) if (energy := math.fsum(changes[t])) else None,
+            matrices=len(changes[t]),
         )
         for t, file in files
     )
@@ -147,9 +147,9 @@ def _stored(merged: Model, item: Item, region: Region) -> Tensor:
     """The region's entries of the merged tensor, flat."""
     spec = merged.specs.get(item.name)
     if spec is None or tuple(spec.shape) != tuple(item.shape):
-        found = "missing" if spec is None else list(spec.shape)
+        shape = "missing" if spec is None else list(spec.shape)
         raise StatisticsError(
-            f"{merged.location}: tensor '{item.name}' is {found}, its manifest says {list(item.shape)}; was the model "
+            f"{merged.location}: tensor '{item.name}' is {shape}, its manifest says {list(item.shape)}; was the model "
             "changed after the merge? (actmat verify)"
         )
     raw = torch.empty(region.numel, dtype=torch_dtype(spec.dtype))

@@ -60,13 +60,13 @@ def measure_blocks(
         details = {"staged": identity, "blocks": ",".join(names), "off_diagonal": repr(off_diagonal)}
         job.put_average(bound.parameters)
         for index, name in enumerate(names):
-            own = [p for p in bound.parameters if p.startswith(f"{name}.")]
+            block = [p for p in bound.parameters if p.startswith(f"{name}.")]
             parts = {label: stages / f"{index:04d}" / label for label in experts}
             for label, part in parts.items():
                 if not _is_measured(part, job.bindings[label].info, details):
-                    job.put(own, label)
-                    job.measure(label, own, batches[label](), details).save(part)
-            job.put_merged(own, parts, off_diagonal)
+                    job.put(block, label)
+                    job.measure(label, block, batches[label](), details).save(part)
+            job.put_merged(block, parts, off_diagonal)
     for label, folder in folders.items():
         if not _is_measured(folder, job.bindings[label].info, details):
             join_statistics([stages / f"{i:04d}" / label for i in range(len(names))], folder)
@@ -100,10 +100,10 @@ class _Job:
 
         self._put((p for p in parameters if self.bound.parameters[p].is_floating_point()), average)
 
-    def measure(self, label: str, own: Sequence[str], batches: Iterable[Batch], details: Mapping[str, str]) -> Any:
+    def measure(self, label: str, block: Sequence[str], batches: Iterable[Batch], details: Mapping[str, str]) -> Any:
         """Gram matrices of the block that is the expert's."""
         settings = Settings(
-            only=[p for p in own if p in self.bound.weights()],
+            only=[p for p in block if p in self.bound.weights()],
             compute_dtype=self.compute_dtype,
             dtype=self.compute_dtype,
             source=f"staged batches of {label}",
@@ -111,12 +111,12 @@ class _Job:
         )
         return measured(Measurement(self.model, self.bindings[label], settings), batches)
 
-    def put_merged(self, own: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
+    def put_merged(self, block: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
         """Merge a block from its statistics, as a checkpoint of its own, and put it into the model."""
         dtype = str(next(iter(self.bound.parameters.values())).dtype).removeprefix("torch.")
         with tempfile.TemporaryDirectory(prefix="actmat-stage-") as temporary:
             folder = Path(temporary)
-            stored = [piece.name for p in own for piece in self.bound.located[p].slices]
+            stored = [piece.name for p in block for piece in self.bound.located[p].slices]
             for label, checkpoint in [("base", self.base), *self.experts.items()]:
                 _write(checkpoint, stored, folder / "in" / label)
             experts = [{"path": str(folder / "in" / label), "name": label} for label in self.experts]
@@ -131,7 +131,7 @@ class _Job:
             }
             run_recipes([make_recipe(fields)], RunSettings(durable=False, threads=1))
             with locate(folder / "out") as merged:
-                self._put(own, stored_of(merged).tensors.read)
+                self._put(block, stored_of(merged).tensors.read)
 
     def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
         with torch.no_grad():
@@ -174,7 +174,7 @@ def _check(experts: Mapping[str, OpenInput], batches: Mapping[str, Batches]) -> 
 
 def _rebound(base: Binding, expert: Model) -> Binding:
     """The model in memory, bound to an expert of the same names."""
-    missing = sorted({s.name for found in base.located.values() for s in found.slices} - expert.specs.keys())
+    missing = sorted({s.name for stored in base.located.values() for s in stored.slices} - expert.specs.keys())
     if missing:
         raise StatisticsError(f"{expert.location} lacks {len(missing)} tensors of the base, such as '{missing[0]}'.")
     hashes = {name: content_hash(expert.tensors.read(name)) for name in expert.specs}
@@ -191,9 +191,9 @@ def _is_measured(part: Path, model: ModelInfo, details: Mapping[str, str]) -> bo
     """
     if not part.exists():
         return False
-    with open_statistics(part) as found:
-        data = found.header.data[0]
-        if found.header.model.content != model.content or dict(data.details) != dict(details):
+    with open_statistics(part) as statistics:
+        data = statistics.header.data[0]
+        if statistics.header.model.content != model.content or dict(data.details) != dict(details):
             raise StatisticsError(
                 f"{part} contains statistics of other models or settings. Likely cause: an earlier call wrote "
                 "to the same folder. Fix: use another folder, or delete the old one."

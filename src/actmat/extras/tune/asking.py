@@ -18,11 +18,10 @@ from torch import Tensor
 
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import StatisticsError
-from actmat.extras.collect.collect import collect
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Answers, Asked, default_predict, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, check_enough, dealt, prepare_inputs
-from actmat.extras.tune.kept import Asking
+from actmat.extras.tune.kept import Asking, Inputs, split_folds
 from actmat.extras.tune.merges import files_of, mark_of
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows
@@ -63,23 +62,26 @@ def ask_experts(
         marks.append(_mark(recipe, expert, source, settings, measuring=measuring))
         answers = work / "answers" / f"{label}-{marks[-1]}.safetensors"
         statistics = work / "statistics" / f"{label}-{marks[-1]}"
-        known = isinstance(source, DataRows) and answers.exists() and (statistics.exists() or not measuring)
+        is_known = isinstance(source, DataRows) and answers.exists() and (statistics.exists() or not measuring)
         predict = settings.predict_of(label)
-        if known:
+        if is_known:
             asked[label] = _read(answers, label)
         else:
             asking.progress.doing(f"loading {label}")
             loaded = asking.loader.load(expert.path)
             inputs = dealt_inputs(label, loaded, source, asking, settings, measuring=measuring)
             if measuring and not statistics.exists():
-                _collect(loaded, inputs, source, kinds, statistics, asking)
+                part: Inputs = inputs.measured
+                if isinstance(source, DataRows):
+                    part = dataclasses.replace(source, rows=dealt(source.rows, measuring=True)[2])
+                asking.measure(label, loaded, part, kinds, statistics)
             search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
             asked[label] = Asked(dataclasses.replace(inputs, measured=()), search, final, predict)
             if isinstance(source, DataRows) and predict is default_predict and not source.options.classes:
                 _write(asked[label], answers)
             del loaded  # before the next one is loaded
-        given = expert.model_dump() | ({"statistics": str(statistics)} if measuring else {})
-        experts.append(ExpertRef.model_validate(given))
+        fields = expert.model_dump() | ({"statistics": str(statistics)} if measuring else {})
+        experts.append(ExpertRef.model_validate(fields))
     for note in dict.fromkeys(asking.notes):
         asking.progress.note(note)
     return AskedExperts(recipe.model_copy(update={"experts": tuple(experts)}), asked, mark_of(*marks))
@@ -88,35 +90,17 @@ def ask_experts(
 def dealt_inputs(
     label: str, loaded: Loaded, source: ExpertData, asking: Asking, settings: TuneSettings, *, measuring: bool
 ) -> ExpertInputs:
-    """The inputs, dealt, with the expert's own continuations."""
+    """The inputs to search with and to compare finally, dealt, with the expert's own continuations."""
     if not isinstance(source, DataRows):
         return prepare_inputs(label, loaded, source, new_tokens=settings.new_tokens, measuring=measuring)
     check_enough(label, len(source.rows), source.options.location)
-    parts = [dataclasses.replace(source, rows=rows) for rows in dealt(source.rows, measuring=measuring)]
-    labels = settings.score in ("accuracy", "perplexity")
-    batches = [asking.batches(loaded, part, labels=labels) if part.rows else [] for part in parts]
-    return ExpertInputs(label, *(asking.completed(loaded, b, label) for b in batches))
-
-
-def _collect(
-    loaded: Loaded, inputs: ExpertInputs, source: ExpertData, kinds: frozenset[str], out: Path, asking: Asking
-) -> None:
-    """Statistics of an expert on the inputs that are set apart for them."""
-    about: dict[str, Any] = {"source": "batches"}
-    if isinstance(source, DataRows):
-        about = {"source": source.options.location, "details": source.options.details()}
-    asking.progress.doing(f"measuring {inputs.label}", sum(b.samples for b in inputs.measured))
-    collect(
-        loaded.model,
-        [b.keywords for b in inputs.measured],
-        checkpoint=loaded.checkpoint,
-        adapter=loaded.adapter,
-        out=out,
-        progress=lambda samples, tokens: asking.progress.done(samples),
-        gram="gram" in kinds,
-        fisher="fisher" in kinds,
-        **about,
+    search, final, _ = dealt(source.rows, measuring=measuring)
+    rows = [*search, *final]
+    batches = asking.batches(
+        loaded, dataclasses.replace(source, rows=rows), labels=settings.score in ("accuracy", "perplexity")
     )
+    folds = [0] * len(search) + [1] * len(final)
+    return ExpertInputs(label, *split_folds(asking.completed(loaded, batches, label), rows, folds))
 
 
 def _mark(recipe: Recipe, expert: ExpertRef, source: ExpertData, settings: TuneSettings, *, measuring: bool) -> str:
@@ -125,8 +109,8 @@ def _mark(recipe: Recipe, expert: ExpertRef, source: ExpertData, settings: TuneS
         data: object = (source.options, json.dumps(source.rows, default=_content, sort_keys=True))
     else:
         data = [[(k, tuple(v.shape), float(v.double().sum()), _content(v)) for k, v in b.items()] for b in source]
-    given = (settings.new_tokens, settings.model_class, settings.model_dtype, settings.score_name, measuring)
-    return mark_of(*given, data, files_of([recipe.base, expert.path]))
+    fields = (settings.new_tokens, settings.model_class, settings.model_dtype, settings.score_name, measuring)
+    return mark_of(*fields, data, files_of([recipe.base, expert.path]))
 
 
 def _content(value: Any) -> str:
@@ -153,16 +137,16 @@ def _write(asked: Asked, path: Path) -> None:
 
 def _read(path: Path, label: str) -> Asked:
     """An expert's inputs and answers as `_write` kept them."""
-    found: dict[str, dict[str, dict[str, Tensor]]] = {"search": {}, "final": {}}
+    halves: dict[str, dict[str, dict[str, Tensor]]] = {"search": {}, "final": {}}
     for name, tensor in load_file(path).items():
         half, number, field = name.split(".", 2)
-        found[half].setdefault(number, {})[field] = tensor
+        halves[half].setdefault(number, {})[field] = tensor
 
     def under(fields: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
         return {k.removeprefix(start): v for k, v in fields.items() if k.startswith(start)}
 
     batches, answers = {}, {}
-    for half, numbered in found.items():
+    for half, numbered in halves.items():
         rows = [fields for _, fields in sorted(numbered.items())]
         batches[half] = [
             InputBatch(under(f, "arguments."), f.get("counted"), f.get("labels"), under(f, "shared.")) for f in rows

@@ -81,13 +81,13 @@ class AnswerComparison:
 def default_predict(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Logits of a transformers model, or the tensor that a module returns."""
     output: Any = call_model(model, batch)
-    found = getattr(output, "logits", getattr(output, "logits_per_image", output))
-    if not isinstance(found, Tensor) or found.ndim < 2:
+    logits = getattr(output, "logits", getattr(output, "logits_per_image", output))
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise StatisticsError(
             f"{type(model).__name__} returns {type(output).__name__}, which has no logits. From Python, pass "
             "predict=, a function of the model and a batch that returns logits."
         )
-    return found
+    return logits
 
 
 def keep_answers(
@@ -98,7 +98,7 @@ def keep_answers(
     Raises:
         StatisticsError: a prediction that is not finite.
     """
-    kept = []
+    predicted = []
     with torch.no_grad():
         for batch in batches:
             logits_PC, _ = _counted(predict(model, batch.keywords), batch)
@@ -112,8 +112,8 @@ def keep_answers(
             if log_p_PC.shape[-1] > 2 * top:
                 some_PK, classes = log_p_PC.topk(top, dim=-1)
                 rest = _log_rest(some_PK)
-            kept.append(Answers(some_PK.clone(), classes, rest, log_p_PC.argmax(-1)))
-    return kept
+            predicted.append(Answers(some_PK.clone(), classes, rest, log_p_PC.argmax(-1)))
+    return predicted
 
 
 def compare_answers(
@@ -144,14 +144,14 @@ def compare_answers(
 
 def own_right(batches: Sequence[InputBatch], answers: Sequence[Answers]) -> float | None:
     """Share of the samples with labels of which all labeled predictions are right; None without labels."""
-    found: list[bool] = []
-    for batch, own in zip(batches, answers, strict=True):
+    right_samples: list[bool] = []
+    for batch, predicted in zip(batches, answers, strict=True):
         if batch.labels is not None:
             counted = torch.ones_like(batch.labels, dtype=torch.bool) if batch.counted is None else batch.counted
             has = (counted & (batch.labels != -100)).view(batch.samples, -1)
-            right = batch.labels == batch.labels.masked_scatter(counted, own.best_P)
-            found += (right.view(batch.samples, -1) | ~has).all(1)[has.any(1)].tolist()
-    return sum(found) / len(found) if found else None
+            right = batch.labels == batch.labels.masked_scatter(counted, predicted.best_P)
+            right_samples += (right.view(batch.samples, -1) | ~has).all(1)[has.any(1)].tolist()
+    return sum(right_samples) / len(right_samples) if right_samples else None
 
 
 def _values(log_q_PC: Tensor, expert: Answers, batch: InputBatch) -> dict[str, Tensor]:
@@ -269,18 +269,18 @@ class Trial:
         }
 
 
-def counts_of(found: AnswerComparison, score: ScoreName) -> tuple[int, ...]:
+def counts_of(comparison: AnswerComparison, score: ScoreName) -> tuple[int, ...]:
     """Predictions of each sample that count for a score: those with a label, or all."""
-    return found.labeled if score in ("accuracy", "perplexity") else found.predictions
+    return comparison.labeled if score in ("accuracy", "perplexity") else comparison.predictions
 
 
-def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | None = None) -> float:
+def loss_of(comparison: AnswerComparison, score: ScoreName, sample: Sequence[int] | None = None) -> float:
     """Loss of a candidate for one expert, over all samples or those given (which may repeat).
 
     Raises:
         StatisticsError: accuracy or perplexity without labels.
     """
-    counts = counts_of(found, score)
+    counts = counts_of(comparison, score)
     numbers = range(len(counts)) if sample is None else sample
     total = sum(counts[n] for n in numbers)
     if not total:
@@ -288,8 +288,8 @@ def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | N
             f"The score '{score}' needs labels, but the inputs have none. Fix: --set label_column=NAME."
         )
     values: Sequence[float] = {
-        "divergence": found.divergence, "disagreement": found.differing, "perplexity": found.surprise,
-        "accuracy": found.right,
+        "divergence": comparison.divergence, "disagreement": comparison.differing, "perplexity": comparison.surprise,
+        "accuracy": comparison.right,
     }[score]  # fmt: skip
     mean = math.fsum(values[n] for n in numbers) / total
     return 1.0 - mean if score == "accuracy" else mean
@@ -332,10 +332,10 @@ class Evaluator:
         losses, agreement = {}, {}
         for label, asked in self._asked.items():
             batches = asked.inputs.search
-            found = compare_answers(model, batches, asked.search, asked.predict)
-            agreement[label] = 1.0 - loss_of(found, "disagreement")
+            comparison = compare_answers(model, batches, asked.search, asked.predict)
+            agreement[label] = 1.0 - loss_of(comparison, "disagreement")
             if isinstance(self._score, str):
-                losses[label] = loss_of(found, self._score)
+                losses[label] = loss_of(comparison, self._score)
             elif not isinstance(self._score, TaskScore):
                 losses[label] = -_finite(float(self._score(model, label, batches)), label)
         if isinstance(self._score, TaskScore):

@@ -51,9 +51,9 @@ class LmEval:
         with _quiet():
             self._evaluate = _imported("lm_eval.evaluator").evaluate
             self._manager = _imported("lm_eval.tasks").TaskManager(include_defaults=not files_only)
-        known = self._manager.all_tasks
-        if unknown := [t for t in tasks if t not in known and not _is_file(t)]:
-            problems = [f"lm-eval has no task '{t}'.{did_you_mean(t, known)}" for t in unknown]
+        tasks_known = self._manager.all_tasks
+        if unknown := [t for t in tasks if t not in tasks_known and not _is_file(t)]:
+            problems = [f"lm-eval has no task '{t}'.{did_you_mean(t, tasks_known)}" for t in unknown]
             raise RecipeError("These tasks cannot be scored; 'lm-eval ls tasks' lists all.", problems)
 
     def losses(self, model: nn.Module) -> dict[str, float]:
@@ -62,8 +62,8 @@ class LmEval:
         Raises:
             RecipeError: lm-eval cannot run the tasks on this model; with lm-eval's words.
         """
-        found = self._evaluated(model)
-        return {task: _loss(task, row, found["higher_is_better"]) for task, row in _scored(found).items()}
+        results = self._evaluated(model)
+        return {task: _loss(task, row, results["higher_is_better"]) for task, row in _scored(results).items()}
 
     def scores(self, model: nn.Module) -> dict[str, dict[str, float]]:
         """Task -> name of a metric -> its value, as lm-eval reports them.
@@ -71,8 +71,8 @@ class LmEval:
         Raises:
             RecipeError: see `losses`.
         """
-        found = _scored(self._evaluated(model))
-        return {task: {name: float(row[name]) for name in _metrics(row)} for task, row in found.items()}
+        rows = _scored(self._evaluated(model))
+        return {task: {name: float(row[name]) for name in _metrics(row)} for task, row in rows.items()}
 
     def _evaluated(self, model: nn.Module) -> dict[str, Any]:
         """Results of lm-eval, with a number for one task at least."""
@@ -82,14 +82,14 @@ class LmEval:
                     pretrained=model, tokenizer=self._tokenizer(), batch_size=self._batch_size
                 )
                 torch.manual_seed(SEED)
-                found = self._evaluate(
+                results = self._evaluate(
                     wrapped, self._ready_tasks(), limit=self._limit, bootstrap_iters=0, log_samples=False
                 )
         except Exception as error:  # tasks, data sets and models of many kinds
             raise RecipeError(f"lm-eval cannot score {', '.join(self._tasks)}: {in_one_line(error)}") from error
-        if not _scored(found):
+        if not _scored(results):
             raise RecipeError(f"lm-eval returned no number for {', '.join(self._tasks)}.")
-        return dict(found)
+        return dict(results)
 
     def _ready_tasks(self) -> Any:
         """The tasks with their data, loaded once, and set up as `lm_eval.simple_evaluate` does.
@@ -112,11 +112,11 @@ class LmEval:
         return tokenizer
 
 
-def _scored(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _scored(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Results of groups that have a score of their own, and of the tasks that are in no such group."""
-    groups = [name for name, row in (found.get("groups") or {}).items() if _metrics(row)]
-    inside = {task for name in groups for task in found.get("group_subtasks", {}).get(name, ())}
-    return {n: r for n, r in found["results"].items() if _metrics(r) and n not in inside}
+    groups = [name for name, row in (results.get("groups") or {}).items() if _metrics(row)]
+    inside = {task for name in groups for task in results.get("group_subtasks", {}).get(name, ())}
+    return {n: r for n, r in results["results"].items() if _metrics(r) and n not in inside}
 
 
 def _metrics(row: Mapping[str, Any]) -> list[str]:

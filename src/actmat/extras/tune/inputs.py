@@ -169,20 +169,20 @@ def of_similar_lengths(batches: Sequence[InputBatch], model: Any) -> list[InputB
     return [b.with_few_logits() for b in out] if takes_columns(model) else out
 
 
-def labeled_by_answers(own: InputBatch, right: InputBatch) -> tuple[InputBatch, InputBatch]:
+def labeled_by_answers(written: InputBatch, right: InputBatch) -> tuple[InputBatch, InputBatch]:
     """Own answers to texts, whose labels are the right ones where they begin with them; and the other right answers.
 
     A model that is led through an own answer is led through the right one that it begins with.
     """
-    assert own.labels is not None, "the tokens of its answer"
-    labels, others = torch.full_like(own.labels, -100), []
-    for n, known in enumerate(() if right.labels is None else right.labels):
-        there = (known != -100).nonzero()[:, 0]
-        if torch.equal(own.labels[n, there[there < own.labels.shape[1]]], known[there]):
-            labels[n, there] = known[there]
+    assert written.labels is not None, "the tokens of its answer"
+    labels, others = torch.full_like(written.labels, -100), []
+    for n, tokens in enumerate(() if right.labels is None else right.labels):
+        places = (tokens != -100).nonzero()[:, 0]
+        if torch.equal(written.labels[n, places[places < written.labels.shape[1]]], tokens[places]):
+            labels[n, places] = tokens[places]
         else:
             others.append(n)
-    return replace(own, labels=labels), right.rows(others)
+    return replace(written, labels=labels), right.rows(others)
 
 
 def cut_unended(batch: InputBatch, model: Any) -> tuple[InputBatch, list[bool]]:
@@ -208,9 +208,9 @@ def takes_columns(model: Any) -> bool:
     return COLUMNS in inspect.signature(inner.forward).parameters
 
 
-def completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
+def completed(loaded: Loaded, keywords: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
     """A batch with the expert's own continuations, and a mask of the predictions that count."""
-    arguments = dict(given)
+    arguments = dict(keywords)
     labels = arguments.pop("labels", None)
     model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()
     config = getattr(model, "config", None)
@@ -225,8 +225,8 @@ def completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> I
             return InputBatch(arguments, labels != -100, labels)
         if new_tokens and model.can_generate():
             return _continued(model, arguments, new_tokens)
-        known = arguments["input_ids"][:, 1:].masked_fill(mask[:, 1:] == 0, -100)
-        return InputBatch(arguments, mask.bool(), torch.nn.functional.pad(known, (0, 1), value=-100))
+        tokens = arguments["input_ids"][:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+        return InputBatch(arguments, mask.bool(), torch.nn.functional.pad(tokens, (0, 1), value=-100))
     by_token = type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification"))
     counted = mask.bool() if by_token and mask is not None else None
     return InputBatch(arguments, counted, labels)
@@ -276,8 +276,8 @@ def _continued(model: Any, arguments: Mapping[str, Tensor], new_tokens: int) -> 
         out[n, : len(row)] = row
         counted[n, before - 1 : len(row) - 1] = True
         labels[n, before - 1 : len(row) - 1] = row[before:]
-    kept = torch.arange(width, device=out.device) < torch.tensor([len(r) for r in whole], device=out.device)[:, None]
-    return InputBatch({"input_ids": out, "attention_mask": kept.to(torch.long)}, counted, labels)
+    is_text = torch.arange(width, device=out.device) < torch.tensor([len(r) for r in whole], device=out.device)[:, None]
+    return InputBatch({"input_ids": out, "attention_mask": is_text.to(torch.long)}, counted, labels)
 
 
 def _until_end(ids_NL: Tensor, model: Any) -> Tensor:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,22 @@ from actmat.diagnostics.model import AgreementRow, RivalAnswers
 from actmat.errors import MergeError, StatisticsError, format_size
 from actmat.experts.locate import fields_of, locate
 from actmat.experts.lora.adapter import Adapter
-from actmat.extras.collect.data import (
-    SELF,
-    Row,
-    class_prompts,
-    make_batches,
-)
+from actmat.extras.collect.binding import Binding
+from actmat.extras.collect.collect import bound, measured
+from actmat.extras.collect.data import SELF, Row, class_prompts, make_batches
+from actmat.extras.collect.measures import Measurement, Settings
 from actmat.extras.collect.outputs import recipe_of_output
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import AnswerComparison, Answers, compare_answers, keep_answers, own_right
 from actmat.extras.tune.inputs import (
+    COLUMNS,
     InputBatch,
     completed,
     cut_unended,
     is_causal,
     labeled_by_answers,
     of_similar_lengths,
+    takes_columns,
 )
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import model_device
@@ -54,12 +54,18 @@ from actmat.settings import RunSettings
 FEWEST = 4
 """Inputs of an expert from which every fourth is held back where a merge is dear."""
 ASKED = 32
-"""Inputs of an expert that judge merges of folds, at most: an answer costs more than a measurement."""
+"""Inputs of an expert that judge merges of folds, at most: an answer costs more than a measurement. From as many on
+there are two folds: a merge by half of them is as good as by all."""
+SHORT = 512
+"""Characters of texts of which twice as many are answered at once: the cost is that of the tokens written."""
 SMALL_BYTES = 2 << 30
 """Largest merge, and statistics of an expert, of which others are made and removed, to compare answers."""
 LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "response")
 """Columns that are used if they are there: classes as numbers, and right continuations of texts."""
 Z_95 = 1.959964
+
+Inputs = DataRows | Sequence[InputBatch]
+"""Inputs as they were read, or in batches."""
 
 
 def read_written(
@@ -173,17 +179,47 @@ class Asking:
         self, loaded: Loaded, data: DataRows, target: str | None = None, *, labels: bool = True
     ) -> list[InputBatch]:
         """The rows in batches of similar lengths, with class labels where there are any."""
-        options = dataclasses.replace(data.options, batch_size=2 * data.options.batch_size)
+        rows = sorted(data.rows, key=_length)
+        size = data.options.batch_size * (4 if is_causal(loaded.model) and _length(rows[-1]) <= SHORT else 2)
+        options = dataclasses.replace(data.options, batch_size=size)
         if target is not None:
             options = dataclasses.replace(options, target_column=target)
         elif options.label_column is None and labels:
             column = next((c for c in LABELS if type(data.rows[0].get(c)) is int), None)
             options = dataclasses.replace(options, label_column=column)
-        rows = sorted(data.rows, key=_length)
         shared = class_prompts(loaded, options) if options.classes else {}
-        known = labels and options.label_column is not None
-        given = make_batches(loaded, options, rows=rows, labels=known, apart=True, note=self.notes.append)
-        return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in given]
+        has_labels = labels and options.label_column is not None
+        made = make_batches(loaded, options, rows=rows, labels=has_labels, apart=True, note=self.notes.append)
+        return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in made]
+
+    def measure(
+        self, label: str, loaded: Loaded, data: Inputs, kinds: Collection[str], out: Path, only: Collection[str] = ()
+    ) -> None:
+        """Write statistics of an expert on inputs; a base whose adapters are switched is compared with its files once.
+
+        Args:
+            only: weights in the files of the model; empty: all.
+        """
+        about: dict[str, Any] = {}
+        if isinstance(data, DataRows):
+            about = {"source": data.options.location, "details": data.options.details()}
+            data = self.batches(loaded, data)
+            if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):  # with its own answers
+                data = [completed(loaded, batch.arguments, self.settings.new_tokens) for batch in data]
+        self.progress.doing(f"measuring {label}", sum(batch.samples for batch in data))
+        on_base = loaded is self.loader.on_base
+        same = self.loader.binding if on_base else None
+        with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as binding:
+            self.loader.binding = binding if on_base else None
+            located = binding.located.items()
+            weights = [name for name, stored in located if any(piece.name in only for piece in stored.slices)]
+            settings = Settings(gram="gram" in kinds, fisher="fisher" in kinds, only=weights or None, **about)
+            few: dict[str, Any] = {} if _needs_logits(loaded.model, binding, settings) else {COLUMNS: 1}
+            measured(
+                Measurement(loaded.model, binding, settings),
+                [{**batch.keywords, **few} for batch in data],
+                lambda samples, tokens: self.progress.done(samples),
+            ).save(out, overwrite=True)
 
     def ask(
         self, label: str, loaded: Loaded, data: DataRows, *, folds: Sequence[int] = (), measured: bool = False
@@ -195,25 +231,23 @@ class Asking:
             measured: the merge that they judge has seen them.
         """
         model = loaded.model
-        numbers = [n for _, n in sorted(zip(map(_length, data.rows), folds or [0] * len(data.rows), strict=True),
-                                        key=lambda pair: pair[0])]  # fmt: skip
-        given, unended = self.batches(loaded, data), 0
-        batches = self.completed(loaded, given, label)
+        folds = folds or [0] * len(data.rows)
+        prompts, unended = self.batches(loaded, data), 0
+        batches = self.completed(loaded, prompts, label)
         for n, batch in enumerate(batches if self.settings.new_tokens else ()):
-            if batch.labels is not None and (is_causal(model) or given[n].labels is None):  # its own words
+            if batch.labels is not None and (is_causal(model) or prompts[n].labels is None):  # its own words
                 batches[n], cut = cut_unended(batch, model)
                 unended += sum(cut)
-        column, known = self._answer_column(loaded, data), list[InputBatch]()
+        column, answered = self._answer_column(loaded, data), list[InputBatch]()
         if column is not None:
-            known = self.completed(loaded, self.batches(loaded, data, column), label)
-        elif is_causal(model) or any(b.labels is None for b in given):  # no class labels, or targets
+            answered = self.completed(loaded, self.batches(loaded, data, column), label)
+        elif is_causal(model) or any(b.labels is None for b in prompts):  # no class labels, or targets
             batches = [dataclasses.replace(b, labels=None) for b in batches]
-        parts = [
-            _fold(model, _of_fold(batches, numbers, n), _of_fold(known, numbers, n)) for n in range(max(numbers) + 1)
-        ]
-        own, answers = ([x for p in parts for x in getattr(p, name)] for name in ("batches", "answers"))
-        own += [b for p in parts for b in p.graded]
-        right = own_right(own, [*answers, *(a for p in parts for a in p.graded_answers)])
+        both = (split_folds(some, data.rows, folds) for some in (batches, answered))
+        parts = [_fold(model, asked_batches, right) for asked_batches, right in zip(*both, strict=True)]
+        asked_batches, answers = ([x for p in parts for x in getattr(p, name)] for name in ("batches", "answers"))
+        asked_batches += [b for p in parts for b in p.graded]
+        right = own_right(asked_batches, [*answers, *(a for p in parts for a in p.graded_answers)])
         asked = self.dealt if len(parts) > 1 else self.questions
         asked[label] = Question(data.options.location, len(data.rows), measured, parts, unended, right)
 
@@ -261,12 +295,12 @@ class Asking:
         """Rows of each merge of the same experts, with its recipe."""
         rows = []
         for recipe, compared in merges:
-            questions = {label: self.asked[label] for label in recipe.labels if label in self.asked}
-            others = {name: found for name, (choice, found) in rivals.items() if choice != choice_of(recipe)}
+            others = {name: rival for name, (choice, rival) in rivals.items() if choice != choice_of(recipe)}
             rows.append(
                 tuple(
-                    _row(label, question, compared[label], {name: found[label] for name, found in others.items()})
-                    for label, question in questions.items()
+                    _row(label, self.asked[label], compared[label], {n: rival[label] for n, rival in others.items()})
+                    for label in recipe.labels
+                    if label in self.asked
                 )
             )
         return rows
@@ -307,11 +341,19 @@ def choice_of(recipe: Recipe) -> Choice:
 def plain_merge(recipe: Recipe, method: str) -> Recipe:
     """A recipe's experts merged by a method, with nothing of its own method."""
     plain = Recipe(experts=(ExpertRef(path="x"),))
-    own = {"weight", "statistics", "options"}
-    experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=own, exclude_unset=True)) for e in recipe.experts)
+    left = {"weight", "statistics", "options"}
+    experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=left, exclude_unset=True)) for e in recipe.experts)
     names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
     fields = {n: getattr(plain, n) for n in names} | {"method": method, "experts": experts}
     return recipe.model_copy(update=fields)
+
+
+def _needs_logits(model: Any, binding: Binding, settings: Settings) -> bool:
+    """True if all logits are needed: the inputs of the head are measured, or the model computes no fewer."""
+    if settings.fisher or not settings.only or not takes_columns(model):
+        return True
+    head = getattr(model, "get_base_model", lambda: model)().get_output_embeddings()
+    return any(binding.parameters[n] is getattr(head, "weight", None) for n in settings.only)
 
 
 def _length(row: Row) -> int:
@@ -319,34 +361,42 @@ def _length(row: Row) -> int:
     return sum(len(str(v)) for v in row.values() if isinstance(v, str | list))
 
 
-def _of_fold(batches: Sequence[InputBatch], numbers: Sequence[int], fold: int) -> list[InputBatch]:
-    """Samples of a fold; `numbers`: of all samples, in their order."""
-    rest = iter(numbers)
-    chosen = [[n for n in range(batch.samples) if next(rest) == fold] for batch in batches]
-    return [batch.rows(rows) for batch, rows in zip(batches, chosen, strict=True) if rows]
+def split_folds(batches: Sequence[InputBatch], rows: Sequence[Row], folds: Sequence[int]) -> list[list[InputBatch]]:
+    """Samples of each fold.
+
+    Args:
+        batches: of the rows by their length, see `Asking.batches`; or none.
+        folds: number of each row.
+    """
+    order = iter(sorted(range(len(rows)), key=lambda n: _length(rows[n])))
+    numbered = [(batch, [folds[next(order)] for _ in range(batch.samples)]) for batch in batches]
+    return [
+        [batch.rows([n for n, k in enumerate(numbers) if k == fold]) for batch, numbers in numbered if fold in numbers]
+        for fold in range(max(folds) + 1)
+    ]
 
 
-def _fold(model: nn.Module, own: list[InputBatch], known: Sequence[InputBatch]) -> Fold:
-    """A fold with the expert's answers; `known`: the same inputs with right answers."""
+def _fold(model: nn.Module, written: list[InputBatch], answered: Sequence[InputBatch]) -> Fold:
+    """A fold with the expert's answers; `answered`: the same inputs with right answers."""
     graded = list[InputBatch]()
-    if known:
-        pairs = [labeled_by_answers(batch, right) for batch, right in zip(own, known, strict=True)]
-        own, graded = [batch for batch, _ in pairs], [other for _, other in pairs]
-    batches, others = (of_similar_lengths(some, model) for some in (own, graded))
+    if answered:
+        pairs = [labeled_by_answers(batch, right) for batch, right in zip(written, answered, strict=True)]
+        written, graded = [batch for batch, _ in pairs], [other for _, other in pairs]
+    batches, others = (of_similar_lengths(some, model) for some in (written, graded))
     return Fold(batches, keep_answers(model, batches), others, keep_answers(model, others))
 
 
 def _row(label: str, question: Question, merged: Compared, rivals: Mapping[str, Compared]) -> AgreementRow:
-    own, kept, inputs = merged.own, sum(merged.kept), question.inputs
-    low, high = wilson_interval(kept / inputs, inputs) if inputs >= FEW else (None, None)
+    answers, same, inputs = merged.own, sum(merged.kept), question.inputs
+    low, high = wilson_interval(same / inputs, inputs) if inputs >= FEW else (None, None)
     return AgreementRow(
         expert=label,
         data=question.source,
         inputs=inputs,
-        kept=kept,
-        predictions=sum(own.predictions),
-        disagreement=sum(own.differing) / sum(own.predictions),
-        divergence=math.fsum(own.divergence) / sum(own.predictions),
+        kept=same,
+        predictions=sum(answers.predictions),
+        disagreement=sum(answers.differing) / sum(answers.predictions),
+        divergence=math.fsum(answers.divergence) / sum(answers.predictions),
         low=low,
         high=high,
         measured=question.measured,

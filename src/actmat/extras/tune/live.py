@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
-from actmat.extras.collect.binding import locate_parameters
+from actmat.extras.collect.binding import Binding, locate_parameters
 from actmat.extras.models.loading import Loaded, can_switch, load_model, switched
 from actmat.layout.patterns import compile_pattern
 from actmat.planning.model import MergePlan
@@ -36,6 +36,7 @@ class Loader:
     given: Callable[[str], Loaded] | None = None
     loaded: Mapping[str, Loaded] = field(default_factory=dict)
     on_base: Loaded | None = None
+    binding: Binding | None = None  # of the base on which adapters are switched
 
     def load(self, place: str) -> Loaded:
         """The model at a place; an adapter that was loaded before it cannot be used any more."""
@@ -45,15 +46,16 @@ class Loader:
             return self.loaded[place]
         before, self.on_base = self.on_base, None
         can = can_switch(place)
-        found = switched(before, place) if before is not None and can else None
+        model = switched(before, place) if before is not None and can else None
         del before  # a base is freed before a full model is loaded
-        if found is None:
-            found = load_model(
+        if model is None:
+            self.binding = None
+            model = load_model(
                 place, adapters_base=self.base or None, model_class=self.model_class, dtype=self.dtype,
                 device=self.device,
             )  # fmt: skip
-        self.on_base = found if can else None
-        return found
+        self.on_base = model if can else None
+        return model
 
 
 class Live(Protocol):
@@ -85,8 +87,8 @@ class LiveAdapter:
 
     def scaled(self, scale: float) -> nn.Module:
         """See `Live`."""
-        for layer, name, own in self._own:
-            layer.scaling[name] = scale * own
+        for layer, name, scaling in self._own:
+            layer.scaling[name] = scale * scaling
         return self.model
 
 
@@ -147,10 +149,10 @@ class LiveModel:
 
 def fixed_tensors(plan: MergePlan) -> set[str]:
     """Tensors of the output that the recipe's scale does not reach."""
-    own = [([compile_pattern(p) for p in r.match], r.scale is not None) for r in plan.recipe.rules]
+    rules = [([compile_pattern(p) for p in r.match], r.scale is not None) for r in plan.recipe.rules]
     fixed: set[str] = set()
     for item in plan.items:
-        has_own = next((scale for patterns, scale in own if any(matches(item.name) for matches in patterns)), False)
+        has_own = next((scale for patterns, scale in rules if any(matches(item.name) for matches in patterns)), False)
         if not item.obeys_scale or has_own:
             fixed.update(spec.name for spec in item.outputs)
         if item.tied_to in fixed:
@@ -171,15 +173,15 @@ def reached(model: nn.Module, base: Model, fixed: Collection[str]) -> dict[str, 
     first = {(t.data_ptr(), t.numel()): name for name, t in state.items()}
     out = {} if fixed else {name: torch.ones(1) for name in state}
     located, _ = locate_parameters(model, list(whole), base)
-    for own, found in located.items():
-        name = first.get((whole[own].data_ptr(), whole[own].numel()))
+    for parameter, stored in located.items():
+        name = first.get((whole[parameter].data_ptr(), whole[parameter].numel()))
         if name is None:
             continue
-        values = [float(piece.name not in fixed) for piece in found.slices]
+        values = [float(piece.name not in fixed) for piece in stored.slices]
         if len(set(values)) == 1:
             out[name] = torch.tensor(values[:1])
         else:
             out[name] = torch.zeros(state[name].shape)
-            for piece, value in zip(found.slices, values, strict=True):
+            for piece, value in zip(stored.slices, values, strict=True):
                 piece.of(out[name]).fill_(value)
     return out

@@ -109,21 +109,21 @@ def search_inputs(recipe: Recipe) -> Iterator[SearchInputs]:
     """
     check_options(recipe)
     with contextlib.ExitStack() as stack:
-        given = stack.enter_context(locate_inputs(recipe))
-        found = with_method(given)
-        base = given.base
+        located = stack.enter_context(locate_inputs(recipe))
+        named = with_method(located)
+        base = located.base
         if base is None:
-            place, first = _base_of_adapters(recipe, given), recipe.experts[0].path
+            place, first = _base_of_adapters(recipe, located), recipe.experts[0].path
             with named_base(first, place):
                 base = locate_in(stack, place)
-            found = found.model_copy(update={"base": place})
-        are_adapters = all(map(_has_plain_factors, given.experts)) and _is_plain(recipe)
-        yield SearchInputs(found, require_model(base), are_adapters)
+            named = named.model_copy(update={"base": place})
+        are_adapters = all(map(_has_plain_factors, located.experts)) and _is_plain(recipe)
+        yield SearchInputs(named, require_model(base), are_adapters)
 
 
-def _base_of_adapters(recipe: Recipe, given: Located) -> str:
+def _base_of_adapters(recipe: Recipe, located: Located) -> str:
     names = set()
-    for label, expert in zip(recipe.labels, given.experts, strict=True):
+    for label, expert in zip(recipe.labels, located.experts, strict=True):
         if isinstance(expert, Model):
             raise RecipeError(f"No base given: pass --base; {label} is a full checkpoint.")
         names.add(expert.config.base_model)
@@ -140,8 +140,8 @@ def _has_plain_factors(expert: OpenInput) -> bool:
 def _is_plain(recipe: Recipe) -> bool:
     """True if the recipe treats no tensor in a way of its own."""
     plain = Recipe(experts=recipe.experts)
-    own = ("rules", "roles", "keep", "ties", "scope", "space", "post", "postprocess")
-    return all(getattr(recipe, n) == getattr(plain, n) for n in own) and recipe.model.vocabulary is None
+    fields = ("rules", "roles", "keep", "ties", "scope", "space", "post", "postprocess")
+    return all(getattr(recipe, n) == getattr(plain, n) for n in fields) and recipe.model.vocabulary is None
 
 
 def mark_of(*texts: object) -> str:
@@ -151,6 +151,6 @@ def mark_of(*texts: object) -> str:
 
 def files_of(places: Iterable[str]) -> list[tuple[str, int, int]]:
     """Names, sizes and times of local files."""
-    there = [Path(p) for p in places if p and Path(p).exists()]
-    files = sorted(f for p in there for f in ([p] if p.is_file() else p.iterdir()) if f.is_file())
+    local = [Path(p) for p in places if p and Path(p).exists()]
+    files = sorted(f for p in local for f in ([p] if p.is_file() else p.iterdir()) if f.is_file())
     return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]

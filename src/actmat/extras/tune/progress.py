@@ -25,7 +25,7 @@ class TuneProgress(Progress):
     def note(self, text: str) -> None:
         """A fact that the user should know while the search runs."""
 
-    def trial(self, found: Any, best: Any) -> None:
+    def trial(self, trial: Any, best: Any) -> None:
         """A `Trial` was made; `best`: of all so far."""
 
 
@@ -49,7 +49,7 @@ class NotebookTuneProgress(TuneProgress):
         """Print the sentence above the bar."""
         self._bar.write(terminal(text), file=sys.stderr)
 
-    def trial(self, found: Any, best: Any) -> None:
+    def trial(self, trial: Any, best: Any) -> None:
         """Show the best."""
         self._bar.set_postfix_str(f"best {best.candidate} ({best.mean:.4g})", refresh=False)
 

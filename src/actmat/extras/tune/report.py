@@ -125,17 +125,17 @@ def named_score(score: Any) -> ScoreName:
     return score if score in get_args(ScoreName) else "divergence"
 
 
-def compare_finally(found: Mapping[str, Mapping[str, AnswerComparison]], score: Any, seed: int) -> list[Rival]:
+def compare_finally(comparisons: Mapping[str, Mapping[str, AnswerComparison]], score: Any, seed: int) -> list[Rival]:
     """The final comparison; the first merge is the chosen one.
 
     Args:
-        found: name -> expert -> comparison on inputs that the search did not see.
+        comparisons: name -> expert -> comparison on inputs that the search did not see.
         score: a named score; merges chosen by any other are compared by their divergence.
         seed: of the resampling.
     """
-    chosen, named = next(iter(found.values())), named_score(score)
+    chosen, named = next(iter(comparisons.values())), named_score(score)
     rivals = []
-    for name, merge in found.items():
+    for name, merge in comparisons.items():
         losses = {label: loss_of(c, named) for label, c in merge.items()}
         agreement = {label: 1.0 - loss_of(c, "disagreement") for label, c in merge.items()}
         low, high = (None, None) if merge is chosen else _interval(merge, chosen, named, seed)
@@ -160,14 +160,14 @@ def _interval(
     return differences[int(0.025 * RESAMPLES)], differences[int(0.975 * RESAMPLES) - 1]
 
 
-def final_recipe(made: Recipe, given: Recipe) -> Recipe:
+def final_recipe(made: Recipe, recipe: Recipe) -> Recipe:
     """The recipe that makes the chosen merge; needs data only if its method needs statistics.
 
     Args:
         made: the recipe of the chosen merge at its scale, without an output.
-        given: the user's recipe.
+        recipe: the user's.
     """
-    fields: dict[str, Any] = {"out": given.out, "output": given.output or made.output, "base": given.base}
+    fields: dict[str, Any] = {"out": recipe.out, "output": recipe.output or made.output, "base": recipe.base}
     if not get_method(made.method).needs_statistics:
         plain = ({**e.model_dump(), "statistics": ""} for e in made.experts)
         fields["experts"] = tuple(map(ExpertRef.model_validate, plain))

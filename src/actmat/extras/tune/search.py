@@ -94,9 +94,9 @@ def _climb(
     for step in (-1, 1):
         best = at
         while 0 <= best + step < len(scales) and not budget.is_spent:
-            if (found := loss(TuneCandidate(merge, scales[best + step]))) >= least:
+            if (next_loss := loss(TuneCandidate(merge, scales[best + step]))) >= least:
                 break
-            best, least = best + step, found
+            best, least = best + step, next_loss
         if best != at:
             return
 

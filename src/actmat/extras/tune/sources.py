@@ -57,19 +57,19 @@ class InputSettings:
         """Loads the models."""
         return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
 
-    def source(self, given: Any, *, measured: bool) -> DataOptions:
+    def source(self, data: Any, *, measured: bool) -> DataOptions:
         """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.
 
         Raises:
             RecipeError: inputs of an unknown form.
         """
-        if isinstance(given, DataOptions):
-            reading = given
+        if isinstance(data, DataOptions):
+            reading = data
         else:
             reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
-            reading = dataclasses.replace(reading, location=str(given))
-        if isinstance(given, list | tuple):
-            return dataclasses.replace(reading, location=f"{len(given)} inputs given", rows=tuple(map(_as_row, given)))
+            reading = dataclasses.replace(reading, location=str(data))
+        if isinstance(data, list | tuple):
+            return dataclasses.replace(reading, location=f"{len(data)} inputs given", rows=tuple(map(_as_row, data)))
         file, _, column = reading.location.rpartition(":")
         if Path(file).suffix in READERS and column.isidentifier():
             return dataclasses.replace(reading, location=file, text_column=column)
@@ -101,17 +101,17 @@ def is_prompt(text: str) -> bool:
     return text.startswith(PROMPT) or (len(text.split()) > 1 and not is_file and not os.path.exists(text))
 
 
-def _as_row(given: Any) -> Row:
+def _as_row(row: Any) -> Row:
     """The row of a text, of a chat, or of columns.
 
     Raises:
         RecipeError: it is none of these.
     """
-    if isinstance(given, str):
-        return {TEXT_COLUMNS[0]: given}
-    if isinstance(given, Mapping) or (isinstance(given, list) and all(isinstance(m, Mapping) for m in given)):
-        return given if isinstance(given, Mapping) else {MESSAGES: given}
-    raise RecipeError(f"An input is a {type(given).__name__}; expected a text, a chat (list of messages), or a row.")
+    if isinstance(row, str):
+        return {TEXT_COLUMNS[0]: row}
+    if isinstance(row, Mapping) or (isinstance(row, list) and all(isinstance(m, Mapping) for m in row)):
+        return row if isinstance(row, Mapping) else {MESSAGES: row}
+    raise RecipeError(f"An input is a {type(row).__name__}; expected a text, a chat (list of messages), or a row.")
 
 
 @dataclass(frozen=True)

@@ -132,19 +132,19 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _choices(given: str | Mapping[str, Any]) -> Iterator[MergeChoice]:
+def _choices(entry: str | Mapping[str, Any]) -> Iterator[MergeChoice]:
     """One for each combination of option values."""
-    if isinstance(given, str):
-        name, _, own = given.partition("@")
-        given = {"method": name, "space": own or None}
-    space: Any = given.get("space")
-    options = dict(given.get("options", {}))
-    if given.keys() - {"method", "options", "space"} or not isinstance(given.get("method"), str):
-        raise RecipeError(f"a method is a name, or a mapping with method, options and space; found {dict(given)}")
+    if isinstance(entry, str):
+        name, _, space_name = entry.partition("@")
+        entry = {"method": name, "space": space_name or None}
+    space: Any = entry.get("space")
+    options = dict(entry.get("options", {}))
+    if entry.keys() - {"method", "options", "space"} or not isinstance(entry.get("method"), str):
+        raise RecipeError(f"a method is a name, or a mapping with method, options and space; found {dict(entry)}")
     if space is not None and space not in get_args(MergeSpace):
-        raise RecipeError(f"{given['method']}: unknown space '{space}'; expected {', '.join(get_args(MergeSpace))}")
+        raise RecipeError(f"{entry['method']}: unknown space '{space}'; expected {', '.join(get_args(MergeSpace))}")
     for values in itertools.product(*options.values()):
-        yield MergeChoice(given["method"], dict(zip(options, values, strict=True)), space)
+        yield MergeChoice(entry["method"], dict(zip(options, values, strict=True)), space)
 
 
 def scale_space(recipe: Any, scales: Sequence[float] | None = None) -> SearchSpace:

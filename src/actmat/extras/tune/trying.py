@@ -49,20 +49,20 @@ def answer(loaded: Loaded, prompt: str, *, new_tokens: int = 64, chat: bool | No
         chat = bool(getattr(tokenizer, "chat_template", None))
     if chat:
         [text] = render_chats(tokenizer, [[{"role": "user", "content": prompt}]], "prompt")
-        given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     else:
-        given = tokenizer(prompt, return_tensors="pt")
+        tokens = tokenizer(prompt, return_tensors="pt")
     device = next(model.parameters()).device
-    inputs = {k: given[k].to(device) for k in ("input_ids", "attention_mask") if k in given}
+    inputs = {k: tokens[k].to(device) for k in ("input_ids", "attention_mask") if k in tokens}
     inputs["input_ids"] = known_ids(model, **inputs)
     pad_token(tokenizer)
     with torch.inference_mode():
-        found = model.generate(
+        written = model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )[0]
     if not getattr(model.config, "is_encoder_decoder", False):
-        found = found[inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(found, skip_special_tokens=True))
+        written = written[inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(written, skip_special_tokens=True))
 
 
 def images_of(folder: str | Path) -> list[Path]:
@@ -71,10 +71,10 @@ def images_of(folder: str | Path) -> list[Path]:
     Raises:
         StatisticsError: no images found.
     """
-    found = sorted(p for p in Path(folder).rglob("*") if p.suffix.lower() in IMAGES)
-    if not found:
+    images = sorted(p for p in Path(folder).rglob("*") if p.suffix.lower() in IMAGES)
+    if not images:
         raise StatisticsError(f"{folder}: expected a folder with images ({', '.join(sorted(IMAGES))}), found none")
-    return found
+    return images
 
 
 def classify(
@@ -112,8 +112,8 @@ def classify(
             raise StatisticsError(f"{type(model).__name__} gives no probabilities of {len(names)} classes of images")
         values, places = logits_NC.float().softmax(1).max(1)
         for path, value, place in zip(batch, values.tolist(), places.tolist(), strict=True):
-            known = path.parent.name if path.parent.name in folders else None
-            yield Classified(str(path.relative_to(folder)), names[place], value, known)
+            own_folder = path.parent.name if path.parent.name in folders else None
+            yield Classified(str(path.relative_to(folder)), names[place], value, own_folder)
 
 
 def _pixels(processor: Any, paths: Sequence[Path], model: Any) -> dict[str, torch.Tensor]:
@@ -127,5 +127,5 @@ def _pixels(processor: Any, paths: Sequence[Path], model: Any) -> dict[str, torc
         except OSError as error:
             raise StatisticsError(f"{path}: cannot be read as an image: {in_one_line(error)}") from error
     parameter = next(model.parameters())
-    found = processor(images=opened, return_tensors="pt")["pixel_values"]
-    return {"pixel_values": found.to(parameter.device, parameter.dtype)}
+    pixels = processor(images=opened, return_tensors="pt")["pixel_values"]
+    return {"pixel_values": pixels.to(parameter.device, parameter.dtype)}

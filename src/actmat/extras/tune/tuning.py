@@ -122,12 +122,12 @@ def _checked_out(recipe: Recipe) -> Path:
 
 def _sources_of(recipe: Recipe, data: Any, settings: TuneSettings, config: Mapping[str, Any]) -> dict[str, ExpertData]:
     """Expert -> its data; data sets are read. Of a location, as many inputs as are usual are read."""
-    given = by_expert(recipe, data)
-    check_every_expert(recipe, given)
+    by_name = by_expert(recipe, data)
+    check_every_expert(recipe, by_name)
     reading = InputSettings(reading=DataOptions("", max_samples=READ))
     sources: dict[str, ExpertData] = {}
     options: dict[str, DataOptions] = {}
-    for label, source in given.items():
+    for label, source in by_name.items():
         if isinstance(source, str | Path | DataOptions):
             options[label] = with_classes(label, reading.source(source, measured=True), config)
         elif source:
@@ -143,8 +143,8 @@ def _work_folder(out: Path, run: RunSettings) -> Iterator[Path]:
     work = out.with_name(f"{out.name}.tune")
     is_ending = (work / RECIPE).exists() and not (work / FOUND).exists()  # killed while or after the choice was merged
     problems = check_output_path(out, overwrite=run.overwrite or is_ending, inputs={})  # the merge checks again
-    if (there := [n for n in MADE if (work / n).exists()]) and not (work / TRIALS).exists():
-        problems.append(f"{work} holds '{there[0]}', and no search made it: choose another --out, or move it away")
+    if (foreign := [n for n in MADE if (work / n).exists()]) and not (work / TRIALS).exists():
+        problems.append(f"{work} holds '{foreign[0]}', and no search made it: choose another --out, or move it away")
     if problems:
         raise OutputError("The output cannot be written there.", problems)
     with disk_errors(work):
@@ -173,7 +173,7 @@ class _Search:
 
     def __init__(
         self,
-        given: Recipe,
+        recipe: Recipe,
         inputs: SearchInputs,
         space: SearchSpace,
         settings: TuneSettings,
@@ -181,14 +181,14 @@ class _Search:
         progress: TuneProgress,
         work: Path,
     ) -> None:
-        own = inputs.recipe
-        self.own = MergeChoice(own.method, own.options, space=own.space if own.space != given.space else None)
+        named = inputs.recipe
+        self.own = MergeChoice(named.method, named.options, space=named.space if named.space != recipe.space else None)
         # without the note of `auto` why it took a method, and its space, which is of that method
-        self.given = own.model_copy(update={"base": given.base, "notes": given.notes, "space": given.space})
+        self.given = named.model_copy(update={"base": recipe.base, "notes": recipe.notes, "space": recipe.space})
         self.space, self.settings = space, settings
         self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
-        self.base, self.loader = inputs.base, settings.loader(own.base)
+        self.base, self.loader = inputs.base, settings.loader(named.base)
         self.are_adapters = inputs.are_adapters and settings.load is None
 
     def say(self, note: str) -> None:
@@ -204,18 +204,18 @@ class _Search:
         memory = self._planned(len(data))
         plan_recipe(recipe_of(recipe, MergeChoice("task_arithmetic")), held=self.run.held)  # refuses before it loads
         asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
-        found = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
+        experts = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(found.recipe, self.work / "merges", inner, self.progress)
+        merges = Merges(experts.recipe, self.work / "merges", inner, self.progress)
         budget = SearchBudget(settings.budget, None if settings.minutes is None else 60 * settings.minutes)
         made = self._made(merges, budget)
         if (first := next(made, None)) is None:
             raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
-        evaluator = self._evaluator(merges, first, found.asked, found.mark)
+        evaluator = self._evaluator(merges, first, experts.asked, experts.mark)
         trials = self._trials(itertools.chain([first], made), evaluator, budget)
         chosen, allowed = choose(trials, settings.least_agreement)
         finals = self._finals(chosen.candidate, evaluator, merges)
-        final = final_recipe(recipe_of(found.recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
+        final = final_recipe(recipe_of(experts.recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
         start_ending(final, self.work)
         (merged,) = run_recipes(
             [final], self.run, MergingProgress(self.progress, "merging the chosen"), draw=write_html
@@ -284,9 +284,9 @@ class _Search:
             self.progress.doing("searching", total)
             best = trial if best is None else min(trial, best, key=lambda t: t.mean)
             if done == 1:
-                kept = ", ".join(f"{label} {share:.0%}" for label, share in trial.agreement.items())
+                shares = ", ".join(f"{label} {share:.0%}" for label, share in trial.agreement.items())
                 self.progress.note(
-                    f"the first merge, {trial.candidate}, keeps of the experts' answers: {kept}; about {total - 1} "
+                    f"the first merge, {trial.candidate}, keeps of the experts' answers: {shares}; about {total - 1} "
                     f"more trials follow, {(total - 1) * (time.perf_counter() - began):.0f} s"
                 )
             self.progress.trial(trial, best)
@@ -297,16 +297,16 @@ class _Search:
     def _finals(self, chosen: TuneCandidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""
         assert isinstance(self.given.scale, float), "checked by `tune_recipe`"
-        own = self.own
-        rivals = {f"{own} x {self.given.scale:g} (the recipe's)": TuneCandidate(own, self.given.scale)}
+        choice = self.own
+        rivals = {f"{choice} x {self.given.scale:g} (the recipe's)": TuneCandidate(choice, self.given.scale)}
         if self.settings.average:
             rivals = {"average": TuneCandidate(MergeChoice("average"), 1.0), **rivals}
         made = {c.key for c in merges.make([c.merge for c in rivals.values()])}
         self.progress.doing("comparing on inputs that were kept back", len(rivals) + 2)
-        found = {f"{chosen} (chosen)": evaluator.final(chosen)}
+        comparisons = {f"{chosen} (chosen)": evaluator.final(chosen)}
         for name, candidate in rivals.items():
-            self.progress.done(len(found))
+            self.progress.done(len(comparisons))
             if candidate.merge.key in made and candidate.key != chosen.key:
-                found[name] = evaluator.final(candidate)
-        found["base"] = evaluator.final(None)
-        return compare_finally(found, self.settings.score, self.settings.bootstrap_seed)
+                comparisons[name] = evaluator.final(candidate)
+        comparisons["base"] = evaluator.final(None)
+        return compare_finally(comparisons, self.settings.score, self.settings.bootstrap_seed)

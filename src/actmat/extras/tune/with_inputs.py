@@ -25,14 +25,10 @@ from actmat.errors import OutputError, RecipeError, StatisticsError, format_size
 from actmat.experts.locate import locate_in
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import evaluating
-from actmat.extras.collect.binding import Binding
-from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.data import SELF
 from actmat.extras.collect.files import merge_statistics
-from actmat.extras.collect.measures import Measurement, Settings
-from actmat.extras.models.loading import Loaded, can_switch, dtype_on
+from actmat.extras.models.loading import Loaded, dtype_on
 from actmat.extras.pages.html import write_html
-from actmat.extras.tune.inputs import completed
 from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, model_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
@@ -80,7 +76,7 @@ def merge_with_inputs(
     sources = read_inputs(recipes, data, check, settings, run.held)
     folder = Path(f"{outs[0]}.statistics")
     asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
-    measuring = InputMeasuring(asking, sources.kinds, folder, sources.folds)
+    measuring = InputMeasuring(asking, sources, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
         data, checked = (asking.with_written(recipes[0], rows) for rows in (sources.data, sources.check))
@@ -104,7 +100,7 @@ def merge_with_inputs(
             for r, (_, seen) in zip(reports, chosen, strict=True)
         ]
         rows = asking.rows(merges, rivals)
-        return [_finished(r, own, removed=removed) for r, own in zip(reports, rows, strict=True)]
+        return [_finished(r, answers, removed=removed) for r, answers in zip(reports, rows, strict=True)]
     finally:
         shutil.rmtree(folder if removed else measuring.work, ignore_errors=True)
         with contextlib.suppress(OSError):  # of statistics that are kept
@@ -119,6 +115,7 @@ class MergeSources:
         data, check: by expert.
         kinds: of statistics that the merges use.
         specs: tensors of the base.
+        measured: weights whose inputs are measured, among these.
         folds: see `count_folds`.
         are_factors: the experts are adapters with factors, so that a merge is judged as an adapter.
     """
@@ -127,19 +124,25 @@ class MergeSources:
     check: Mapping[str, DataRows]
     kinds: frozenset[str]
     specs: Mapping[str, TensorSpec]
+    measured: Mapping[str, TensorSpec]
     folds: int
     are_factors: bool
 
 
 def read_inputs(recipes: Sequence[Recipe], data: Any, check: Any, settings: InputSettings, held: Held) -> MergeSources:
     """Read the inputs; raises the errors of `read_sources`."""
-    with locate_inputs(recipes[0], held) as given, contextlib.ExitStack() as stack:
-        kinds, both = kinds_of(recipes, given) if data else frozenset(), ((data, True), (check, False))
-        rows, checked = (read_sources(recipes[0], d, settings, given.config, measured=m) if d else {} for d, m in both)
-        specs = _specs_under(given, stack)
-        are_factors = given.only_adapters and given.have_factors
-        folds = count_folds(rows, specs, are_factors=are_factors) if kinds else 1
-        return MergeSources(rows, checked, kinds, specs, folds, are_factors)
+    with locate_inputs(recipes[0], held) as located, contextlib.ExitStack() as stack:
+        kinds, both = kinds_of(recipes, located) if data else frozenset(), ((data, True), (check, False))
+        rows, checked = (
+            read_sources(recipes[0], d, settings, located.config, measured=m) if d else {} for d, m in both
+        )
+        specs = _specs_under(located, stack)
+        are_factors = located.only_adapters and located.have_factors
+        weights = _changed(located, specs)
+        fewest = min((len(source.rows) for source in rows.values()), default=0)
+        nbytes = max(gram_bytes(weights), 0 if are_factors else model_bytes(specs, "float32"))
+        folds = count_folds(fewest, nbytes) if kinds else 1
+        return MergeSources(rows, checked, kinds, specs, weights, folds, are_factors)
 
 
 def _judge(recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSettings) -> list[dict[str, Compared]]:
@@ -174,24 +177,30 @@ def choose(
     return recipe.model_copy(update=fields | {"method": method, "options": options, "space": space}), without
 
 
-def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *, are_factors: bool) -> int:
-    """Folds of a merge by inputs; 1 where the merges, or the sums of a fold, would be large.
+def count_folds(fewest: int, nbytes: int) -> int:
+    """Folds of a merge by inputs, of an expert `fewest`; 1 where a merge, or the sums of a fold, take too many bytes.
 
-    Args:
-        specs: of the base.
-        are_factors: merges are judged as adapters.
+    >>> [count_folds(n, 0) for n in (6, 8, 32)], count_folds(8, 3 << 30)
+    ([2, 4, 2], 1)
     """
-    if max(gram_bytes(specs), 0 if are_factors else model_bytes(specs, "float32")) > SMALL_BYTES:
+    if nbytes > SMALL_BYTES:
         return 1
-    return 4 if min((len(rows.rows) for rows in data.values()), default=0) >= FEW else 2
+    return 4 if FEW <= fewest < ASKED else 2
 
 
-def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, TensorSpec]:
+def _changed(located: Located, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+    """Weights that adapters of linear layers change; of other experts all."""
+    adapters = [expert for expert in located.experts if isinstance(expert, Adapter)]
+    names = {f"{module.name}.weight" for adapter in adapters for module in adapter.modules.values()}
+    return {n: specs[n] for n in names} if len(adapters) == len(located.experts) and names <= specs.keys() else specs
+
+
+def _specs_under(located: Located, stack: contextlib.ExitStack) -> Mapping[str, TensorSpec]:
     """Tensors of the base, which may be that of the adapters, or of the first expert."""
-    base = given.base
+    base = located.base
     if base is None:
-        place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
-        base = locate_in(stack, place or given.recipe.experts[0].path)
+        place = next((e.config.base_model for e in located.experts if isinstance(e, Adapter)), None)
+        base = locate_in(stack, place or located.recipe.experts[0].path)
     return {} if isinstance(base, Adapter) else base.specs  # loading says what a file without a base cannot do
 
 
@@ -262,7 +271,8 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, 
     if sources.folds > 1:
         lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
     if "gram" in kinds:
-        size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
+        weights = sources.measured
+        size, matrices = format_size(gram_bytes(weights)), sum(len(s.shape) == 2 for s in weights.values())
         inputs = f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,"
         lines += [inputs, "  removed after the merge"]
     place, _ = model_device(device)
@@ -270,10 +280,10 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, 
     return [*lines, f"  memory: one model of {model} at a time, on {place}; nothing was run"]
 
 
-def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
+def kinds_of(recipes: Sequence[Recipe], located: Located) -> frozenset[str]:
     """Kinds of statistics that the merges use."""
     named = {kind for r in recipes if r.method != AUTO for kind in get_method(r.method).needs_statistics}
-    by_auto = any(r.method == AUTO and len(r.experts) > 1 and (r.base or given.only_adapters) for r in recipes)
+    by_auto = any(r.method == AUTO and len(r.experts) > 1 and (r.base or located.only_adapters) for r in recipes)
     return frozenset(named | {"gram"} if by_auto else named)
 
 
@@ -293,40 +303,18 @@ def _as_adapter(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"output": AdapterOutput()}) if recipe.output == ModelOutput() else recipe
 
 
-def _ready(
-    recipe: Recipe, statistics: Mapping[str, str], notes: tuple[str, ...], *, fewest: int, mute: tuple[str, ...]
-) -> Recipe:
-    """The recipe with statistics and notes.
-
-    Args:
-        statistics: by expert.
-        fewest: inputs of an expert that were measured; 0: none.
-        mute: codes of checks.
-    """
-    own = [{**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts]
-    fields: dict[str, Any] = {"experts": tuple(map(ExpertRef.model_validate, own)), "notes": (*recipe.notes, *notes)}
-    fields["mute"] = tuple(dict.fromkeys((*recipe.mute, *mute)))
-    if recipe.method == AUTO and fewest:
-        fields |= {"method": "regmean", "options": prior_of(fewest)}
-        how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
-        fields["notes"] += (f"auto: inputs of the experts: regmean {how}",)
-    return recipe.model_copy(update=fields)
-
-
 class InputMeasuring:
     """Measures experts on their inputs, and asks them, one after the other.
 
     Args:
         asking: loads and asks them.
-        kinds: of statistics.
+        sources: of the inputs.
         folder: for statistics.
-        folds: of the inputs.
     """
 
-    def __init__(self, asking: Asking, kinds: frozenset[str], folder: Path, folds: int) -> None:
-        self.asking, self.folds, self.work = asking, folds, folder / ".folds"
-        self._kinds, self._folder = kinds, folder
-        self._binding: Binding | None = None
+    def __init__(self, asking: Asking, sources: MergeSources, folder: Path) -> None:
+        self.asking, self.folds, self.work = asking, sources.folds, folder / ".folds"
+        self._kinds, self._only, self._folder = sources.kinds, sources.measured.keys(), folder
         self._measured: dict[str, dict[int, int]] = {}  # expert -> fold -> inputs
 
     def add(self, expert: ExpertRef, data: DataRows | None, check: DataRows | None) -> None:
@@ -340,8 +328,8 @@ class InputMeasuring:
         if self._kinds and data is not None and not expert.statistics:
             folds = deal(data, self.folds, checks=check is not None)
             self._measure(loaded, label, data, folds)
-        known = [n for n in folds if n is not None]
-        what, dealt = "of --check" if check is not None else "given", check is None and len(set(known)) > 1
+        measured = [n for n in folds if n is not None]
+        what, dealt = "of --check" if check is not None else "given", check is None and len(set(measured)) > 1
         if dealt:
             what = f"each by a merge without it, of {self.folds}"
             source = dataclasses.replace(source, rows=source.rows[:ASKED])
@@ -352,10 +340,10 @@ class InputMeasuring:
             what = "the same"
         kind = "prompt" if source.options.rows else "inputs"
         asking.notes.append(
-            f"{kind} of '{label}': {len(known)} measured; answers compared on {len(source.rows)} ({what})"
+            f"{kind} of '{label}': {len(measured)} measured; answers compared on {len(source.rows)} ({what})"
         )
         try:
-            asking.ask(label, loaded, source, folds=known[:ASKED] if dealt else (), measured=what == "the same")
+            asking.ask(label, loaded, source, folds=measured[:ASKED] if dealt else (), measured=what == "the same")
         except StatisticsError as error:
             if check is not None:
                 raise
@@ -364,11 +352,21 @@ class InputMeasuring:
     def ready(self, recipes: Sequence[Recipe], notes: tuple[str, ...], without: int | None = None) -> list[Recipe]:
         """The recipes with statistics of all inputs that were measured, or of those `without` a fold."""
         chosen = {k: [n for n in counts if n != without] or list(counts) for k, counts in self._measured.items()}
-        used = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
-        statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if used else {}
+        uses_inputs = any(r.method == AUTO or get_method(r.method).needs_statistics for r in recipes)
+        statistics = {label: str(self._sum(label, n, without)) for label, n in chosen.items()} if uses_inputs else {}
         fewest = min((sum(self._measured[k][n] for n in folds) for k, folds in chosen.items()), default=0)
-        mute = GUESSES if self.asking.dealt or self.asking.questions else ()
-        return [_ready(r, statistics, notes, fewest=fewest, mute=mute) for r in recipes]
+        ready = []
+        for recipe in recipes:
+            rows = ({**e.model_dump(), "statistics": statistics.get(e.label, e.statistics)} for e in recipe.experts)
+            fields: dict[str, Any] = {"experts": tuple(map(ExpertRef.model_validate, rows))}
+            fields["mute"] = tuple(dict.fromkeys((*recipe.mute, *(GUESSES if self.asking.asked else ()))))
+            fields["notes"] = (*recipe.notes, *notes)
+            if recipe.method == AUTO and fewest:
+                how = f"with a ridge of {RIDGE:g} and a prior that counts as {PRIOR:g} inputs"
+                fields["notes"] += (f"auto: inputs of the experts: regmean {how}",)
+                fields |= {"method": "regmean", "options": prior_of(fewest)}
+            ready.append(recipe.model_copy(update=fields))
+        return ready
 
     def _sum(self, label: str, folds: Sequence[int], without: int | None) -> Path:
         """Statistics of some folds."""
@@ -386,32 +384,8 @@ class InputMeasuring:
         for fold in sorted({n for n in folds if n is not None}):
             rows = [row for row, n in zip(data.rows, folds, strict=True) if n == fold]
             part = dataclasses.replace(data, rows=rows)
-            self._collect(loaded, label, part, self.work / f"{label}.{fold}")
+            self.asking.measure(label, loaded, part, self._kinds, self.work / f"{label}.{fold}", self._only)
             self._measured[label][fold] = len(rows)
-
-    def _collect(self, loaded: Loaded, label: str, data: DataRows, out: Path) -> None:
-        """Statistics on inputs, of an encoder-decoder model with its own answers; a switched base is compared once."""
-        batches = self.asking.batches(loaded, data)
-        if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
-            new_tokens = self.asking.settings.new_tokens
-            batches = [completed(loaded, b.arguments, new_tokens) for b in batches]
-        progress = self.asking.progress
-        progress.doing(f"measuring {label}", len(data.rows))
-        settings = Settings(
-            gram="gram" in self._kinds,
-            fisher="fisher" in self._kinds,
-            source=data.options.location,
-            details=data.options.details(),
-        )
-        same = self._binding if loaded.adapter is not None and can_switch(loaded.adapter) else None
-        with bound(loaded.model, loaded.checkpoint, loaded.adapter, same) as binding:
-            found = measured(
-                Measurement(loaded.model, binding, settings),
-                [b.keywords for b in batches],
-                lambda n, tokens: progress.done(n),
-            )
-            self._binding = binding
-        found.save(out, overwrite=True)
 
 
 def _finished(report: MergeReport, rows: tuple[AgreementRow, ...], *, removed: bool) -> MergeReport:

@@ -113,7 +113,7 @@ def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) 
     tokenizer = from_files("AutoTokenizer", loaded)
     pad_token(tokenizer)
     start, stops, end = _template(tokenizer, options.template)
-    found: dict[str, list[int]] = {}
+    prompts: dict[str, list[int]] = {}
     ids_NL = torch.tensor([start] * AT_ONCE, device=next(model.parameters()).device)
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(seed)
@@ -127,10 +127,10 @@ def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) 
                 length = next((n for n, t in enumerate(tokens) if t in stops), len(tokens))
                 text = tokenizer.decode(tokens[:length], skip_special_tokens=True).partition(end)[0].strip()
                 if text:
-                    found.setdefault(text, tokens[: length + 1])
-            if len(found) >= number:
+                    prompts.setdefault(text, tokens[: length + 1])
+            if len(prompts) >= number:
                 break
-    texts, written = tuple(found)[:number], list(found.values())[:number]
+    texts, written = tuple(prompts)[:number], list(prompts.values())[:number]
     return WrittenPrompts(texts, start, written, _log_p(model, start, written))
 
 

@@ -115,29 +115,29 @@ class Scopes:
         self.reset()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = _arguments(module, args, kwargs)
+        arguments = _arguments(module, args, kwargs)
         if isinstance(module, TORCH_MODULES):
-            self._stack.append(self._of_torch(module, given))
+            self._stack.append(self._of_torch(module, arguments))
             return
-        self._pass_on(given.get("encoder_hidden_states"), given.get("encoder_attention_mask"))
-        known = _parameters(module)
-        name = "decoder_attention_mask" if "decoder_input_ids" in known else "attention_mask"
-        mask = given.get(name)
-        inputs = [n for n in INPUTS if isinstance(v := given.get(n), Tensor) and v.ndim]
+        self._pass_on(arguments.get("encoder_hidden_states"), arguments.get("encoder_attention_mask"))
+        parameters = _parameters(module)
+        name = "decoder_attention_mask" if "decoder_input_ids" in parameters else "attention_mask"
+        mask = arguments.get(name)
+        inputs = [n for n in INPUTS if isinstance(v := arguments.get(n), Tensor) and v.ndim]
         prepared = isinstance(mask, Tensor) and mask.ndim != 2
-        if prepared or (name not in known and not any(n in SIGNALS for n in inputs)):
+        if prepared or (name not in parameters and not any(n in SIGNALS for n in inputs)):
             self._stack.append(self.current)  # an inner module, given a mask that the model has transformed
             return
-        self._stack.append(MaskScope(_two_axes(mask), frozenset(given[n].shape[0] for n in inputs)))
+        self._stack.append(MaskScope(_two_axes(mask), frozenset(arguments[n].shape[0] for n in inputs)))
 
-    def _of_torch(self, module: nn.Module, given: Mapping[str, Any]) -> MaskScope:
+    def _of_torch(self, module: nn.Module, arguments: Mapping[str, Any]) -> MaskScope:
         """MaskScope of PyTorch's own transformer modules; a layer inside a stack is called with the stack's masks."""
         decoder = isinstance(module, nn.TransformerDecoder | nn.TransformerDecoderLayer)
         seq_first = not _batch_first(module)
         if decoder:
-            self._pass_on(given.get("memory"), real_keys(given.get("memory_key_padding_mask")))
-        tokens = given.get("tgt" if decoder else "src")
-        padding = real_keys(given.get("tgt_key_padding_mask" if decoder else "src_key_padding_mask"))
+            self._pass_on(arguments.get("memory"), real_keys(arguments.get("memory_key_padding_mask")))
+        tokens = arguments.get("tgt" if decoder else "src")
+        padding = real_keys(arguments.get("tgt_key_padding_mask" if decoder else "src_key_padding_mask"))
         samples = tokens.shape[1 if seq_first else 0] if isinstance(tokens, Tensor) and tokens.ndim == 3 else 1
         return MaskScope(padding, frozenset({samples}), seq_first)
 

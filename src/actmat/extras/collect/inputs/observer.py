@@ -115,8 +115,8 @@ class InputObserver(TorchFunctionMode):
         if isinstance(kept, str):
             return  # a table of positions, looked up once for all samples
         ids = input.reshape(-1) if kept is None else input.reshape(-1)[kept.to(input.device)]
-        found = torch.bincount(ids.cpu(), minlength=weight.shape[0])
-        self.counts[name] = self.counts[name] + found if name in self.counts else found
+        counts = torch.bincount(ids.cpu(), minlength=weight.shape[0])
+        self.counts[name] = self.counts[name] + counts if name in self.counts else counts
 
     def _convolution(
         self,

@@ -147,8 +147,8 @@ class GramSum:
         for start, total in zip(self._starts, self._sums, strict=True):
             rows = total.shape[1]
             lower = torch.ones(rows, start + rows, dtype=torch.bool).tril(start)
-            kept = total.to("cpu", dtype).masked_select(lower).view(self.groups, -1)
-            out[:, packed_size(start) : packed_size(start + rows)] = kept
+            triangle = total.to("cpu", dtype).masked_select(lower).view(self.groups, -1)
+            out[:, packed_size(start) : packed_size(start + rows)] = triangle
         return out if self.groups > 1 else out[0]
 
     def clear(self) -> None:
