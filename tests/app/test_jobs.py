@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -196,12 +195,12 @@ def test_a_job_that_breaks_down_says_so_and_its_log_has_no_token(
 
 
 def test_a_job_is_stopped_and_another_one_waits_for_its_end(monkeypatch: pytest.MonkeyPatch, local: Jobs) -> None:
-    scripted(monkeypatch, 'import time; print(\'{"event": "progress"}\', flush=True); time.sleep(600)')
+    scripted(monkeypatch, "import signal, time; signal.signal(signal.SIGTERM, lambda *_: 1 / 0); time.sleep(600)")
     events = local.run("", JOB)
     next(events)
     with pytest.raises(MergeError, match="Another job is running"):
         next(local.run("", JOB))
-    threading.Timer(0.1, local.stop, args=("",)).start()
+    local.stop("")  # also before the job can report, however its process ends then
     with pytest.raises(MergeError, match=r"^Stopped\.$"):
         next(events)
 
