@@ -13,14 +13,15 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tests.app.conftest import HOSTILE, LAYER, SECRET, World, save_image_lora
+from tests.app.conftest import HOSTILE, SECRET, World
+from tests.helpers.docs_fixture import LAYER, save_image_lora
 from tests.helpers.merging import Family
 from tests.helpers.repository import ROOT
 from tests.tolerances import F32_ELEMENTWISE
 
 from actmat.errors import MergeError, RecipeError
 from actmat_app import jobs as module
-from actmat_app.form import AUTOMATIC, FILE, MODEL, output_place, recipe_fields
+from actmat_app.form import AUTOMATIC, FILE, MODEL, find_models, output_place, recipe_fields
 from actmat_app.jobs import COMMAND, Jobs
 from actmat_app.limits import Limits, repository_of
 
@@ -242,6 +243,15 @@ def test_the_form_makes_the_arguments_of_a_merge() -> None:
     ]  # fmt: skip
     with pytest.raises(RecipeError, match="No output given"):
         output_place(" ", MODEL)
+
+
+def test_models_below_a_folder_are_offered(tmp_path: Path) -> None:
+    files = ("base/config.json", "base/model.safetensors", "base/step-1/config.json", "loras/a/adapter_config.json",
+             "ink.safetensors", "x/q.gguf", "x/notes.txt", ".cache/m/config.json", "1/2/3/4/5/config.json")  # fmt: skip
+    for file in map(tmp_path.joinpath, files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert sorted(find_models(str(tmp_path))) == ["base", "base/step-1", "ink.safetensors", "loras/a", "x/q.gguf"]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.app.conftest import LAYER, SECRET, World, save_image_lora
+from tests.app.conftest import SECRET, World
 from tests.checkpoints.test_gguf import write_gguf
 from tests.helpers.browser import browser
+from tests.helpers.docs_fixture import LAYER, save_image_lora
 from tests.helpers.family import TEXTS
+from tests.helpers.repository import ROOT
 
 if importlib.util.find_spec("gradio") is None:
     pytest.skip("Gradio is not installed: pip install 'gradio>=6.31'", allow_module_level=True)
@@ -39,10 +41,10 @@ class Opener:
 
 
 @pytest.fixture(scope="module")
-def page(world: World) -> Iterator[Opener]:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"], stdout=subprocess.PIPE, text=True
-    )
+def page(world: World, family: Path) -> Iterator[Opener]:
+    assert "\nactmat ui\n" in (ROOT / "docs" / "start.md").read_text()
+    command = [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=family)
     assert server.stdout is not None
     yield Opener(server.stdout.readline().strip())
     server.terminate()
@@ -95,13 +97,20 @@ def screen(page: Opener, chromium: Any) -> Iterator[Any]:
     screen.close()
 
 
+def places(screen: Any) -> Any:
+    """The fields of the experts that are shown."""
+    return screen.get_by_role("combobox", name="Expert", exact=True)
+
+
 def fill(screen: Any, experts: Sequence[tuple[str, str]], **fields: Any) -> None:
     """Fill in a row per expert, its place and its prompts, and fields by their labels."""
     for number, (place, prompts) in enumerate(experts):
-        screen.get_by_label("Expert").nth(number).fill(place)
+        if place:
+            places(screen).nth(number).fill(place)
         screen.get_by_label("Prompts").nth(number).fill(prompts)
     for label, text in fields.items():
-        screen.get_by_label(label, exact=True).fill(str(text))
+        role = "combobox" if label == "Base" else "textbox"
+        screen.get_by_role(role, name=label, exact=True).fill(str(text))
 
 
 def press(screen: Any, button: str, text: str) -> str:
@@ -138,11 +147,11 @@ def test_adapters_are_planned_merged_by_prompts_tried_and_pushed(
     rows = [(f"{name}={family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
     fill(screen, [("nobody", ""), rows[0]], Base=family / "base", Output=tmp_path / "merged")
     screen.get_by_role("button", name="Add an expert").click()
-    screen.get_by_label("Expert").nth(2).fill(rows[1][0])
+    places(screen).nth(2).fill(rows[1][0])
     screen.get_by_label("Prompts").nth(2).fill("x = 1\nwhile x")
     screen.get_by_role("button", name="Remove").first.click()
-    screen.get_by_label("Expert").nth(2).wait_for(state="hidden")
-    assert [screen.get_by_label("Expert").nth(n).input_value() for n in range(2)] == [place for place, _ in rows]
+    places(screen).nth(2).wait_for(state="hidden")
+    assert [places(screen).nth(n).input_value() for n in range(2)] == [place for place, _ in rows]
     screen.get_by_label("Adapter").check()
     assert "code: 2 inputs measured" in press(screen, "Plan", "inputs measured")
     said = press(screen, "Merge", "finished in")
@@ -189,7 +198,9 @@ def test_files_of_an_image_model_become_one_file(screen: Any, tmp_path: Path) ->
 
 def test_a_merge_stops_and_errors_say_how_to_go_on(screen: Any, family: Path, tmp_path: Path) -> None:
     experts = [(f"{family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
-    fill(screen, experts, Base=family / "base")
+    places(screen).first.click()
+    screen.get_by_role("option", name="adapters/math").click()
+    fill(screen, [("", experts[0][1]), experts[1]], Base="base")
     assert "Fix: fill in the field 'Output'" in press(screen, "Merge", "No output given")
     fill(screen, (), Output=tmp_path / "merged")
     for _ in range(2):  # as soon as a result is shown, the same button works again
@@ -218,6 +229,7 @@ assert {{*clicked}} == {{"Plan", "Merge", "Stop", "Push", "Add an expert", "Remo
                         "Sign in with Hugging Face"}}
 assert {{name for name, f in clicked.items() if f.concurrency_id == "job"}} == {{"Plan", "Merge", "Push"}}
 assert SHOWN["run_history"] is False
+assert {{b.label for b in page.blocks.values() if isinstance(b, gradio.Dropdown)}} == {{"Method"}}
 request, signed_in = gradio.Request(session_hash="v"), gradio.OAuthToken(token="{SECRET}", scope="", expires_at=0)
 for token, who in (("", signed_in), ("own", signed_in), ("", None)):
     *_, (_, ended, _) = clicked["Push"].fn(request, who, "out", "me/a", token, False)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import gradio as gr
 
 from actmat.errors import MergeError, format_size
-from actmat_app.form import AUTOMATIC, KINDS, SUFFIX, output_place, recipe_fields
+from actmat_app.form import AUTOMATIC, KINDS, SUFFIX, find_models, output_place, recipe_fields
 from actmat_app.jobs import Events, Jobs
 from actmat_app.view import error_html, frame_html
 
@@ -73,7 +73,7 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
             gr.LoginButton()  # at the top, because signing in reloads the page
         experts = _experts(MOST_EXPERTS if limits is None else limits.max_experts, local=limits is None)
         with gr.Row():
-            base = gr.Textbox(label="Base", placeholder="org/name", scale=3)
+            base = _place("Base", local=limits is None, scale=3)
             output = gr.Textbox(label="Output", placeholder="merged", visible=limits is None, scale=2)
             kind = gr.Radio(KINDS, value=AUTOMATIC, label="Kind", visible=limits is None, scale=5, min_width=420)
         form = [output, base, kind, *_options(methods), *experts]
@@ -96,6 +96,9 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
         def stop_job(request: gr.Request) -> None:
             jobs.stop(_user(jobs, request))
 
+        if limits is None:
+            fields = [base, *experts[::EXPERT_FIELDS]]
+            page.load(lambda: [gr.update(choices=find_models("."))] * len(fields), None, fields, **AT_ONCE)
         _on_click(jobs, plan, start_plan, form, shown)
         _on_click(jobs, merge, start_merge, form, shown, results, _result_values)
         stop.click(stop_job, **AT_ONCE)
@@ -110,7 +113,7 @@ def _experts(most: int, *, local: bool) -> list[Any]:
     for number in range(most):
         with gr.Row(visible=number < SHOWN_EXPERTS) as row:
             fields += [
-                gr.Textbox(label="Expert", placeholder="org/name, folder or file", scale=5),
+                _place("Expert", local=local, scale=5),
                 gr.Number(1.0, label="Weight", scale=1, min_width=90),
                 gr.Textbox(label="Prompts", placeholder="one per line, or a file", max_lines=4, scale=5, visible=local),
             ]
@@ -130,6 +133,13 @@ def _experts(most: int, *, local: bool) -> list[Any]:
     for number, button in enumerate(removals):
         button.click(partial(remove, number), [count, *fields], [count, *rows, *fields], **AT_ONCE)
     return fields
+
+
+def _place(label: str, *, local: bool, scale: int) -> Any:
+    """A field for a place; the local page completes it from models below the folder where it was started."""
+    if not local:
+        return gr.Textbox(label=label, placeholder="org/name", scale=scale)
+    return gr.Dropdown(label=label, choices=[], value="", allow_custom_value=True, scale=scale)
 
 
 def _options(methods: Sequence[str]) -> list[Any]:
