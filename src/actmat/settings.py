@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
+from actmat.errors import RecipeError
 from actmat.flag import Flag, Setting
 
 
@@ -39,3 +40,14 @@ class RunSettings:
     ] = None
     held: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
     """Inputs in memory: place that the recipe gives one -> opens it, as `locate` does."""
+
+    def __post_init__(self) -> None:
+        """Check types, which a recipe's fields have checked for them."""
+        kinds = get_type_hints(RunSettings)
+        wrong = [
+            f"{name}: expected {getattr(kinds[name], '__name__', kinds[name])}, found {value!r}"
+            for name in self.__slots__
+            if name != "held" and not isinstance(value := getattr(self, name), kinds[name])
+        ]
+        if wrong:
+            raise RecipeError("Invalid settings of a run.", wrong)

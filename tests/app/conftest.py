@@ -37,18 +37,6 @@ def save_lora(folder: Path, seed: int, module: str = "model.layers.0.self_attn.q
     return 2.0 * (b.double() @ a.double())
 
 
-LAYER = "lora_unet_double_blocks_0_img_attn_proj"
-"""Module of an image model."""
-
-
-def save_image_lora(file: Path, value: float) -> Path:
-    """A LoRA file of rank 2 in kohya's names, whose delta is `2 * value` everywhere."""
-    down, up = torch.ones(2, 8), torch.full((8, 2), value)
-    alpha = torch.tensor(2.0)
-    save_file({f"{LAYER}.lora_down.weight": down, f"{LAYER}.lora_up.weight": up, f"{LAYER}.alpha": alpha}, file)
-    return file
-
-
 World = tuple[HubStandIn, dict[str, torch.Tensor]]
 
 

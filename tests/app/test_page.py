@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.app.conftest import LAYER, SECRET, save_image_lora
+from tests.app.conftest import SECRET, World
+from tests.checkpoints.test_gguf import write_gguf
 from tests.helpers.browser import browser
+from tests.helpers.docs_fixture import LAYER, save_image_lora
 from tests.helpers.family import TEXTS
+from tests.helpers.repository import ROOT
 
 if importlib.util.find_spec("gradio") is None:
     pytest.skip("Gradio is not installed: pip install 'gradio>=6.31'", allow_module_level=True)
@@ -37,10 +41,10 @@ class Opener:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Opener]:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"], stdout=subprocess.PIPE, text=True
-    )
+def page(world: World, family: Path) -> Iterator[Opener]:
+    assert "\nactmat ui\n" in (ROOT / "docs" / "start.md").read_text()
+    command = [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=family)
     assert server.stdout is not None
     yield Opener(server.stdout.readline().strip())
     server.terminate()
@@ -84,7 +88,7 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture
 def screen(page: Opener, chromium: Any) -> Iterator[Any]:
     """The page in a browser whose console stays silent."""
-    screen, said = chromium.new_page(viewport={"width": WIDTHS[1], "height": 900}), []
+    screen, said = chromium.new_page(viewport={"width": WIDTHS[0], "height": 900}), []
     screen.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
     screen.set_default_timeout(200_000)
     screen.goto(f"{page.url}?token={page.token}")
@@ -93,13 +97,20 @@ def screen(page: Opener, chromium: Any) -> Iterator[Any]:
     screen.close()
 
 
+def places(screen: Any) -> Any:
+    """The fields of the experts that are shown."""
+    return screen.get_by_role("combobox", name="Expert", exact=True)
+
+
 def fill(screen: Any, experts: Sequence[tuple[str, str]], **fields: Any) -> None:
     """Fill in a row per expert, its place and its prompts, and fields by their labels."""
     for number, (place, prompts) in enumerate(experts):
-        screen.get_by_label("Expert").nth(number).fill(place)
+        if place:
+            places(screen).nth(number).fill(place)
         screen.get_by_label("Prompts").nth(number).fill(prompts)
     for label, text in fields.items():
-        screen.get_by_label(label, exact=True).fill(str(text))
+        role = "combobox" if label == "Base" else "textbox"
+        screen.get_by_role(role, name=label, exact=True).fill(str(text))
 
 
 def press(screen: Any, button: str, text: str) -> str:
@@ -108,6 +119,13 @@ def press(screen: Any, button: str, text: str) -> str:
     shown = screen.locator("#am-shown")
     shown.get_by_text(text).first.wait_for()
     return str(shown.inner_text())
+
+
+def open_tab(screen: Any, name: str, **fields: str) -> None:
+    """Open a tab below the result and fill in its fields, by the first word of their labels."""
+    screen.get_by_role("tab", name=name).click()
+    for label, text in fields.items():
+        screen.get_by_role("textbox", name=re.compile(rf"^{label}\b")).fill(text)
 
 
 SCROLLING = """[...document.querySelectorAll('html, .am, .am table')].filter(e => e.scrollWidth > e.clientWidth)
@@ -123,27 +141,48 @@ def clipped(screen: Any) -> list[str]:
     return wide
 
 
-def test_adapters_are_planned_merged_by_prompts_and_tried(screen: Any, family: Path, tmp_path: Path) -> None:
+def test_adapters_are_planned_merged_by_prompts_tried_and_pushed(
+    screen: Any, world: World, family: Path, tmp_path: Path
+) -> None:
     rows = [(f"{name}={family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
     fill(screen, [("nobody", ""), rows[0]], Base=family / "base", Output=tmp_path / "merged")
     screen.get_by_role("button", name="Add an expert").click()
-    screen.get_by_label("Expert").nth(2).fill(rows[1][0])
+    places(screen).nth(2).fill(rows[1][0])
     screen.get_by_label("Prompts").nth(2).fill("x = 1\nwhile x")
     screen.get_by_role("button", name="Remove").first.click()
-    screen.get_by_label("Expert").nth(2).wait_for(state="hidden")
-    assert [screen.get_by_label("Expert").nth(n).input_value() for n in range(2)] == [place for place, _ in rows]
+    places(screen).nth(2).wait_for(state="hidden")
+    assert [places(screen).nth(n).input_value() for n in range(2)] == [place for place, _ in rows]
+    screen.get_by_label("Adapter").check()
     assert "code: 2 inputs measured" in press(screen, "Plan", "inputs measured")
     said = press(screen, "Merge", "finished in")
     assert said.index("answers") < said.index("finished in") < said.index("Notes")
-    screen.get_by_role("tab", name="Try a prompt").click()
-    screen.get_by_label("Prompt", exact=True).fill("w3 w4 w5")
+    open_tab(screen, "Try a prompt", Prompt="w3 w4 w5")
     screen.get_by_role("button", name="Ask").click()
     screen.locator(".am-answers").wait_for()
     assert screen.locator(".am-answers b").all_inner_texts() == ["the merge", *TEXTS, "the base"]
-    screen.get_by_role("tab", name="Copy code").click()
+    open_tab(screen, "Copy code")
     screen.get_by_text("PeftModel.from_pretrained").wait_for()
+    open_tab(screen, "Push", Repository="me/merged", Token=SECRET)
+    screen.get_by_role("button", name="Push", exact=True).click()
+    screen.get_by_text("to me/merged (private)").wait_for()
+    assert world[0].branches["me/merged", "main"]
+    assert screen.get_by_role("textbox", name="Token").input_value() == ""
     assert clipped(screen) == []
     assert (tmp_path / "merged" / "adapter_config.json").is_file()
+
+
+def test_a_model_becomes_a_gguf_file(screen: Any, tmp_path: Path) -> None:
+    base, *experts = (str(write_gguf(tmp_path / f"{n}.gguf", "F16", seed=n)) for n in range(3))
+    fill(screen, [(expert, "") for expert in experts], Base=base, Output=tmp_path / "merged")
+    press(screen, "Merge", "finished in")
+    open_tab(screen, "GGUF", File=f"{tmp_path}/file.gguf")
+    write = screen.get_by_role("button", name="Write")
+    write.click()
+    screen.get_by_text("convert the base with llama.cpp").wait_for()
+    open_tab(screen, "GGUF", GGUF=base)
+    write.click()
+    screen.get_by_text("15 BF16").wait_for()
+    assert (tmp_path / "file.gguf").is_file()
 
 
 def test_files_of_an_image_model_become_one_file(screen: Any, tmp_path: Path) -> None:
@@ -152,19 +191,23 @@ def test_files_of_an_image_model_become_one_file(screen: Any, tmp_path: Path) ->
     screen.get_by_label("Single file").check()
     assert "Is it good?" not in press(screen, "Merge", "finished in")
     screen.get_by_text("ComfyUI/models/loras/").wait_for()
-    assert screen.get_by_role("tab", name="Try a prompt").count() == 0
+    assert screen.get_by_role("tab").all_inner_texts() == ["Copy code"]
     assert float(load_file(tmp_path / "merged.safetensors")[f"{LAYER}.alpha"]) > 0
     assert clipped(screen) == []
 
 
 def test_a_merge_stops_and_errors_say_how_to_go_on(screen: Any, family: Path, tmp_path: Path) -> None:
     experts = [(f"{family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
-    fill(screen, experts, Base=family / "base")
+    places(screen).first.click()
+    screen.get_by_role("option", name="adapters/math").click()
+    fill(screen, [("", experts[0][1]), experts[1]], Base="base")
     assert "Fix: fill in the field 'Output'" in press(screen, "Merge", "No output given")
     fill(screen, (), Output=tmp_path / "merged")
-    press(screen, "Merge", "starting")
-    assert "finished" not in press(screen, "Stop", "Stopped.")
+    for _ in range(2):  # as soon as a result is shown, the same button works again
+        press(screen, "Merge", "starting")
+        assert "finished" not in press(screen, "Stop", "Stopped.")
     assert not (tmp_path / "merged").exists()
+    press(screen, "Merge", "finished in")
 
 
 SIGNED_IN = f"""
@@ -180,14 +223,17 @@ class Recorded(Jobs):
         raise MergeError("No.")
 
 gradio.routes.attach_oauth = lambda app: None  # it wants a Space around it
-found = {{getattr(f.fn, '__name__', ''): f for f in build(Recorded(Limits()), []).fns.values()}}
-assert not {{"show_answers", "export"}} & {{*found}}
-assert {{found[n].concurrency_id for n in ("show_plan", "show_merge", "push_signed_in")}} == {{"job"}}
+page = build(Recorded(Limits()), [])
+clicked = {{page.blocks[f.targets[0][0]].value: f for f in page.fns.values() if f.targets[0][1] == "click"}}
+assert {{*clicked}} == {{"Plan", "Merge", "Stop", "Push", "Add an expert", "Remove",
+                        "Sign in with Hugging Face"}}
+assert {{name for name, f in clicked.items() if f.concurrency_id == "job"}} == {{"Plan", "Merge", "Push"}}
 assert SHOWN["run_history"] is False
+assert {{b.label for b in page.blocks.values() if isinstance(b, gradio.Dropdown)}} == {{"Method"}}
 request, signed_in = gradio.Request(session_hash="v"), gradio.OAuthToken(token="{SECRET}", scope="", expires_at=0)
 for token, who in (("", signed_in), ("own", signed_in), ("", None)):
-    *_, (said, emptied) = found["push_signed_in"].fn("out", "me/a", token, False, request, who)
-    assert "No." in said and emptied == ""
+    *_, (_, ended, _) = clicked["Push"].fn(request, who, "out", "me/a", token, False)
+    assert "No." in ended["html"]
 """
 
 

@@ -135,7 +135,7 @@ def test_refusals_say_what_to_do_and_leave_nothing(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "llama-quantize OUT.gguf OUT-q4_k_m.gguf Q4_K_M" in refused("got 'q4_k_m'", like=str(base), type="q4_k_m")
-    assert "convert_hf_to_gguf.py" in refused("needs --like")
+    assert "convert_hf_to_gguf.py" in refused("needs a GGUF file of the base")
     refused("is not a GGUF file", like=str(model))
     stored = load_file(model / "model.safetensors")
     head = tmp_path / "head"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.shell import actmat_command
 from tests.tolerances import F64_IDENTITY, relative_error
 
+import actmat
 from actmat.errors import RecipeError
 from actmat.extras.diffusion.architectures import ARCHITECTURES, ImageArchitecture
 from actmat.extras.diffusion.blocks import block_weights
@@ -180,9 +181,13 @@ def test_checkpoints_are_merged_by_block(tmp_path: Path) -> None:
     actmat_command("merge", *flags, "--blocks", text)
     values = dict(zip(LISTS[26], WEIGHTS, strict=True))
     a, b, found = load_file(first), load_file(second), load_file(out)
+    held = actmat.merge(
+        a, [b], options={"scaling": 1.0}, method="task_arithmetic", blocks=text, compute_dtype="float64"
+    )
     for name, tensor in found.items():
         alpha = values[block_in_supermerger(name, 11)]
         assert relative_error(tensor, a[name] * (1 - alpha) + b[name] * alpha) < F64_IDENTITY, name
+        assert relative_error(held.tensors[name], tensor) < F64_IDENTITY, name
 
 
 def lora(folder: Path, name: str, seed: int) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -221,4 +226,4 @@ def test_lora_files_are_added_and_baked_by_block(tmp_path: Path) -> None:
     for name, delta in expected.items():
         assert relative_error(baked[names[name]], base[names[name]] + delta) < F64_IDENTITY, name
     refusal = actmat_command("merge", "-e", ink, "-e", oil, "--blocks", "MID=1", *precise, code=1)
-    assert "Got 2 experts and 1 --blocks" in refusal
+    assert "Got 2 experts and 1 texts of blocks" in refusal

@@ -230,13 +230,15 @@ def test_a_failed_merge_leaves_no_file(place: Path) -> None:
     assert not (place / "mix.safetensors").exists()
 
 
-def test_other_adapters_go_into_folders_as_before(place: Path) -> None:
+def test_what_is_a_folder_is_not_named_as_a_file(place: Path) -> None:
     from tests.helpers.adapters import LLAMA, save_adapter
 
     for seed in (1, 2):
         save_adapter(place / f"peft{seed}", "llama", seed, **LLAMA)
-    actmat.merge(None, [place / "peft1", place / "peft2"], out=place / "x.safetensors", **RUN)
-    assert (place / "x.safetensors" / "adapter_config.json").is_file()
+    experts = [place / "peft1", place / "peft2"]
+    with pytest.raises(MergeError, match=r"x\.safetensors is a folder's place: one file is made of LoRA files"):
+        actmat.merge(None, experts, out=place / "x.safetensors", **RUN)
+    assert not (place / "x.safetensors").exists()
 
 
 @pytest.mark.parametrize("to", ["comfy", "kohya", "diffusers"])

@@ -78,6 +78,25 @@ def test_any_mixture_has_the_bytes_of_saved_folders(models: dict[str, Any], tmp_
     ]
 
 
+def test_a_base_in_memory_gives_the_tokenizer_of_the_folder_that_it_came_from(
+    models: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "base" / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    report = actmat.merge(loaded, [models["a"]], method="average", out=tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert not [n for n in report.plan.notes if "not copied" in n.text]
+    report = actmat.merge(models["base"], [models["a"]], method="average", out=tmp_path / "none")
+    assert "the output has no tokenizer, as the base (<memory>/base) gives none" in str(report.plan.notes)
+
+
+def test_settings_of_another_type_are_refused() -> None:
+    with pytest.raises(RecipeError, match="Invalid settings") as caught:
+        actmat.plan("base", ["a"], threads="x", overwrite="yes")  # type: ignore[arg-type]
+    wrong = ("threads: expected int | None, found 'x'", "overwrite: expected bool, found 'yes'")
+    assert caught.value.problems == wrong
+
+
 def test_a_module_gives_a_module_of_its_own(models: dict[str, Any], tmp_path: Path) -> None:
     base, before = models["base"], copy.deepcopy(models["base"].state_dict())
     merged = actmat.merge(base, [models["a"], models["b"]], method="average")

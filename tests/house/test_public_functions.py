@@ -68,11 +68,11 @@ def test_fields_are_those_of_recipes_and_settings() -> None:
     run = {f.name for f in dataclasses.fields(RunSettings)} - {"held"}
     recipe = {*Recipe.model_fields} - ARGUMENTS
     assert keys(declared.RunFields) == run
-    assert keys(declared.MergeFields) == run | recipe | {*OF_OUTPUTS, "to"}
+    assert keys(declared.MergeFields) == run | recipe | {*OF_OUTPUTS, "to", "blocks"}
     inputs = {f.name for f in dataclasses.fields(InputSettings)} - {"reading", "loaded"}
     assert keys(declared.InputFields) - keys(declared.MergeFields) == inputs | {"check"}
     search = {f.name for f in dataclasses.fields(TuneSettings)} - {"device"}
-    assert keys(declared.ScaleFields) == keys(declared.MergeFields) | search | {"method"}
+    assert keys(declared.ScaleFields) == keys(declared.MergeFields) - {"blocks"} | search | {"method"}
     assert keys(declared.ScaleFields) - keys(declared.TuneFields) == {"space"}, "the candidates of `tune`"
     parameters = inspect.signature(actmat.merge).parameters.keys() - {"base", "experts", "out", "fields"}
     assert keys(declared.MergeArguments) == keys(declared.InputFields) | parameters

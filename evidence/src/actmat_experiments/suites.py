@@ -17,7 +17,8 @@ class Suite:
     """A named set of experiments.
 
     Args:
-        needs: data, machine, and the time of a seed where it was measured.
+        needs: data and machine.
+        time: measured, with methods, machine and date.
         module: of its functions `run` and, if the tables are not the usual ones, `table`; imported when one is called.
         regimes: how experts are trained where a command does not say.
         paper: beginning of the names of its models in the paper's tables; empty for a suite of ours.
@@ -31,6 +32,7 @@ class Suite:
     regimes: tuple[Literal["full", "lora"], ...]
     notes: tuple[str, ...]
     paper: str = ""
+    time: str = "not measured here"
 
     def run(self, request: RunRequest) -> None:
         """Train, merge, evaluate; scores are written below the cache."""

@@ -14,7 +14,7 @@ from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, wri
 from actmat.errors import StatisticsError
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
-from actmat.recipe.arguments import Location, make_arguments
+from actmat.recipe.arguments import Location
 from actmat.report.manifest import read_manifest
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
@@ -42,9 +42,7 @@ def diagnose(
         MergeError: the same errors as `merge` for these inputs.
     """
     check_names(fields, MergeFields)
-    inputs = hold_inputs(base, experts)
-    arguments = {"method": method, "held": inputs.openers, **fields}
-    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
+    recipe, settings = hold_inputs(base, experts).arguments({"method": method, **fields}, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
 
 

@@ -78,9 +78,10 @@ class SearchedFields(AverageFields, total=False):
 
 
 class MergeFields(SearchedFields, total=False):
-    """Fields of a recipe, see `recipe.Recipe`, and settings of its run."""
+    """Fields of a recipe, see `recipe.Recipe`, settings of its run, and weights by block of image models."""
 
     space: Space
+    blocks: str | Sequence[str]
 
 
 class InputFields(MergeFields, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from actmat.api.fields import MergeFields, check_names
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.memory import LABEL, hold_model
 from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import open_model
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experts.locate import OpenInput
 from actmat.experts.lora.adapter import Adapter
@@ -22,7 +24,9 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.names import canonical
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
-from actmat.recipe.arguments import list_experts, make_arguments
+from actmat.recipe import Recipe
+from actmat.recipe.arguments import Location, list_experts, make_arguments
+from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.extras.models.in_memory import MemoryMerge
@@ -48,6 +52,26 @@ class HeldInputs:
     experts: list[dict[str, Any]]
     openers: dict[str, Callable[[], OpenInput]]
     modules: dict[str, nn.Module]
+
+    def arguments(
+        self,
+        fields: Mapping[str, Any],
+        weights: Sequence[float] | None,
+        statistics: Mapping[str, Location] | Sequence[Location] | None,
+    ) -> tuple[Recipe, RunSettings]:
+        """The recipe and the settings that arguments describe; `blocks` become weights by pattern.
+
+        Raises:
+            MergeError: they are invalid; carries all problems.
+        """
+        rest = {**fields, "held": self.openers}
+        blocks = rest.pop("blocks", ())
+        recipe, settings = make_arguments(self.base, self.experts, rest, weights, statistics)
+        if blocks:
+            from actmat.extras.diffusion.blocks import with_blocks
+
+            recipe = with_blocks(recipe, [blocks] if isinstance(blocks, str) else blocks, self.openers)
+        return recipe, settings
 
 
 def hold_inputs(base: MergeInput | None, experts: MergeInputs) -> HeldInputs:
@@ -91,11 +115,16 @@ def _opener(place: str, source: Any) -> Callable[[], OpenInput] | None:
             raise RecipeError(f"{place}: expected one active adapter, found {len(active)}. Fix: set_adapter, or "
             "actmat.merge_adapters for several.")  # fmt: skip
         return partial(_adapter, place, source, active[0])
-    return partial(_model, place, source.state_dict(), _config(source))
+    return partial(_model, place, source.state_dict(), _config(source), str(getattr(source, "name_or_path", "")))
 
 
-def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Model:
-    return decoded(hold_model(tensors, location=place, config=config))
+def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, origin: str = "") -> Model:
+    """A model in memory, with the files, such as a tokenizer's, of the folder that it was loaded from."""
+    model = decoded(hold_model(tensors, location=place, config=config))
+    if not os.path.isdir(origin):
+        return model
+    with open_model(origin) as stored:
+        return Model(model.tensors, replace(model.folder, files=stored.folder.files, merged=stored.folder.merged))
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe
-from actmat.recipe.arguments import Location, make_arguments, split_fields
+from actmat.recipe.arguments import Location, split_fields
 from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
@@ -65,9 +65,9 @@ def merge(
         progress: see `Progress`, by inputs `TuneProgress`; None: a line in a notebook only; `Progress()`: silent.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
-            ...; see `settings.RunSettings`); `check`, like `data`, but only to compare answers; with either, `template`
-            (text around prompts, `{}` is their place, or expert -> its own), `new_tokens`, `model_class`,
-            `model_dtype` and `keep_statistics`.
+            ...; see `settings.RunSettings`); `blocks`, for image models: per expert the text of `--blocks`; `check`,
+            like `data`, but only to compare answers; with either, `template` (text around prompts, `{}` is their
+            place, or expert -> its own), `new_tokens`, `model_class`, `model_dtype` and `keep_statistics`.
 
     Returns:
         The report; the model is in `out`. Without `out`, the merge: its `tensors`, with the bytes that would be
@@ -78,9 +78,9 @@ def merge(
     """
     check_names(fields, InputFields)
     inputs = hold_inputs(base, experts)
-    arguments = {"out": out and str(out), "method": method, "held": inputs.openers, **fields}
+    arguments = {"out": out and str(out), "method": method, **fields}
     asked = {name: arguments.pop(name) for name in INPUT_FIELDS & arguments.keys()}
-    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
+    recipe, settings = inputs.arguments(arguments, weights, statistics)
     if data or asked.get("check"):
         from actmat.extras.tune.with_inputs import merge_by_arguments
 
@@ -124,10 +124,8 @@ def plan(
         MergeError: the inputs are incompatible; lists all problems.
     """
     check_names(fields, MergeFields)
-    inputs = hold_inputs(base, experts)
-    arguments = {"method": method, **fields}
-    recipe, settings = make_arguments(inputs.base, inputs.experts, arguments, weights, statistics)
-    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=inputs.openers)
+    recipe, settings = hold_inputs(base, experts).arguments({"method": method, **fields}, weights, statistics)
+    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=settings.held)
 
 
 def average(

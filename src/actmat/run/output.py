@@ -190,8 +190,7 @@ class Output:
 
     def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
         """Add notes on a tokenizer or a processor that the output lacks."""
-        if inputs.base is None or not inputs.base.folder.files:
-            return
+        assert inputs.base is not None, "a model is merged into a base"
         others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
         config = self.plan.configs.get("config.json", inputs.base.config)
         texts = missing_notes(config, written, others, inputs.base.location)

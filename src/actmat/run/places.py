@@ -145,7 +145,8 @@ def _check_outputs(
     Raises:
         OutputError: in use, an input, or given twice; all problems in one.
     """
-    problems = []
+    fix = "one file is made of LoRA files of image models, or on a base that is one. Fix: a name without .safetensors"
+    problems = [f"{out} is a folder's place: {fix}" for out in outs if str(out).endswith(".safetensors")]
     for out in outs:
         if isinstance(out, str):
             problems += check_upload_url(out) or _input_problems(out, inputs)

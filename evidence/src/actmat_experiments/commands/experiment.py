@@ -49,16 +49,14 @@ def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
     from actmat_experiments.suites import SUITES
 
     if json:
-        print_result(
-            "experiment", {"suites": [{"name": s.name, "summary": s.summary, "needs": s.needs} for s in SUITES]}
-        )
+        rows = [{name: getattr(s, name) for name in ("name", "summary", "needs", "time")} for s in SUITES]
+        print_result("experiment", {"suites": rows})
     if json or quiet:
         return
     listed = plain_table("suite", "experts", "needs")
     for suite in SUITES:
-        listed.add_row(suite.name, suite.summary, suite.needs)
+        listed.add_row(suite.name, suite.summary, f"{suite.needs}. Time: {suite.time}")
     console.print(listed)
-    console.print("\nSuites without a time were not measured.")
 
 
 @experiment.command()

@@ -160,7 +160,7 @@ def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table
 
 
 def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str]) -> Table:
-    """Percent per task at the default scale; the heads of columns are cut to what fits 80 columns."""
+    """Percent per task at the default scale; the heads of columns are folded to fit 80 columns."""
     table = new_table(title, "", "", _heads([line.method for line in lines], tasks))
     for line, is_last in _rows(lines):
         table.add_row(line.method, *(_percent(line.tasks[t].value) for t in tasks), end_section=is_last)
@@ -168,7 +168,7 @@ def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str]) -> Table
 
 
 def figure_table(title: str, rows: Mapping[str, Sequence[str]], tasks: Sequence[str]) -> Table:
-    """Figures from elsewhere per task, as they are written; the heads of columns are cut to what fits 80 columns."""
+    """Figures from elsewhere per task, as they are written; the heads of columns are folded to fit 80 columns."""
     table = new_table(title, "", "", _heads(list(rows), tasks))
     for name, cells in rows.items():
         table.add_row(name, *cells)
@@ -177,7 +177,7 @@ def figure_table(title: str, rows: Mapping[str, Sequence[str]], tasks: Sequence[
 
 def _heads(names: Sequence[str], tasks: Sequence[str]) -> list[str]:
     room = max(5, (80 - max(map(len, names), default=0) - 2) // max(1, len(tasks)) - 2)
-    return [task[:room] for task in tasks]
+    return ["\n".join(task[i : i + room] for i in range(0, len(task), room)) for task in tasks]
 
 
 def markdown_table(lines: Sequence[Line], tasks: Sequence[str]) -> str:

@@ -22,7 +22,6 @@ from actmat_app.form import SUFFIX
 
 if TYPE_CHECKING:
     from actmat.extras.serving import Serving
-    from actmat.planning import MergePlan
 
 INTERVAL_S = 0.5
 """Seconds between two lines about an unchanged stage."""
@@ -92,30 +91,18 @@ def _fields(job: Job) -> Mapping[str, Any]:
     return fields
 
 
-def _check_output(out: str, plan: MergePlan) -> None:
-    """Raise if a single file is asked of inputs that are folders, whose merge is a folder.
-
-    Raises:
-        RecipeError: names the first folder.
-    """
-    from actmat.errors import RecipeError
-    from actmat.report.words import are_image_files
-
-    folders = [i.location for i in plan.inputs if not are_image_files([i.location])]
-    if out.endswith(SUFFIX) and folders:
-        raise RecipeError(f"A single file is made of single files of image models, found {folders[0]}. "
-                          "Fix: another kind of output, whose place is a folder.")  # fmt: skip
-
-
 def _plan(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat.api.merging import INPUT_FIELDS
+    from actmat.errors import RecipeError
+    from actmat.report.words import are_image_files
     from actmat_app.view import lines_html, plan_html
 
     fields = {name: value for name, value in _fields(job).items() if name not in INPUT_FIELDS}
     data = fields.pop("data", None)
     plan = actmat.plan(**fields)
-    _check_output(job["out"], plan)
+    if job["out"].endswith(SUFFIX) and not are_image_files(i.location for i in plan.inputs):
+        raise RecipeError("One file is made of files of image models. Fix: another kind of output, which is a folder.")
     if data is None:
         return {"html": plan_html(plan)}
     from actmat.extras.tune.sources import InputSettings
@@ -131,8 +118,6 @@ def _merge(job: Job, stages: Stages) -> Result:
     from actmat_app.view import merged_html, notes_html
 
     fields, is_file = _fields(job), job["out"].endswith(SUFFIX)  # a file holds no report
-    if is_file and "data" not in fields:  # a merge by prompts refuses a file
-        _check_output(job["out"], actmat.plan(**fields))
     progress = stages if fields.get("data") else MergingProgress(stages, "merging")
     report = actmat.merge(**{"diagnose": not is_file, **fields, "out": job["out"]}, progress=progress)
     page, code = Path(report.out) / "report.html", _loading_commands(str(report.out))

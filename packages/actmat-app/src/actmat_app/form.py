@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from typing import Any
 
 from actmat.cli.flags import experts_of
@@ -17,6 +19,29 @@ KINDS = (AUTOMATIC, MODEL, ADAPTER, FILE)
 """Kinds of output; automatic: a model if there is a base, else an adapter."""
 
 SUFFIX = ".safetensors"
+
+
+MARKS = {"config.json", "adapter_config.json", "model_index.json"}
+"""Files of which a folder of a model has one."""
+FILES = (SUFFIX, ".gguf")
+"""Ends of files that are models of their own, in other folders."""
+DEEPEST = 4
+"""Folders below each other in which models are looked for."""
+MOST_FOLDERS = 2000
+"""Folders that are looked at."""
+
+
+def find_models(root: str) -> list[str]:
+    """Places of models below a folder, relative to it, without what is hidden or deep."""
+    places: list[str] = []
+    for folder, names, files in itertools.islice(os.walk(root), MOST_FOLDERS):
+        place = os.path.relpath(folder, root)
+        names[:] = sorted(n for n in names if n[0] != "." and place.count(os.sep) < DEEPEST - 1)
+        if MARKS & {*files}:
+            places.append(place)
+        else:
+            places += [os.path.normpath(os.path.join(place, f)) for f in sorted(files) if f.endswith(FILES)]
+    return places
 
 
 def recipe_fields(

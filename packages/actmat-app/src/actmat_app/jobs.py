@@ -21,6 +21,7 @@ from typing import IO, Any
 from actmat.errors import MergeError, OutputError, RecipeError
 from actmat.system import temporary_folder
 from actmat_app.limits import Limits, repository_of
+from actmat_app.view import progress_html
 
 COMMAND = [sys.executable, "-P", "-m", "actmat_app.child"]
 PASSED = (
@@ -56,6 +57,7 @@ class Jobs:
         self.limits = limits
         self.root, self._remove = temporary_folder("app")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopped: set[str] = set()
 
     def run(self, user: str, job: Mapping[str, Any], keep: Path | None = None) -> Events:
         """Run a job of `child.JOBS` and yield its events; the last one is `done`.
@@ -71,6 +73,7 @@ class Jobs:
         if user in self._running:
             raise OutputError("Another job is running. Fix: wait for it, or stop it.")
         limits, late = self.limits, threading.Event()
+        self._stopped.discard(user)
         with contextlib.ExitStack() as stack:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.root, ignore_cleanup_errors=True)))
             errors = stack.enter_context((work / "stderr").open("w+b"))
@@ -88,6 +91,7 @@ class Jobs:
                 timer = threading.Timer(limits.seconds, _kill, [process, late])
                 timer.start()
                 stack.callback(timer.cancel)
+            yield {"event": "progress", "html": progress_html("starting")}
             message = {**job, "limits": None if limits is None else dataclasses.asdict(limits)}
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the process ended, see below
                 pipe.write(json.dumps(message).encode())
@@ -95,12 +99,17 @@ class Jobs:
                 event = json.loads(line) if line.endswith(b"\n") else {"event": "cut"}
                 if event["event"] == "failed":
                     raise MergeError(event["headline"], event["problems"])
-                if event["event"] == "done" and keep is not None:
-                    (work / OUT).rename(keep)
-                yield event
                 if event["event"] == "done":
-                    return
-            raise _ended(process.wait(), job, errors, limits if late.is_set() else None)
+                    if keep is not None:
+                        (work / OUT).rename(keep)
+                    break
+                yield event
+            else:
+                code = process.wait()
+                if user in self._stopped:  # before it could report
+                    raise MergeError("Stopped.")
+                raise _ended(code, job, errors, limits if late.is_set() else None)
+        yield event
 
     def merge(self, user: str, fields: Mapping[str, Any], out: str) -> Events:
         """Yield the events of a merge; the last one has the folder `out` and, for a visitor, the file `archive`."""
@@ -141,8 +150,9 @@ class Jobs:
 
     def stop(self, user: str) -> None:
         """Stop the running job of a user; a merge keeps its finished tensors and can be continued."""
-        if user in self._running:
-            self._running[user].terminate()
+        if process := self._running.get(user):
+            self._stopped.add(user)
+            process.terminate()
 
     def close(self) -> None:
         """Stop all jobs, wait for them to end, and remove stored outputs."""
@@ -177,8 +187,6 @@ def _ended(code: int, job: Mapping[str, Any], errors: IO[bytes], late: Limits | 
     errors.seek(0)
     text, token = errors.read()[-LAST_BYTES:].decode("utf-8", "replace"), job.get("token")
     sys.stderr.write(text.replace(token, "***") if token else text)
-    if code == -signal.SIGTERM:  # before it could report
-        return MergeError("Stopped.")
     cause = " Likely cause: too little memory." if code == KILLED else ""
     return MergeError(f"The {job['do']} failed (exit code {code}); see the server's log.{cause}")
 

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 
 from actmat.errors import MergeError, format_size
-from actmat_app.form import AUTOMATIC, KINDS, SUFFIX, output_place, recipe_fields
+from actmat_app.form import AUTOMATIC, KINDS, SUFFIX, find_models, output_place, recipe_fields
 from actmat_app.jobs import Events, Jobs
-from actmat_app.view import error_html, frame_html, progress_html
+from actmat_app.view import error_html, frame_html
 
 TITLE = "Merge models"
 LOCAL = (
@@ -42,6 +42,14 @@ AT_ONCE: dict[str, Any] = {"concurrency_limit": None, **PRIVATE}
 KEPT_S = 3600
 """Seconds for which a file can be downloaded."""
 
+
+class Asker(NamedTuple):
+    """Who clicked: id of the owner of jobs, and the token of an account that is signed in."""
+
+    user: str
+    token: str
+
+
 SHOWN: dict[str, Any] = {
     "css_paths": Path(__file__).with_name("style.css"),
     "theme": gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
@@ -65,39 +73,34 @@ def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
             gr.LoginButton()  # at the top, because signing in reloads the page
         experts = _experts(MOST_EXPERTS if limits is None else limits.max_experts, local=limits is None)
         with gr.Row():
-            base = gr.Textbox(label="Base", placeholder="org/name", scale=3)
+            base = _place("Base", local=limits is None, scale=3)
             output = gr.Textbox(label="Output", placeholder="merged", visible=limits is None, scale=2)
             kind = gr.Radio(KINDS, value=AUTOMATIC, label="Kind", visible=limits is None, scale=5, min_width=420)
-        form = [base, kind, *_options(methods), *experts]
+        form = [output, base, kind, *_options(methods), *experts]
         with gr.Row():
             plan = gr.Button("Plan", min_width=80)
             merge = gr.Button("Merge", variant="primary", min_width=80)
             stop = gr.Button("Stop", min_width=80)
         shown = gr.HTML(elem_id="am-shown")
         download = gr.DownloadButton("Download", visible=False)
-        outputs = [shown, download, *_results(jobs)]
+        results = [download, *_results(jobs)]
 
-        def show_plan(request: gr.Request, out: str | None, *values: Any) -> Iterator[str]:
-            def start() -> Events:
-                place = output_place(out or "merged", str(values[1]))
-                return jobs.run(_user(jobs, request), {"do": "plan", "fields": recipe_fields(*values), "out": place})
+        def start_plan(asker: Asker, out: str | None, *values: Any) -> Events:
+            place = output_place(out or "merged", str(values[1]))
+            return jobs.run(asker.user, {"do": "plan", "fields": recipe_fields(*values), "out": place})
 
-            for text, _ in _events(start):
-                yield text
-
-        def show_merge(request: gr.Request, out: str, *values: Any) -> Iterator[tuple[Any, ...]]:
-            def start() -> Events:
-                place = output_place(out, str(values[1])) if limits is None else ""
-                return jobs.merge(_user(jobs, request), recipe_fields(*values), place)
-
-            for text, done in _events(start):
-                yield text, *_result_values(done)
+        def start_merge(asker: Asker, out: str, *values: Any) -> Events:
+            place = output_place(out, str(values[1])) if limits is None else ""
+            return jobs.merge(asker.user, recipe_fields(*values), place)
 
         def stop_job(request: gr.Request) -> None:
             jobs.stop(_user(jobs, request))
 
-        plan.click(show_plan, [output, *form], shown, **JOB)
-        merge.click(show_merge, [output, *form], outputs, **JOB)
+        if limits is None:
+            fields = [base, *experts[::EXPERT_FIELDS]]
+            page.load(lambda: [gr.update(choices=find_models("."))] * len(fields), None, fields, **AT_ONCE)
+        _on_click(jobs, plan, start_plan, form, shown)
+        _on_click(jobs, merge, start_merge, form, shown, results, _result_values)
         stop.click(stop_job, **AT_ONCE)
     return page.queue(max_size=20, default_concurrency_limit=1, api_open=False)
 
@@ -110,7 +113,7 @@ def _experts(most: int, *, local: bool) -> list[Any]:
     for number in range(most):
         with gr.Row(visible=number < SHOWN_EXPERTS) as row:
             fields += [
-                gr.Textbox(label="Expert", placeholder="org/name, folder or file", scale=5),
+                _place("Expert", local=local, scale=5),
                 gr.Number(1.0, label="Weight", scale=1, min_width=90),
                 gr.Textbox(label="Prompts", placeholder="one per line, or a file", max_lines=4, scale=5, visible=local),
             ]
@@ -130,6 +133,13 @@ def _experts(most: int, *, local: bool) -> list[Any]:
     for number, button in enumerate(removals):
         button.click(partial(remove, number), [count, *fields], [count, *rows, *fields], **AT_ONCE)
     return fields
+
+
+def _place(label: str, *, local: bool, scale: int) -> Any:
+    """A field for a place; the local page completes it from models below the folder where it was started."""
+    if not local:
+        return gr.Textbox(label=label, placeholder="org/name", scale=scale)
+    return gr.Dropdown(label=label, choices=[], value="", allow_custom_value=True, scale=scale)
 
 
 def _options(methods: Sequence[str]) -> list[Any]:
@@ -159,28 +169,30 @@ def _results(jobs: Jobs) -> list[Any]:
             python = gr.Code(label="Python", language="python", lines=3, wrap_lines=True, show_line_numbers=False)
             vllm = gr.Code(label="vLLM", language="shell", lines=1, wrap_lines=True, show_line_numbers=False)
             use = gr.HTML()
-        if local:
-            with gr.Tab("GGUF"):
+        with gr.Tab("GGUF", visible=False) as exporting:
+            if local:
                 _export(jobs, out)
-        with gr.Tab("Push"):
+        with gr.Tab("Push", visible=False) as pushing:
             _push(jobs, out)
         with gr.Tab("Report", visible=False) as reporting:
             report = gr.HTML()
-    return [results, out, trying, python, vllm, use, reporting, report]
+    return [results, out, trying, exporting, pushing, python, vllm, use, reporting, report]
 
 
 def _result_values(done: Mapping[str, Any]) -> list[Any]:
-    """Values of the download and of the components of `_results` for the last event of a merge; empty: none yet."""
-    if not done:
-        return [gr.update(visible=False), gr.update(visible=False), *[gr.skip()] * 7]
+    """Values of the download and of the components of `_results` for the last event of a merge; hidden without one."""
+    if "out" not in done:
+        return [gr.update(visible=False), gr.update(visible=False), *[gr.skip()] * 9]
     page = Path(done["page"]) if done["page"] else None
-    of_images = done["out"].endswith(SUFFIX) or "diffusers" in done["python"]
-    can_run = "archive" not in done and not of_images
+    is_file = done["out"].endswith(SUFFIX)
+    can_run = "archive" not in done and not is_file and "diffusers" not in done["python"]
     return [
         gr.update(visible="archive" in done, value=done.get("archive")),
         gr.update(visible=True, selected="try" if can_run else "code"),
         done["out"],
         gr.update(visible=can_run),
+        gr.update(visible=can_run),
+        gr.update(visible=not is_file),
         gr.update(visible=bool(done["python"]), value=done["python"]),
         gr.update(visible=bool(done["vllm"]), value=done["vllm"]),
         done["use"],
@@ -194,12 +206,10 @@ def _try(jobs: Jobs, out: Any) -> None:
     prompt = gr.Textbox(label="Prompt", placeholder="for the merge, the experts and the base", max_lines=4)
     ask, answers = gr.Button("Ask"), gr.HTML()
 
-    def show_answers(out: str, prompt: str, request: gr.Request) -> Iterator[str]:
-        job = {"do": "try", "out": out, "prompt": prompt, "new_tokens": LONGEST_ANSWER}
-        for text, _ in _events(lambda: jobs.run(_user(jobs, request), job)):
-            yield text
+    def start(asker: Asker, out: str, prompt: str) -> Events:
+        return jobs.run(asker.user, {"do": "try", "out": out, "prompt": prompt, "new_tokens": LONGEST_ANSWER})
 
-    ask.click(show_answers, [out, prompt], answers, **JOB)
+    _on_click(jobs, ask, start, [out, prompt], answers)
 
 
 def _export(jobs: Jobs, out: Any) -> None:
@@ -210,13 +220,12 @@ def _export(jobs: Jobs, out: Any) -> None:
         form = gr.Dropdown(["bf16", "f16", "f32", "q8_0"], label="Type", info="Of the matrices")
     write, written = gr.Button("Write"), gr.HTML()
 
-    def export(out: str, file: str, like: str, form: str, request: gr.Request) -> Iterator[str]:
+    def start(asker: Asker, out: str, file: str, like: str, form: str) -> Events:
         options = {"type": form} | ({"like": like.strip()} if like.strip() else {})
         job = {"do": "export", "out": out, "file": file.strip() or f"{out}.gguf", "options": options}
-        for text, _ in _events(lambda: jobs.run(_user(jobs, request), job)):
-            yield text
+        return jobs.run(asker.user, job)
 
-    write.click(export, [out, file, like, form], written, **JOB)
+    _on_click(jobs, write, start, [out, file, like, form], written)
 
 
 def _push(jobs: Jobs, out: Any) -> None:
@@ -228,27 +237,51 @@ def _push(jobs: Jobs, out: Any) -> None:
     public = gr.Checkbox(label="Public (default: private)")
     send, pushed = gr.Button("Push"), gr.HTML()
 
-    def push(out: str, repo: str, token: str, public: bool, request: gr.Request) -> Iterator[tuple[str, str]]:
-        for text, _ in _events(lambda: jobs.push(_user(jobs, request), out, repo, token, public=public)):
-            yield text, ""
+    def start(asker: Asker, out: str, repo: str, token: str, public: bool) -> Events:
+        return jobs.push(asker.user, out, repo, token or asker.token, public=public)
 
-    def push_signed_in(
-        out: str, repo: str, token: str, public: bool, request: gr.Request, signed_in: gr.OAuthToken | None
-    ) -> Iterator[tuple[str, str]]:
-        yield from push(out, repo, token or ("" if signed_in is None else signed_in.token), public, request)
-
-    send.click(push_signed_in if _signs_in() else push, [out, repo, token, public], [pushed, token], **JOB)
+    _on_click(jobs, send, start, [out, repo, token, public], pushed, [token], lambda _: [""])
 
 
-def _events(start: Callable[[], Events]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield HTML of the progress of a job, then of its result with its last event, or of its error."""
-    yield progress_html("starting"), {}
-    try:
-        with contextlib.closing(start()) as events:
-            for event in events:
-                yield event["html"], event if event["event"] == "done" else {}
-    except MergeError as error:
-        yield error_html(str(error)), {}
+def _on_click(
+    jobs: Jobs,
+    button: gr.Button,
+    start: Callable[..., Events],
+    inputs: Sequence[Any],
+    shown: gr.HTML,
+    outputs: Sequence[Any] = (),
+    values: Callable[[Mapping[str, Any]], Sequence[Any]] = lambda _: (),
+) -> None:
+    """Run a job when a button is clicked: show its progress, then, in an event of its own, its result or its error.
+
+    Gradio ignores a click on a button whose event still runs; when the result is shown, the event of the job has ended.
+
+    Args:
+        jobs: runs the job.
+        button: that is clicked.
+        start: from who clicked and the values of `inputs` to the job's events.
+        inputs: fields.
+        shown: for progress, result or error.
+        outputs: other components that the job changes.
+        values: from the job's last event, or without any, to the values of `outputs`.
+    """
+    ended = gr.State()
+
+    def run(request: gr.Request, signed_in: gr.OAuthToken | None, *fields: Any) -> Iterator[tuple[Any, ...]]:
+        event: Mapping[str, Any] = {}
+        try:
+            asker = Asker(_user(jobs, request), "" if signed_in is None else signed_in.token)
+            with contextlib.closing(start(asker, *fields)) as events:
+                for event in events:
+                    if event["event"] == "progress":
+                        yield event["html"], gr.skip(), *values({})
+        except MergeError as error:
+            event = {"html": error_html(str(error))}
+        yield gr.skip(), event, *(gr.skip() for _ in outputs)
+
+    button.click(run, list(inputs), [shown, ended, *outputs], **JOB).then(
+        lambda event: [event["html"], *values(event)], ended, [shown, *outputs], **AT_ONCE
+    )
 
 
 def _user(jobs: Jobs, request: gr.Request) -> str:

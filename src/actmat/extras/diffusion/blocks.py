@@ -20,12 +20,14 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from actmat.errors import RecipeError
 from actmat.experts.locate import locate, stored_of
 from actmat.layout.patterns import compile_pattern
 from actmat.recipe import Recipe, make_recipe
+from actmat.run.locate import Held
 
 BlockKey = tuple[str, int]
 """Kind and number of a block; the number of one that is alone is 0."""
@@ -100,7 +102,7 @@ def _glob(kind: str, numbers: Sequence[int], count: int) -> str:
     return f"{_MODEL}{{{','.join(names)}}}*"
 
 
-def with_blocks(recipe: Recipe, texts: Sequence[str]) -> Recipe:
+def with_blocks(recipe: Recipe, texts: Sequence[str], held: Held = MappingProxyType({})) -> Recipe:
     """The recipe with weights by block: those of each text, in the order of the experts, times the expert's weight.
 
     Raises:
@@ -108,12 +110,13 @@ def with_blocks(recipe: Recipe, texts: Sequence[str]) -> Recipe:
             input cannot be opened.
     """
     if len(texts) != len(recipe.experts):
-        raise RecipeError(f"Got {len(recipe.experts)} experts and {len(texts)} --blocks; give one per expert.")
+        raise RecipeError(f"Got {len(recipe.experts)} experts and {len(texts)} texts of blocks; give one per expert.")
     experts, notes = [], [*recipe.notes]
     for expert, text in zip(recipe.experts, texts, strict=True):
         if not isinstance(expert.weight, float):
             raise RecipeError(f"blocks are factors of one number; the weight of '{expert.label}' differs by tensor.")
-        with locate(recipe.base or expert.path) as opened:
+        place = recipe.base or expert.path
+        with held[place]() if place in held else locate(place) as opened:
             weight, absent = block_weights(text, stored_of(opened).specs, expert.weight)
         notes += [f"blocks: '{opened.location}' has no tensors in {', '.join(absent)}"] if absent else []
         experts.append({**expert.model_dump(), "weight": weight})

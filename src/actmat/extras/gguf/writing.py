@@ -42,8 +42,8 @@ OWN_KEYS = ("GGUF.", "split.", "quantize.", "general.architecture", "general.fil
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38, "Q8_0": 127 * 65504.0}
 """Largest representable entry of a type; a Q8_0 block's scale is a float16."""
 LIKE = (
-    "Convert the base with llama.cpp's convert_hf_to_gguf.py (any type) and pass that file as --like: it gives names, "
-    "metadata and tokenizer"
+    "Fix: convert the base with llama.cpp's convert_hf_to_gguf.py (any type) and give that file (--like): names, "
+    "metadata and tokenizer are its"
 )
 FIX = "give the GGUF file of the model's own base, or convert the output with llama.cpp's convert_hf_to_gguf.py"
 
@@ -80,7 +80,7 @@ def write_gguf(located: OpenInput, out: Path, *, like: str | None = None, type: 
             f"`llama-quantize OUT.gguf OUT-{type}.gguf {type.upper()}`."
         )
     if like is None:
-        raise RecipeError(f"GGUF export needs --like, a GGUF file of the base. {LIKE}.")
+        raise RecipeError(f"GGUF export needs a GGUF file of the base. {LIKE}.")
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     with _pattern(like) as (pattern, base):
