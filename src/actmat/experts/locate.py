@@ -256,8 +256,6 @@ def in_layout(expert: Deltas, layout: AdapterLayout) -> Deltas:
         converted, problems = adapter, [f"no installed part of actmat converts it.{hint}"]
     else:
         converted, problems = convert(adapter, layout)
-    if adapter.extras:
-        problems.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
     problems = [f"cannot be written as '{layout}': {p}" for p in problems]
     if problems or adapter.problems:
         converted = adapter.with_problems((*adapter.problems, *problems))
