@@ -18,7 +18,7 @@ from actmat.identity.configs import FIX, InputAgreement, agree_configs, words_of
 from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
-from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens
+from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
 from actmat.layout.ties import is_output_head
 
 
@@ -115,7 +115,8 @@ def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]
     """A note on settings of tokenizers that headers of weight files hold and that differ; they are written as one."""
     settings = {i.label: dict(i.folder.header_settings()) for i in every}
     if output.kind == "file":
-        settings |= {i.label: {HEADER_TEMPLATE: i.template} for i in every if i.template and not settings[i.label]}
+        folders = [i for i in every if not settings[i.label] and i.source is not None and tokenizer_file(i.source)]
+        settings |= {i.label: {HEADER_TEMPLATE: i.template or ""} for i in folders}
     holders = [(label, held) for label, held in settings.items() if held or output.kind == "file"]
     (first, ours), *others = holders or [("", {})]
     rows = [
