@@ -39,16 +39,20 @@ def said(*flags: str) -> tuple[int, str]:
     return done.code, " ".join((done.out + done.err).split())
 
 
-@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model_fsdp.bin"])
+@pytest.mark.parametrize(
+    "name", ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model_fsdp.bin", "other/"]
+)
 def test_weights_beside_an_adapter_are_said(name: str, base: Path) -> None:
     folder = save_adapter(Path("expert"), {})
-    for other in (name, "optimizer.pt", "training_args.bin"):
-        (folder / other).write_bytes(b"any")
+    for other in (name, "optimizer.pt", "training_args.bin", "checkpoint-9/"):
+        file = folder / other / "adapter_model.safetensors" if other.endswith("/") else folder / other
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"any")
     code, text = said()
     assert code == 0, text
     assert text == (
-        f"warning: expert 'expert' has weights beside its adapter that are not merged: '{name}'. Load them after the "
-        "merge with the code that trained them"
+        f"warning: expert 'expert' has weights beside its adapter that are not merged: '{name}'. If it needs them, "
+        "merge them by themselves, or load them after the merge with the code that trained them"
     )
 
 

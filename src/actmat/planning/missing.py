@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import first_of
@@ -61,13 +61,14 @@ def missing_problems(
     return problems
 
 
-def lost_problems(expert: Deltas, label: str, lost: Sequence[str]) -> list[str]:
+def lost_problems(expert: Deltas, label: str, lost: Sequence[str], untrained: Collection[str]) -> list[str]:
     """One sentence on an expert's trained tensors that the base lacks, with the flags that leave them out."""
     if not lost:
         return []
     stored = {} if expert.adapter is None else expert.adapter.extras
     names = [stored.get(n, n) for n in lost]
-    flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, [n for n in expert.model.specs if n not in names])]
+    others = [n for n in expert.model.specs if n not in {*names, *untrained}]
+    flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, others)]
     shape = "x".join(map(str, expert.specs[lost[0]].shape)) or "a scalar"
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return [

@@ -11,7 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.layout.components import parts_of
+from actmat.layout.components import parts_of, single_file_of
 from actmat.layout.in_memory import MULTIMODAL, choose_part, computed_names, names_in_memory, replace_beginning
 from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
@@ -150,7 +150,9 @@ class _Match:
         missing = [base.specs[n] for n in roles if self.sources[n] is None]
         others = {n: self.expert.specs[n] for n in (*self.lost, *self.untrained)}
         problems = missing_problems(missing, present, others, self.label, self.expert.location)
-        problems = problems or lost_problems(self.expert, self.label, self.lost)  # which may be the missing ones
+        problems = problems or lost_problems(
+            self.expert, self.label, self.lost, self.untrained
+        )  # which may be the missing ones
         return [*(p for of_tensor in misfits for p in of_tensor), *problems]
 
 
@@ -207,6 +209,8 @@ def _trained(expert: Deltas, extra: Sequence[str], used: Collection[str]) -> tup
     ties = {**layouts.ties, **({} if expert.needs_base else expert.model.tensors.aliases)}
     layouts_of = {n: layouts.tensors[n] for n in extra if expert.specs[n].numel}  # an empty one is a mark
     trained = [n for n, layout in layouts_of.items() if layout.role is not Role.BUFFER and ties.get(n) not in used]
+    if single_file_of(expert.specs) is not None:  # its numbers outside all modules are of the noise schedule
+        trained = [n for n in trained if "." in n or len(expert.specs[n].shape) > 1]
     buffers = computed_names(expert.config) if trained and not expert.needs_base else ()
     return tuple(n for n in trained if not n.endswith(tuple(buffers)))
 
