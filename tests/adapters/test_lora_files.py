@@ -88,7 +88,7 @@ def test_no_component_is_left_out_of_a_file_without_a_config_unless_it_is_said(p
     expected = added(weights_of(tiny_unet()), random_factors(tiny_unet(), UNET, 1, alpha=1.0))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, **EXACT)
-    with pytest.raises(MergeError, match=r"'unknown\.\*' matches no tensor of the adapters, such as 'lora_"):
+    with pytest.raises(MergeError, match=r"'unknown\.\*' matches no tensor of the experts, such as 'lora_"):
         actmat.plan(base, [place / "kohya1.safetensors"], drop=("unknown.*",))
     with pytest.raises(MergeError, match=r"expert 'kohya1\.safetensors' changes nothing"):
         actmat.plan(base, [place / "kohya1.safetensors"], drop=(flag,), keep=("*",))

@@ -8,24 +8,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.tolerances import F32_ELEMENTWISE, F32_FORWARD, relative_error
+from tokenizers import Tokenizer
 
 from actmat.api.merging import merge, plan
 from actmat.api.verifying import verify
 from actmat.checkpoints.resolve import open_model
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, MergeError
 
 pytest.importorskip("sentence_transformers")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123)), *(f"##{i}" for i in range(9))]
 TEXTS = ["a b c", "d e", "f"]
-KINDS = ("plain", "dense", "many", "splade", "sparse")
+KINDS = ("plain", "dense", "many", "splade", "sparse", "router")
 
 
 def make(kind: str, folder: Path, seed: int) -> Path:
     """Save a tiny model of a kind."""
     import transformers
     from sentence_transformers import SentenceTransformer, SparseEncoder
-    from sentence_transformers.base.modules import Dense, Normalize, Transformer
-    from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+    from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+    from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling, StaticEmbedding
     from sentence_transformers.sparse_encoder.modules import MLMTransformer, SparseAutoEncoder, SpladePooling
 
     transformers.utils.logging.disable_progress_bar()
@@ -47,6 +48,11 @@ def make(kind: str, folder: Path, seed: int) -> Path:
         "splade": [SpladePooling("max")],
         "sparse": [Pooling(16, "mean"), SparseAutoEncoder(16, hidden_dim=32, k=4)],
     }
+    if kind == "router":
+        encoder.save(str(plain))
+        static = StaticEmbedding(Tokenizer.from_file(str(plain / "tokenizer.json")), embedding_dim=16)
+        first = Router.for_query_document(query_modules=[static], document_modules=[encoder, Pooling(16, "mean")])
+        encoder, modules[kind] = first, [Dense(16, 8), Normalize()]
     made: Any = SparseEncoder if kind in ("splade", "sparse") else SentenceTransformer
     made(modules=[encoder, *modules[kind]]).save(str(folder))
     return folder
@@ -104,10 +110,11 @@ def test_an_encoder_in_a_folder_of_its_own_is_merged(moved: tuple[str, ...], tmp
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_modules_of_one_side_only_are_said(tmp_path: Path) -> None:
+def test_modules_of_one_side_only_are_kept_or_refused(tmp_path: Path) -> None:
     dense, plain = make("dense", tmp_path / "dense", 0), make("plain", tmp_path / "plain", 1)
-    texts = [str(note) for note in plan(plain, [dense], method="average").notes]
-    assert any("2_Dense.linear.bias" in text for text in texts)
+    with pytest.raises(MergeError, match=r"--drop '2_Dense\.\*'"):
+        plan(plain, [dense], method="average")
+    assert plan(plain, [dense], method="average", drop=["2_Dense.*"]).items
     items = plan(dense, [plain], method="average").by_name
     assert items["2_Dense.linear.weight"].reason == "expert 'plain' has no 2_Dense (2_Dense.*): copied from the base"
 

@@ -259,6 +259,20 @@ def test_a_file_is_converted_exactly(place: Path, to: str) -> None:
         actmat.export(place / "kohya.safetensors", out=place / "out.safetensors", to=to)
 
 
+def test_what_a_converted_file_cannot_hold_is_said_or_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from tests.helpers.lora_files import tiny_unet
+
+    model = get_peft_model(tiny_unet(), LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["conv_out"]))
+    model.save_pretrained(tmp_path / "full")
+    with pytest.raises(MergeError, match="linear layers and convolutions, not 'conv_out"):
+        actmat.export(tmp_path / "full", out=tmp_path / "full.safetensors", to="diffusers")
+    get_peft_model(tiny_unet(), LoraConfig(r=2, target_modules=["to_q"])).save_pretrained(tmp_path / "lora")
+    (tmp_path / "lora" / "embeddings.safetensors").write_bytes(b"any")
+    said = actmat.export(tmp_path / "lora", out=tmp_path / "lora.safetensors", to="diffusers")
+    assert "warning: expert 'adapter' has weights beside its adapter that are not merged: 'embeddings" in said
+
+
 def test_how_a_file_is_loaded(place: Path) -> None:
     out = summed(place, "mix.safetensors", "kohya", "comfy")
     folder = summed(place, "mix", "kohya", "comfy")

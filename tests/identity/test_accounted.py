@@ -39,21 +39,25 @@ def said(*flags: str) -> tuple[int, str]:
     return done.code, " ".join((done.out + done.err).split())
 
 
-@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model_fsdp.bin"])
+@pytest.mark.parametrize(
+    "name", ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model_fsdp.bin", "other/"]
+)
 def test_weights_beside_an_adapter_are_said(name: str, base: Path) -> None:
     folder = save_adapter(Path("expert"), {})
-    for other in (name, "optimizer.pt", "training_args.bin"):
-        (folder / other).write_bytes(b"any")
+    for other in (name, "optimizer.pt", "training_args.bin", "checkpoint-9/"):
+        file = folder / other / "adapter_model.safetensors" if other.endswith("/") else folder / other
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"any")
     code, text = said()
     assert code == 0, text
     assert text == (
-        f"warning: expert 'expert' has weights beside its adapter that are not merged: '{name}'. Load them after the "
-        "merge with the code that trained them"
+        f"warning: expert 'expert' has weights beside its adapter that are not merged: '{name}'. If it needs them, "
+        "merge them by themselves, or load them after the merge with the code that trained them"
     )
 
 
 ADAPTERS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
-    "a head that the base lacks": ({SCORE: torch.ones(3, 8)}, {}, "trained 'score.weight' 3x8 in full"),
+    "a head that the base lacks": ({SCORE: torch.ones(3, 8)}, {}, "has 'score.weight' 3x8, which the base lacks"),
     "an empty head": ({SCORE: torch.ones(0)}, {}, "is empty. Likely cause: it was saved while it was sharded"),
     "an empty table": ({EMBEDDING: torch.ones(0)}, {"modules_to_save": ["embed_tokens"]}, "is empty. Likely cause"),
 }
@@ -66,10 +70,8 @@ def test_trained_tensors_that_cannot_be_merged_are_refused(case: str, base: Path
     code, text = said()
     assert (code, wanted in text) == (1, True), text
     if "lacks" in case:
-        assert said("--keep", SCORE) == (
-            0,
-            "warning: expert 'expert' has 1 tensors that the base lacks; not merged: score.weight",
-        )
+        assert "(--drop 'base_model.model.score.*')" in text
+        assert said("--drop", "base_model.model.score.*")[0] == 0
 
 
 @pytest.mark.parametrize(("listed", "is_lost"), [(["lm_head"], True), (["classifier", "score"], True), (None, False)])
@@ -97,12 +99,26 @@ def test_weights_beside_a_full_expert_are_said(name: str, base: Path) -> None:
     )
 
 
-def test_tensors_of_a_checkpoint_that_the_base_lacks_are_said(base: Path) -> None:
-    buffers = {"model.embeddings.position_ids": torch.ones(1, 4)}
-    save_checkpoint(Path("expert"), expert_of(BASE, 1) | buffers)
-    assert said() == (0, ""), "a buffer is not trained"
-    save_checkpoint(Path("expert"), expert_of(BASE, 1) | {SCORE: torch.ones(3, 8)})
-    assert "1 tensors that the base lacks; not merged: score.weight" in said("--overwrite")[1]
+EXTRA: dict[str, tuple[dict[str, Tensor], str]] = {
+    "a buffer": ({"model.embeddings.position_ids": torch.ones(1, 4)}, ""),
+    "a buffer that moved": ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, ""),
+    "a head": ({SCORE: torch.ones(3, 8)}, "--drop 'score.*'"),
+    "a part of each layer": (
+        {Q0.replace("q_proj", "q_norm"): torch.ones(4)},
+        "--drop 'model.layers.*.self_attn.q_norm.*'",
+    ),
+    "a moving average": ({f"ema.{n}": t for n, t in BASE.items()}, "--drop 'ema.*'"),
+}
+
+
+@pytest.mark.parametrize("case", EXTRA)
+def test_trained_tensors_of_a_checkpoint_that_the_base_lacks_are_refused(case: str, base: Path) -> None:
+    tensors, flag = EXTRA[case]
+    save_checkpoint(Path("expert"), expert_of(BASE, 1) | tensors)
+    code, text = said()
+    assert (code, flag in text) == (bool(flag), True), text
+    if flag:
+        assert said("--drop", flag.split("'")[1]) == (0, "")
 
 
 def test_float_indices_are_copied(base: Path) -> None:

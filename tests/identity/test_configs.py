@@ -304,6 +304,7 @@ def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
 AGREED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"problem_type": "multi_label_classification"}, {}, {"problem_type": "multi_label_classification"}),
     ({"eos_token_id": [2, 7]}, {}, {"eos_token_id": [2, 7]}),
+    ({"pad_token_id": 3}, {}, {"pad_token_id": 3}),
     ({"max_position_embeddings": 9999}, {}, {"max_position_embeddings": 9999}),
     ({"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, {},
      {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}),

@@ -56,11 +56,11 @@ def test_kept_tensors_and_buffers_need_no_counterpart() -> None:
     assert sources(found)["ids"] == (None,)
 
 
-def test_extra_tensors_are_noted_not_merged() -> None:
-    found = run({"a": W}, {"a": W, "x": W, "y": W})
-    assert found.ignored == (("x", "y"),)
-    assert found.problems == ()
-    assert "has 2 tensors that the base lacks" in found.warnings[0]
+def test_extra_tensors_are_refused_with_the_flag_that_drops_them() -> None:
+    found = run({"a": W}, {"a": W, "x": W, "y.b": W, "ids": W.int()})
+    assert found.ignored == (("ids",),)
+    assert "has 'x' 4x3 and 1 more, which the base lacks" in found.problems[0]
+    assert found.problems[0].endswith("(--drop 'x', --drop 'y.*')")
 
 
 def test_another_vocabulary_is_called_by_its_name() -> None:

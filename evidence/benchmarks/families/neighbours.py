@@ -32,8 +32,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 import actmat
+from actmat.checkpoints.resolve import open_model
 from actmat.extras.averaging.recipe import average_recipe
 from actmat.identity import reader, reading
+from actmat.identity.agreement import export_remarks
 from actmat.run.recipes import plan_recipe
 from benchmarks.common import read_result, write_result
 from benchmarks.families.check import _outputs, _perturbed
@@ -195,6 +197,8 @@ class Family:
     def plan(self, command: str, base: Path, expert: Path) -> tuple[set[str], Any]:
         """Notes of a command's plan, and all that it would do."""
         plan = COMMANDS[command](base, expert, self.folder / "two")
+        if isinstance(plan, list):
+            return {*plan}, None
         items = [(i.name, i.action, [s is not None and s.kind for s in i.sources]) for i in plan.items]
         where = (str(base), str(expert))
         texts = {note.text.replace(where[0], "BASE").replace(where[1], "EXPERT") for note in plan.notes}
@@ -243,7 +247,10 @@ COMMANDS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "extract": lambda base, one, two: actmat.plan(base, [one], method="average", output="extracted", rank=2),
     "average": lambda base, one, two: plan_recipe(average_recipe([str(one), str(two)])),
     "stack": lambda base, one, two: actmat.plan(f"{base}[0:1] + {one}[0:1]", []),
+    "export": lambda base, one, two: export_remarks([("base", open_model(base)), ("model", open_model(one))]),
 }
+EXPORTED = ("config.json", "tokens", "tokenizer_config.json")
+"""Kinds of changes that an export compares before it reads tensors: the rest is no part of its file."""
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -284,11 +291,14 @@ def check(architecture: Architecture, changes: int, seconds: float = float("inf"
             shutil.copytree(family.folder / ORIGINAL[side], changed, copy_function=os.link)
             neighbour.apply(changed)
             for command in family.plain:
-                if side == "expert" or command != "average":
-                    verdict = family.verdict(command, side, neighbour, changed)
-                    counts[verdict.split()[0]] += 1
-                    if verdict.startswith("silent"):
-                        silent.append(f"{command}, {side}: {neighbour.kind}, {neighbour.what}{verdict[6:]}")
+                if (side == "base" and command == "average") or (
+                    command == "export" and neighbour.kind not in EXPORTED
+                ):
+                    continue
+                verdict = family.verdict(command, side, neighbour, changed)
+                counts[verdict.split()[0]] += 1
+                if verdict.startswith("silent"):
+                    silent.append(f"{command}, {side}: {neighbour.kind}, {neighbour.what}{verdict[6:]}")
             shutil.rmtree(changed)
     return row | {"verdicts": dict(sorted(counts.items())), "silent": sorted(silent)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -29,6 +30,7 @@ def extract(
     rank: int | None = None,
     others: Literal["save", "leave"] = "save",
     dtype: OutputDtype | None = None,
+    drop: Sequence[str] = (),
     progress: Progress | None = None,
     **settings: Unpack[RunFields],
 ) -> MergeReport:
@@ -42,6 +44,7 @@ def extract(
         others: changed tensors that LoRA cannot hold (norms, tables, convolutions, biases) are kept whole in the
         adapter (`save`), or left out (`leave`).
         dtype: dtype of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
+        drop: patterns of the model's tensors to leave out.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere.
         settings: of the run (`threads`, `max_memory`, `overwrite`, `diagnose`, ...; see `settings.RunSettings`).
 
@@ -53,7 +56,7 @@ def extract(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     check_names(settings, RunFields)
-    recipe = extract_recipe(base, model, out=out, rank=rank, others=others, dtype=dtype)
+    recipe = extract_recipe(base, model, out=out, rank=rank, others=others, dtype=dtype, drop=drop)
     return merge_recipes([recipe], RunSettings(**settings), progress or usual_progress())[0]
 
 

@@ -62,6 +62,8 @@ _TYPES = mimetypes.MimeTypes()  # of the library itself: those of the machine di
 
 MODULES = "modules.json"
 """Names the folders of the modules of a sentence-transformers model, whose weights are their own."""
+ROUTER = "router_config.json"
+"""Names the folders of the modules of a sentence-transformers model that has an encoder for each kind of input."""
 PIPELINE = "model_index.json"
 """Names the components of a pipeline of diffusers, each in a folder."""
 SCHEDULER_CONFIG = "scheduler_config.json"
@@ -234,6 +236,8 @@ def side_files_of(folder: Path | None, merged: Collection[str] = ()) -> SideFile
 def side_files_in(sizes: Mapping[str, int], merged: Collection[str], fetch: Callable[[str], Path]) -> SideFiles:
     """The side files among files of these sizes; `fetch` returns the path of one, for tables that name folders."""
     modules = _modules(fetch(MODULES)) if MODULES in sizes else []
+    if MODULES in sizes and ROUTER in sizes:
+        modules += filter(is_plain_name, read_object(fetch(ROUTER)).get("types") or ())
     parts = [n for n in read_object(fetch(PIPELINE)) if not n.startswith("_")] if PIPELINE in sizes else []
     return sort_side_files(sizes, merged, modules, parts)
 

@@ -18,7 +18,7 @@ def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
-    fields: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype", "others"))],
+    fields: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype", "others", "drop"))],
     run: Annotated[RunSettings, FlagFields(without=("device", "device_memory"))],
     plan: flags.Plan = False,
     shown: flags.JsonQuiet,

@@ -29,7 +29,7 @@ from actmat.checkpoints.resolve import open_handle as open_tensors_handle
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.deltas import AdapterFamily, Deltas, DeltasHandle
-from actmat.experts.lora.adapter import Adapter, AdapterHandle
+from actmat.experts.lora.adapter import Adapter, AdapterHandle, leave_out
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, foreign_writer
@@ -153,8 +153,10 @@ def _remote_file(names: Sequence[str], named: str | None) -> str | None:
 
 
 def without(located: OpenInput, drop: Sequence[str]) -> OpenInput:
-    """An input without the tensors of adapters that the recipe leaves out; a full model as it is."""
-    return located.without(drop) if isinstance(located, Adapter) and drop else located
+    """An input without the stored tensors that the recipe leaves out; itself if it has none of them."""
+    if isinstance(located, Adapter):
+        return located.without(drop)
+    return leave_out(located, drop)[0]
 
 
 def stored_of(located: OpenInput) -> Model:
@@ -254,8 +256,6 @@ def in_layout(expert: Deltas, layout: AdapterLayout) -> Deltas:
         converted, problems = adapter, [f"no installed part of actmat converts it.{hint}"]
     else:
         converted, problems = convert(adapter, layout)
-    if adapter.extras:
-        problems.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
     problems = [f"cannot be written as '{layout}': {p}" for p in problems]
     if problems or adapter.problems:
         converted = adapter.with_problems((*adapter.problems, *problems))

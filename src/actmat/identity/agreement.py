@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.checkpoints.model import CONFIG, Model
-from actmat.errors import first_of
+from actmat.errors import AlignmentError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.configs import FIX, InputAgreement, agree_configs, words_of
 from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
-from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens
+from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
 from actmat.layout.ties import is_output_head
 
 
@@ -77,6 +77,26 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) ->
     return InputAgreement(tuple(problems), tuple(notes), tuple(warnings), agreed.configs, of_files.files)
 
 
+def export_remarks(inputs: Sequence[tuple[str, Model | Deltas]], fix: str = "") -> list[str]:
+    """Lines on what the file of an export will not have of the last input; with the header of a base, if there is one.
+
+    Args:
+        inputs: with their labels, see `agree`.
+        fix: how a user resolves what differs.
+
+    Raises:
+        AlignmentError: the input computes otherwise than the header says, or its tokens are others.
+    """
+    agreed, (_, made) = agree(inputs, OutputChoice("file", files_from="base", fix=fix)), inputs[-1]
+    if agreed.problems:
+        said = f"{made.location} cannot be written with the metadata of {inputs[0][1].location}"
+        raise AlignmentError(said, agreed.problems)
+    of_adapter = made.model.folder.notes if isinstance(made, Deltas) else ()
+    warnings = (*(n.text for n in of_adapter if n.severity == "warning"), *agreed.warnings)
+    notes = (*(n.text for n in of_adapter if n.severity == "note"), *agreed.notes)
+    return [*(f"warning: {text}" for text in warnings), *(f"note: {text}" for text in notes)]
+
+
 def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputChoice) -> InputAgreement:
     """Configs and labels of a base and its experts."""
     written = base.folder.written.get(CONFIG, base.config)
@@ -95,7 +115,8 @@ def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]
     """A note on settings of tokenizers that headers of weight files hold and that differ; they are written as one."""
     settings = {i.label: dict(i.folder.header_settings()) for i in every}
     if output.kind == "file":
-        settings |= {i.label: {HEADER_TEMPLATE: i.template} for i in every if i.template and not settings[i.label]}
+        folders = [i for i in every if not settings[i.label] and i.source is not None and tokenizer_file(i.source)]
+        settings |= {i.label: {HEADER_TEMPLATE: i.template or ""} for i in folders}
     holders = [(label, held) for label, held in settings.items() if held or output.kind == "file"]
     (first, ours), *others = holders or [("", {})]
     rows = [

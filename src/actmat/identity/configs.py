@@ -198,7 +198,8 @@ def compare_configs(
 ) -> tuple[list[ConfigDifference], Sequence[ConfigReading]]:
     """Differences of the base's config and those of experts by label; and the readings that it took to find them."""
     pairs = [pair for label, config in experts.items() for pair in _pairs(label, base, config)]
-    unequal = [p for p in pairs if p.base and p.expert and any(unequal_entries(p.base, p.expert))]
+    compared = [p for p in pairs if p.base and p.expert]
+    unequal = [p for p in compared if _lone_tokens(p) or any(unequal_entries(p.base, p.expert))]
     readings = read_configs([config for p in unequal for config in (p.base, p.expert)])
     differences = [difference for pair in pairs for difference in _unlike_marks(pair)]
     for pair, *both in zip(unequal, readings[::2], readings[1::2], strict=True):
@@ -281,6 +282,16 @@ def _marks(config: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, A
             yield (*at, str(key)), value
 
 
+def _tokens(config: Mapping[str, Any]) -> dict[Place, Any]:
+    """Ids of tokens by their places."""
+    return {at: value for at, value in _marks(config) if _TOKENS.search(at[-1])}
+
+
+def _lone_tokens(pair: _ConfigPair) -> list[Place]:
+    """Places of ids of tokens that one of two configs of a class states."""
+    return sorted(_tokens(pair.base).keys() ^ _tokens(pair.expert)) if pair.classes[0] == pair.classes[1] else []
+
+
 def _unlike_marks(pair: _ConfigPair) -> Iterator[ConfigDifference]:
     """Differences that no class needs to be asked about."""
     if not (pair.base and pair.expert):
@@ -302,7 +313,10 @@ def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReadin
     for at, (a, b) in written.items():
         if is_usage(at[-1], pair.base.get("model_type")) and b not in (ABSENT, None):
             yield ConfigDifference((*pair.at, *at), pair.label, a, b, "usage")
-    forms = (_with_sizes(r.values) for r in (base, expert)) if is_read else (pair.base, pair.expert)
+    forms = [_with_sizes(r.values) for r in (base, expert)] if is_read else [pair.base, pair.expert]
+    ours, theirs = map(_tokens, forms)
+    pairs = [(at, ours.get(at, ABSENT), theirs.get(at, ABSENT)) for at in _lone_tokens(pair)]
+    yield from (ConfigDifference((*pair.at, *at), pair.label, a, b, "token") for at, a, b in pairs if not same(a, b))
     for at, a, b in unequal_entries(*forms):
         is_in_one, is_empty = ABSENT in (a, b), all(v in (ABSENT, None, False) for v in (a, b))
         if is_in_one and not is_one_class and (is_empty or at not in written):

@@ -36,10 +36,12 @@ HARMLESS = re.compile(
 )
 """Entries of settings by which nothing is computed, or that are compared elsewhere."""
 _WHOLE = re.compile(
-    r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/|checkpoint"
-    r"|global_step|.*\.(gguf|llamafile)$"
+    r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/"
+    r"|.*\.(gguf|llamafile)$"
 )
-"""Beginnings of files and folders that hold the whole model again, or an earlier state of it."""
+"""Beginnings of files and folders that hold the whole model again."""
+_EARLIER = re.compile("checkpoint|global_step")
+"""Beginnings of folders that hold an earlier state of it."""
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -188,25 +190,22 @@ class Inventory:
     def unread(self, base: Inventory | None) -> list[str]:
         """Warnings on trained weights that are not read, and that the base's folder does not have as well."""
         stored = self.model.stored if isinstance(self.model, Deltas) else None
-        if stored is not None:
-            held, of_base = _parts(stored.weights.specs), _parts(() if base is None else base.model.specs)
-            names = {n for file in self.folder.files for n in file.whole().names}
-            weights = sorted(n for n in names if is_weights(n) and may_be_weights(n) and not n.endswith(INDEX_SUFFIX))
-            beside = (
-                f"expert '{self.label}' has weights beside its adapter that are not merged: {first_names(weights)}. "
-                "Load them after the merge with the code that trained them"
-            )
-            lost = self._lost_modules(stored.config.fields, held, of_base)
-            return [beside, *lost] if weights and ADAPTER_CONFIG in names else [*lost]
         known = {} if base is None else base.folder.side_files().left_out
-        left_out = self.folder.side_files().left_out
-        left = [p for p, why in left_out.items() if why.code == "weights" and p not in known]
-        if others := [p for p in left if (may_be_weights(p) or p in ADAPTER_WEIGHTS) and not _WHOLE.match(p)]:
-            return [
-                f"expert '{self.label}' has weights beside its model that are not merged: {first_names(others)}. If it "
-                "needs them, merge them by themselves, and put the result into the output"
+        left_out = {} if self.source is None else self.source.side_files(self.folder.merged).left_out
+        left = [p for p, why in left_out.items() if why.code == "weights" and p not in known and not _EARLIER.match(p)]
+        if stored is None:
+            left = [p for p in left if p in ADAPTER_WEIGHTS or not _WHOLE.match(p)]
+        warnings = []
+        if others := [p for p in left if may_be_weights(p) or (stored is None and p in ADAPTER_WEIGHTS)]:
+            warnings = [
+                f"expert '{self.label}' has weights beside its {'model' if stored is None else 'adapter'} that are not "
+                f"merged: {first_names(others)}. If it needs them, merge them by themselves, or load them after the "
+                "merge with the code that trained them"
             ]
-        return []
+        if stored is None or stored.drop:
+            return warnings
+        held, of_base = _parts(stored.weights.specs), _parts(() if base is None else base.model.specs)
+        return [*warnings, *self._lost_modules(stored.config.fields, held, of_base)]
 
     def _lost_modules(self, fields: Mapping[str, Any], held: set[str], of_base: set[str]) -> Iterator[str]:
         """A warning on modules that an adapter's config lists as trained, and that its file lacks."""

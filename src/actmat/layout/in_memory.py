@@ -155,6 +155,19 @@ def names_in_memory(base: Model) -> tuple[dict[str, str], str]:
     return {s.name: n for n, s in single.items() if s.index is None and s.stop is None}, why
 
 
+def computed_names(config: Mapping[str, Any] | None) -> set[str]:
+    """Ends of names that only buffers have in the class of transformers that a config names; empty without one.
+
+    They are the last two parts: releases move buffers, as `rotary_emb.inv_freq` out of the layers.
+    """
+    if config is None or (model := _in_memory(config)[0]) is None:
+        return set()
+    buffers, parameters = (
+        {".".join(n.rsplit(".", 2)[-2:]) for n, _ in of} for of in (model.named_buffers(), model.named_parameters())
+    )
+    return {f".{end}" for end in buffers - parameters}
+
+
 def _whole(spec: TensorSpec) -> TensorOnDisk:
     return TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
 
@@ -228,29 +241,33 @@ def choose_part(part: str, prefixes: Sequence[str]) -> str | None:
 
 def _converted(base: Model, *, packed: bool = False) -> tuple[dict[str, TensorOnDisk], str]:
     """Every tensor of the base by its name in memory, as transformers loads the architecture of its config."""
-    config = base.config or {}
+    model, why = _in_memory(base.config or {})
+    return ({}, why) if model is None else names_on_disk(base, model, model.state_dict(), packed=packed)
+
+
+def _in_memory(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The model of a config without its values; None, and the reason, if transformers gives none."""
     text = config.get("text_config") or {}  # where transformers 4 writes it for Qwen2-VL
     architecture = next(iter(config.get("architectures") or text.get("architectures") or ()), None)
     if architecture is None:
-        return {}, "the base's config.json names no architecture, so that its tensors could not be renamed"
+        return None, "the base's config.json names no architecture, so that its tensors could not be renamed"
     try:
         import transformers
         from transformers import conversion_mapping  # noqa: F401 - transformers 4 has none
     except ImportError:
-        return {}, (
+        return None, (
             f"the names of {architecture} in memory are known to transformers 5, which is not installed: "
             "pip install 'transformers>=5'"
         )
     model_class = getattr(transformers, architecture, None)
     if model_class is None or model_class.config_class.model_type != config.get("model_type"):
         known = f"{architecture} of the model type {config.get('model_type')}"
-        return {}, f"transformers {transformers.__version__} does not know the architecture {known}"
+        return None, f"transformers {transformers.__version__} does not know the architecture {known}"
     try:
         with torch.device("meta"):
-            model = model_class(transformers.AutoConfig.for_model(**config))
+            return model_class(transformers.AutoConfig.for_model(**config)), ""
     except Exception as error:  # noqa: BLE001 - a class may raise anything for a config of another program
-        return {}, f"{architecture} of transformers {transformers.__version__} refuses the config ({error})"
-    return names_on_disk(base, model, model.state_dict(), packed=packed)
+        return None, f"{architecture} of transformers {transformers.__version__} refuses the config ({error})"
 
 
 def names_on_disk(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.errors import first_of
+from actmat.experts.deltas import Deltas
 
 COPY = "To copy it from the base, list it under 'keep' in the recipe"
+MOST_PARTS = 20
+"""Patterns that an error lists."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
@@ -55,6 +59,25 @@ def missing_problems(
             text += f". Is it fine-tuned from this base? {COPY} (--keep)"
         problems.append(text)
     return problems
+
+
+def lost_problems(expert: Deltas, label: str, lost: Sequence[str], untrained: Collection[str]) -> list[str]:
+    """One sentence on an expert's trained tensors that the base lacks, with the flags that leave them out."""
+    if not lost:
+        return []
+    stored = {} if expert.adapter is None else expert.adapter.extras
+    names = [stored.get(n, n) for n in lost]
+    others = [n for n in expert.model.specs if n not in {*names, *untrained}]
+    flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, others)]
+    shape = "x".join(map(str, expert.specs[lost[0]].shape)) or "a scalar"
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return [
+        f"expert '{label}' ({expert.location}) has '{lost[0]}' {shape}{more}, which the base lacks: what was trained "
+        "there would be lost. Likely cause: a model with another head, or with more parts than the base. Fix: give a "
+        "base with them (load it with the class that the expert was trained with, such as "
+        "AutoModelForSequenceClassification, and save_pretrained), or leave them out "
+        f"({first_of(flags, MOST_PARTS)})"
+    ]
 
 
 def _form(spec: TensorSpec) -> tuple[tuple[int, ...], str]:

@@ -85,7 +85,7 @@ class _Scope:
         layouts: of the tensors that a model stores.
         copied: targets that are copied from the base -> reason.
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
-        ignored: per expert, its tensors that the base does not have.
+        ignored: per expert, its tensors that the base does not have and no training changes.
         configs: path in the output -> config that is written there in place of the base's.
         files: path in the output -> label of the expert whose file is written there.
         adapters: experts of an output without a base, with names of one form; `dtype`, `form`: of that output.
@@ -157,7 +157,7 @@ def build_plan(
         known = [*(t.spec.name for t in scope.targets), *scope.kept, *(n for a in scope.adapters for n in a.extras)]
         problems += factor_output_problems(recipe, scope.adapters, calls, known, chooser)
     else:
-        problems += base_problems(recipe, base, experts, scope.ignored, chooser)
+        problems += base_problems(recipe, base, experts, chooser)
     merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
     problems = problems or list(idle_problems(recipe.labels, merged))
     check(problems, RecipeError if chooser.problems else AlignmentError)
@@ -202,7 +202,7 @@ def _scope_of_base(
         notes=(*part_notes(base), *unknown_note(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
         copied=copied,
         kept=extracted_kept if isinstance(recipe.output, ExtractedOutput) else {},
-        warnings=(*aligned.warnings, *agreed.warnings),
+        warnings=agreed.warnings,
         ignored=aligned.ignored,
         configs=agreed.configs,
         files=agreed.files,

@@ -9,7 +9,6 @@ from actmat.checkpoints.quantization import quantization_problems
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
-from actmat.layout.ties import tied_partner
 from actmat.methods import get_method
 from actmat.planning.choose import Chooser
 from actmat.planning.item import MethodCall, Target
@@ -38,34 +37,12 @@ def input_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> li
     return problems
 
 
-def base_problems(
-    recipe: Recipe, base: Model, experts: Sequence[Deltas], ignored: Sequence[Sequence[str]], chooser: Chooser
-) -> Iterator[str]:
-    """Problems of a recipe that merges into a base; `ignored`: per expert, its tensors that the base lacks."""
-    yield from _lost_heads(recipe, base, experts, ignored, chooser)
+def base_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas], chooser: Chooser) -> Iterator[str]:
+    """Problems of a recipe that merges into a base."""
     labeled = list(zip(recipe.labels, experts, strict=True))
     yield from space_input_problems(recipe, [label for label, e in labeled if e.adapter is None])
     yield from factor_problems(recipe, [(label, e.adapter) for label, e in labeled if e.adapter is not None])
-    names = [*base.specs, *(n for of_expert in ignored for n in of_expert)]
-    yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(names))
-
-
-def _lost_heads(
-    recipe: Recipe, base: Model, experts: Sequence[Deltas], ignored: Sequence[Sequence[str]], chooser: Chooser
-) -> Iterator[str]:
-    """Problems of adapters that trained tensors in full that the base does not have, unless the recipe keeps it so."""
-    for label, expert, extra in zip(recipe.labels, experts, ignored, strict=True):
-        lost = [n for n in extra if chooser.keeps(n) is None] if expert.needs_base else []
-        lost = [n for n in lost if tied_partner(n, base.specs, base.config) is None]  # else it is merged by that name
-        if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            shape = "x".join(map(str, expert.specs[lost[0]].shape))
-            yield (
-                f"expert '{label}' ({expert.location}) trained '{lost[0]}' {shape}{more} in full, which the base does "
-                "not have: this training would be lost. Likely cause: an adapter of a model with another head. Fix: "
-                "give a base with this head (load the base with the class that the adapter was trained on, such as "
-                f"AutoModelForSequenceClassification, and save_pretrained), or leave it out (--keep '{lost[0]}')"
-            )
+    yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs))
 
 
 def idle_problems(labels: Sequence[str], merged: Sequence[Target]) -> Iterator[str]:

@@ -11,14 +11,14 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.layout.components import parts_of
-from actmat.layout.in_memory import Beginnings, find_beginnings, names_in_memory, replace_beginning
+from actmat.layout.components import parts_of, single_file_of
+from actmat.layout.in_memory import Beginnings, computed_names, find_beginnings, names_in_memory, replace_beginning
 from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
 from actmat.planning.item import Target
-from actmat.planning.missing import missing_problems
+from actmat.planning.missing import lost_problems, missing_problems
 from actmat.recipe import Recipe
 
 
@@ -49,11 +49,10 @@ class BaseTargets:
 
     Args:
         targets: one for every tensor, and for those that are tied to it; in storage order.
-        ignored: per expert, its tensors that the base does not have.
+        ignored: per expert, its tensors that the base does not have and no training changes.
         absent: tensors of parts of the base that an expert does not have -> why they are copied.
         problems: why the merge cannot be done, one sentence each.
         notes: decisions made.
-        warnings: weights of experts that are not merged.
     """
 
     targets: tuple[Target, ...]
@@ -61,7 +60,6 @@ class BaseTargets:
     absent: Mapping[str, str]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
 
 
 def targets_of(
@@ -82,11 +80,10 @@ def targets_of(
     merged = {n: role for n, role in merged.items() if role is not Role.BUFFER}
     return BaseTargets(
         targets=tuple(_target(base.specs[n], tied, layouts.tensors[n], matches) for n, tied in groups.items()),
-        ignored=tuple(m.extra for m in matches),
+        ignored=tuple(m.untrained for m in matches),
         absent=absent,
         problems=tuple(p for m in matches for p in m.problems(base, merged)),
         notes=(*(note for m in matches for note in m.notes), *dict.fromkeys(absent.values())),
-        warnings=tuple(_ignored(m.label, lost) for m in matches if (lost := m.unmerged)),
     )
 
 
@@ -99,7 +96,7 @@ def _absent_parts(base: Model, matches: Sequence[_Match]) -> dict[str, str]:
         full = [m for m in matches if not m.expert.needs_base and any(m.sources.values())]
         lacking = [m for m in full if not any(m.sources.get(n) for n in names)]
         shapes = {base.specs[n].shape for n in names if len(base.specs[n].shape) > 1}
-        who = [f"'{m.label}'" for m in lacking if shapes.isdisjoint(m.expert.specs[n].shape for n in m.unmerged)]
+        who = [f"'{m.label}'" for m in lacking if shapes.isdisjoint(m.expert.specs[n].shape for n in m.lost)]
         if who:
             out |= dict.fromkeys(names, f"expert {', '.join(who)} has no {part} ({prefix}*): copied from the base")
     return out
@@ -119,7 +116,7 @@ class _Match:
     Args:
         sources: for each canonical tensor, the tensor that it is merged with.
         stored: likewise, all names under which the expert stores it.
-        extra: tensors that the base does not have.
+        lost: trained tensors that the base does not have; `untrained`: others.
         ambiguous: prefixes of several parts of the base that its names complete.
     """
 
@@ -127,16 +124,10 @@ class _Match:
     expert: Deltas
     sources: Mapping[str, str | None]
     stored: Mapping[str, list[str]]
-    extra: tuple[str, ...]
+    lost: tuple[str, ...]
+    untrained: tuple[str, ...]
     notes: list[str]
     ambiguous: Sequence[str] = ()
-
-    @property
-    def unmerged(self) -> list[str]:
-        """Weights that the base does not have; no buffers, which models compute."""
-        extra = {n: self.expert.specs[n] for n in self.extra}
-        layouts = resolve_layout(extra, self.expert.config).tensors if extra else {}
-        return [n for n in extra if layouts[n].role is not Role.BUFFER]
 
     def problems(self, base: Model, roles: Mapping[str, Role]) -> list[str]:
         """Why tensors of these roles cannot be merged."""
@@ -153,9 +144,12 @@ class _Match:
         pairs = [(n, source) for n in roles if (source := self.sources[n]) is not None]
         misfits = [_mismatch(base.specs[n], self.expert.specs[source], self.label, roles[n]) for n, source in pairs]
         missing = [base.specs[n] for n in roles if self.sources[n] is None]
-        others = {n: self.expert.specs[n] for n in self.extra}
-        lost = missing_problems(missing, present, others, self.label, self.expert.location)
-        return [*(p for of_tensor in misfits for p in of_tensor), *lost]
+        others = {n: self.expert.specs[n] for n in (*self.lost, *self.untrained)}
+        problems = missing_problems(missing, present, others, self.label, self.expert.location)
+        problems = problems or lost_problems(
+            self.expert, self.label, self.lost, self.untrained
+        )  # which may be the missing ones
+        return [*(p for of_tensor in misfits for p in of_tensor), *problems]
 
 
 def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
@@ -185,8 +179,8 @@ def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[st
             notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
     used = {present[s] for of_tensor in names.values() for s in of_tensor if s in present}
     renamed = {n: s for n, s in sources.items() if s is not None and (new[n] == n) != (s in present)}
-    if lost := [n for n, source in sources.items() if source is None and len(used) < len(expert.specs)]:
-        loaded = _as_loaded(base, expert, lost)
+    if absent := [n for n, source in sources.items() if source is None and len(used) < len(expert.specs)]:
+        loaded = _as_loaded(base, expert, absent)
         sources = {**sources, **loaded}
         stored |= {n: [s] for n, s in loaded.items()}
         used.update(loaded.values())
@@ -197,11 +191,24 @@ def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[st
             f"expert '{label}' has {len(renamed)} tensors under other names, which transformers loads as the base's: "
             f"'{first}' is '{renamed[first]}' there"
         )
-    extra = tuple(n for n in expert.specs if n not in used)
-    match = _Match(label, expert, sources, stored, extra, notes, ambiguous)
-    if buffers := sorted(set(extra) - set(match.unmerged)):
-        notes.append(_ignored(label, buffers))
-    return match
+    extra = [n for n in expert.specs if n not in used]
+    lost = _trained(expert, extra, used) if extra else ()
+    if untrained := tuple(n for n in extra if n not in lost):
+        shown = f"{len(untrained)} tensors that the base lacks: {first_of(untrained)}"
+        notes.append(f"expert '{label}' has {shown}; a model computes them, or has them twice")
+    return _Match(label, expert, sources, stored, lost, untrained, notes, ambiguous)
+
+
+def _trained(expert: Deltas, extra: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
+    """Those of an expert's tensors that training changes: no second names of one that is used, no buffers."""
+    layouts = resolve_layout(expert.specs, expert.config)
+    ties = {**layouts.ties, **({} if expert.needs_base else expert.model.tensors.aliases)}
+    layouts_of = {n: layouts.tensors[n] for n in extra if expert.specs[n].numel}  # an empty one is a mark
+    trained = [n for n, layout in layouts_of.items() if layout.role is not Role.BUFFER and ties.get(n) not in used]
+    if single_file_of(expert.specs) is not None:  # its numbers outside all modules are of the noise schedule
+        trained = [n for n in trained if "." in n or len(expert.specs[n].shape) > 1]
+    buffers = computed_names(expert.config) if trained and not expert.needs_base else ()
+    return tuple(n for n in trained if not n.endswith(tuple(buffers)))
 
 
 def _as_loaded(base: Model, expert: Deltas, lost: Sequence[str]) -> dict[str, str]:
@@ -215,10 +222,6 @@ def _as_loaded(base: Model, expert: Deltas, lost: Sequence[str]) -> dict[str, st
     stored = {name: n for n, name in theirs.items()}
     pairs = {n: stored[mine[n]] for n in lost if mine.get(n) in stored}
     return {n: s for n, s in pairs.items() if base.specs[n].shape == expert.specs[s].shape}
-
-
-def _ignored(label: str, extra: Sequence[str]) -> str:
-    return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {first_of(extra)}"
 
 
 def _words_of(renaming: Beginnings) -> str:

@@ -181,8 +181,8 @@ class Recipe(Strict):
     keep: Annotated[Patterns, Flag(help="Pattern of tensors to copy from the base.")] = Field(
         default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
     )
-    drop: Annotated[Patterns, Flag(help="Pattern of adapter tensors to leave out.")] = Field(
-        default=(), description="patterns of tensors of adapters that are not merged, such as 'lora_te2_*'"
+    drop: Annotated[Patterns, Flag(help="Pattern of experts' tensors to leave out.")] = Field(
+        default=(), description="patterns of tensors of experts that are not merged, such as 'lora_te2_*'"
     )
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"

@@ -27,7 +27,6 @@ from actmat.experts.locate import (
     token_tables,
     without,
 )
-from actmat.experts.lora.adapter import Adapter
 from actmat.experts.stored import StoredDeltas
 from actmat.experts.untied import FIX, untied_base
 from actmat.layout.patterns import compile_pattern
@@ -148,10 +147,11 @@ def _open_first(
 
 def _without_dropped(recipe: Recipe, experts: Sequence[OpenInput], problems: Problems) -> list[OpenInput]:
     """The experts without the tensors that the recipe leaves out; a pattern that matches none is a problem."""
-    names = [n for e in experts if isinstance(e, Adapter) for n in stored_of(e).specs]
+    names = [n for e in experts for n in stored_of(e).specs] if recipe.drop else []
     if unused := [p for p in recipe.drop if not any(map(compile_pattern(p), names))]:
-        shown = f", such as '{names[0]}'" if names else " is an adapter: tensors of full models are kept with --keep"
-        problems.found.append(RecipeError(f"drop: '{unused[0]}' matches no tensor of the adapters{shown}"))
+        problems.found.append(
+            RecipeError(f"drop: '{unused[0]}' matches no tensor of the experts, such as '{names[0]}'")
+        )
     return [without(e, recipe.drop) for e in experts]
 
 

@@ -2,7 +2,8 @@
 
 Modules with weights (Dense, LayerNorm, sparse ones) are read with the encoder as one model. Its tensors keep their
 names; those of a module begin with its folder: `2_Dense.linear.weight`. All other files are side files. An encoder in
-a folder of its own (`0_Transformer`) is read, and written, as if it lay at the top, where the library puts it now.
+a folder of its own (`0_Transformer`) is read, and written, as if it lay at the top, where the library puts it now. The
+encoders of a router are components, as those of a pipeline.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from actmat.bounds import parse_json, read_bytes
 from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.composed import Composed, Piece, whole
+from actmat.checkpoints.formats.joined import join_components
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
-from actmat.checkpoints.model import CONFIG, Format, Model
-from actmat.checkpoints.side_files import MODULES, OWN, SideFiles, is_weights
+from actmat.checkpoints.model import Format, Model
+from actmat.checkpoints.side_files import MODULES, OWN, ROUTER, SideFiles, is_weights
 from actmat.checkpoints.source import Source, handle_of
 from actmat.errors import CheckpointError
 
@@ -97,23 +100,26 @@ def _with_encoder(source: Source) -> Source | None:
         return None
     if _form_of(source) is not None:
         return source
-    for folder in source.side_files(()).modules:
-        encoder = source.child(folder)
-        if encoder is not None and CONFIG in encoder.names and _form_of(encoder) is not None:
-            return _Flat(source, folder, encoder)
-    return None
+    first = str(next(iter(_listed(source)), {}).get("path"))
+    encoder = source.child(first) if first in source.side_files(()).modules else None
+    return _Flat(source, first, encoder) if encoder is not None and _form_of(encoder) is not None else None
+
+
+def _listed(source: Source) -> list[dict[str, Any]]:
+    """Modules in the order in which they compute."""
+    return list(parse_json(read_bytes(source.fetch(MODULES))))
 
 
 def _texts(source: _Flat) -> dict[str, str]:
     """`modules.json` of a folder whose encoder is now at the top."""
-    modules = parse_json(read_bytes(source.fetch(MODULES)))
-    for module in modules:
-        module["path"] = "" if module["path"] == source.folder else module["path"]
+    modules = [{**m, "path": "" if m["path"] == source.folder else m["path"]} for m in _listed(source)]
     return {MODULES: json.dumps(modules, indent=2) + "\n"}
 
 
 def _claims(source: Source) -> bool:
-    return _with_encoder(source) is not None
+    if source.named is not None or MODULES not in source.names:
+        return False
+    return _with_encoder(source) is not None or ROUTER in source.names
 
 
 def _open(source: Source) -> Model:
@@ -123,13 +129,11 @@ def _open(source: Source) -> Model:
         CheckpointError: weights of a module cannot be read.
     """
     flat = _with_encoder(source)
-    assert flat is not None, "claimed"
-    source = flat
+    source = flat or source
     form = _form_of(source)
-    assert form is not None, "claimed"
     with ExitStack() as stack:
-        parts = {"": stack.enter_context(form.open(source))}
-        side = source.side_files(parts[""].folder.merged)
+        parts = {} if form is None else {"": stack.enter_context(form.open(source))}
+        side = source.side_files(parts[""].folder.merged if parts else ())
         for folder in side.modules:
             if any(path.startswith(f"{folder}/") and is_weights(path) for path in side.left_out):
                 inner = source.child(folder)
@@ -141,6 +145,8 @@ def _open(source: Source) -> Model:
                     )
                 parts[folder] = stack.enter_context(form.open(inner))
         stack.pop_all()
+    if flat is None:  # a router has no encoder of its own
+        return join_components(source, parts, {"_class_name": "SentenceTransformer"}, SENTENCE_MODULES.name)
     if not isinstance(source, _Flat):
         return parts[""] if len(parts) == 1 else _joined(source, parts)
     model = _joined(source, parts)

@@ -108,13 +108,10 @@ class Adapter(AbstractContextManager["Adapter"]):
 
     def without(self, patterns: Sequence[str]) -> Adapter:
         """The same adapter without the stored tensors that match; itself if none does."""
-        matching = [compile_pattern(pattern) for pattern in patterns]
-        names = {n: n for n in self.weights.specs if not any(matches(n) for matches in matching)}
-        if lost := len(self.weights.specs) - len(names):
-            text = f"{lost} of its tensors are not merged, as the recipe says (drop)"
-            model = replace(self.model, tensors=renamed(self.weights, names), folder=self.model.folder.noted(text))
-            modules = {n: m for n, m in self.modules.items() if m.a in names}
-            extras, copies = ({n: s for n, s in of.items() if s in names} for of in (self.extras, self.copies))
+        model, lost = leave_out(self.model, patterns)
+        if lost:
+            modules = {n: m for n, m in self.modules.items() if m.a in model.specs}
+            extras, copies = ({n: s for n, s in of.items() if s in model.specs} for of in (self.extras, self.copies))
             listing = replace(self.listing, modules=modules, extras=extras, copies=copies)
             adapter = self._derived(model, listing, self.problems)
             adapter.drop = tuple(patterns)
@@ -188,6 +185,17 @@ class Adapter(AbstractContextManager["Adapter"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def leave_out(model: Model, patterns: Sequence[str]) -> tuple[Model, int]:
+    """A model without the tensors that match, with a note; and their number."""
+    matching = [compile_pattern(pattern) for pattern in patterns]
+    names = {n: n for n in model.specs if not any(matches(n) for matches in matching)}
+    if not (lost := len(model.specs) - len(names)):
+        return model, 0
+    aliases = {a: n for a, n in model.tensors.aliases.items() if a in names and n in names}
+    folder = model.folder.noted(f"{lost} of its tensors are not merged, as the recipe says (drop)")
+    return replace(model, tensors=renamed(model.tensors, names, aliases), folder=folder), lost
 
 
 def widest(dtypes: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import unknown_fields
-from actmat.experts.lora.names import PREFIX, first_factor, looks_like_factor
+from actmat.experts.lora.names import PREFIX, adapter_name, first_factor, looks_like_factor
 from actmat.experts.lora.stacks import fitting_names, is_grouped
 from actmat.layout.patterns import MatchError
 
@@ -127,8 +127,8 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name
         elif looks_like_factor(bare):
             problems.append(_other_factor(name))
-        elif bare.endswith(".base_layer.weight"):
-            copies[bare.replace(".base_layer.", ".")] = name
+        elif bare.endswith(".base_layer.weight") or ".original_module." in bare:
+            copies[re.sub(r"\.(base_layer|original_module)\.", ".", bare)] = name
         else:
             extras[bare.replace(".base_layer.", ".")] = name
     if (odd := first_factor(extras)) is not None:
@@ -162,6 +162,8 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
 def _other_factor(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return f"tensor '{name}': a magnitude of DoRA, whose delta is not low rank"
+    if adapter := adapter_name(name):
+        return f"tensor '{name}' is of '{adapter}', one of several adapters in this file. Fix: save each by itself"
     return f"tensor '{name}' is not part of a plain LoRA adapter"
 
 

@@ -46,8 +46,8 @@ _LIKE = re.compile(
 )
 _SIDE = re.compile(r"(?P<module>.+)[._](?P<side>[ab][12]|[ABab])(?:\.weight)?")
 _NAMED = re.compile(
-    r"(?P<factor>.+\.lora_(?:[ABE]|embedding_[AB]|magnitude_vector))\.(?P<name>(?!weight$|bias$)[^.]+)"
-    r"(?P<leaf>\.weight|\.bias)?"
+    r"(?P<factor>.+\.lora_(?:[ABE]|embedding_[AB]|magnitude_vector)|.+\.modules_to_save)"
+    r"\.(?P<name>(?!weight$|bias$)[^.]+)(?P<leaf>\.[\w.]+)?"
 )
 
 
@@ -119,7 +119,13 @@ def without_adapter_name(names: Collection[str]) -> dict[str, str]:
     named = {n: m for n in names if (m := _NAMED.fullmatch(n)) is not None}
     if len({m["name"] for m in named.values()}) != 1:
         return {n: n for n in names}
-    return {n: named[n]["factor"] + (named[n]["leaf"] or "") if n in named else n for n in names}
+    plain = {n: named[n]["factor"] + (named[n]["leaf"] or "") if n in named else n for n in names}
+    return {n: text.replace(".modules_to_save.", ".") for n, text in plain.items()}
+
+
+def adapter_name(name: str) -> str:
+    """Name of the adapter in a tensor's name; empty without one."""
+    return "" if (match := _NAMED.fullmatch(name)) is None else match["name"]
 
 
 def canonical(weights: Model) -> Model:

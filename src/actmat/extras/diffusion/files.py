@@ -22,10 +22,11 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling, whole_file
 from actmat.errors import CheckpointError, MergeError, Note, OutputError
-from actmat.experts.locate import OpenInput, locate, stored_of
+from actmat.experts.locate import OpenInput, fit_expert, locate, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.diffusion.layouts import FileLayout, convert_lora
 from actmat.extras.diffusion.metadata import HASHES, OF_MODEL, RECORD, joint_metadata, kept_metadata
+from actmat.identity.agreement import export_remarks
 from actmat.planning.implied import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
@@ -186,6 +187,7 @@ def export_lora(layout: FileLayout, located: OpenInput, out: Path) -> str:
         raise OutputError(f"{out} exists; choose another path, or remove it.")
     if isinstance(located, Model):
         raise CheckpointError(f"{located.location} is a full checkpoint; this format holds adapters only")
+    remarks = export_remarks([("adapter", fit_expert(located, None))])
     tensors = convert_lora(located, layout)
     specs = tensor_specs(tensors, out.name, location=str(out))
     metadata = kept_metadata([located.model.folder.header], specs)
@@ -194,4 +196,4 @@ def export_lora(layout: FileLayout, located: OpenInput, out: Path) -> str:
         file.write(shard.header)
         file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.specs)
     changed = "names and factors" if located.layout != layout else "unchanged factors"
-    return f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout"
+    return "\n".join((f"{len(tensors)} tensors, {changed}, from {located.layout}'s layout", *remarks))

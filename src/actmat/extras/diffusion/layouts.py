@@ -32,7 +32,7 @@ from actmat.checkpoints.base import Tensors, TensorSpec, View, torch_dtype
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_names
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
 from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture, Parts
@@ -164,6 +164,9 @@ def in_layout(
     """
     if metadata is None:
         metadata = adapter.model.folder.header
+    strange = [n for n, m in adapter.modules.items() if m.kind not in ("linear", "convolution") or m.bias is not None]
+    if strange := [*adapter.extras, *strange]:
+        return adapter, [f"the layout holds factors of linear layers and convolutions, not {first_names(strange)}"]
     architecture, problem = find_architecture(adapter, metadata)
     if architecture is not None:
         return _LayoutConversion(adapter, architecture, layout).result()
@@ -259,14 +262,11 @@ class _LayoutConversion:
         if layout == "peft" and len(parts) > 1:
             shown = ", ".join(adapter.parts)
             return adapter, [f"it has modules of several models ({shown}), but a PEFT adapter has one"]
-        for name, module in adapter.modules.items():
-            if module.kind not in ("linear", "convolution") or module.bias is not None:
-                self.problems.append(f"module '{name}': the layout '{layout}' holds linear layers and convolutions, "
-                                     "without bias")  # fmt: skip
-            elif not is_denoiser(adapter, module):
-                self._add_text(module)
-            else:
+        for module in adapter.modules.values():
+            if is_denoiser(adapter, module):
                 self._add(module)
+            else:
+                self._add_text(module)
         if self.problems:
             return adapter, self.problems
         weights = BlockFactors([adapter.weights], {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})

@@ -9,57 +9,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.composed import Composed, Piece, whole
 from actmat.checkpoints.folder import foreign_format
+from actmat.checkpoints.formats.joined import join_components
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
-from actmat.checkpoints.model import Config, Format, Model, ModelFolder
+from actmat.checkpoints.model import Format, Model
 from actmat.checkpoints.side_files import PIPELINE, SCHEDULER_CONFIG
-from actmat.checkpoints.source import Source, handle_of
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
-COMPONENTS = "components"
-"""Config key of the components' configs; read by `layout.components`."""
 _INSIDE = (SAFETENSORS, TORCH_FILES)
-
-
-def _joined(source: Source, components: Mapping[str, Model], top: Config) -> Model:
-    """The model of a pipeline's components; closing it closes them.
-
-    Args:
-        source: files of the pipeline.
-        components: by the names of their folders.
-        top: config beside those of the components: the pipeline's class, and the configs of its schedulers.
-    """
-    pieces: dict[str, tuple[Piece]] = {}
-    specs: dict[str, TensorSpec] = {}
-    for number, (component, model) in enumerate(components.items()):
-        for spec in model.specs.values():
-            name = f"{component}.{spec.name}"
-            pieces[name] = whole(spec, number)
-            specs[name] = replace(spec, name=name, file=f"{component}/{spec.file}")
-    tensors = [model.tensors for model in components.values()]
-    aliases = {f"{c}.{a}": f"{c}.{n}" for c, model in components.items() for a, n in model.tensors.aliases.items()}
-    files = [file for model in components.values() for file in model.tensors.identity()]
-    handle = handle_of(source, "pipeline", files)
-    folders = {component: model.folder for component, model in components.items()}
-    folder = ModelFolder(
-        {**top, COMPONENTS: {component: dict(f.config or {}) for component, f in folders.items()}},
-        written={f"{component}/{path}": c for component, f in folders.items() for path, c in f.written.items()},
-        files=(source,),
-        merged=tuple(f"{component}/{name}" for component, f in folders.items() for name in f.merged),
-        notes=tuple(
-            replace(n, text=f"component '{part}': {n.text}") for part, folder in folders.items() for n in folder.notes
-        ),
-        absent=tuple(f"{component}.{name}" for component, f in folders.items() for name in f.absent),
-    )
-    return Model(Composed(tensors, pieces, specs, aliases, location=source.location, handle=handle), folder)
 
 
 def _claims(source: Source) -> bool:
@@ -101,7 +64,7 @@ def _open(source: Source) -> Model:
                 problems,
             )
         stack.pop_all()
-        return _joined(source, opened, top)
+        return join_components(source, opened, top, "pipeline")
 
 
 def _declared(index: Mapping[str, Any]) -> list[str]:

@@ -22,12 +22,13 @@ from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
-from actmat.experts.locate import OpenInput, has_factors, locate, require_model, stored_of
+from actmat.experts.deltas import Deltas
+from actmat.experts.locate import OpenInput, fit_expert, has_factors, locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import GgufEntry
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
-from actmat.identity.agreement import OutputChoice, agree
+from actmat.identity.agreement import export_remarks
 from actmat.linalg.scaling import FLOAT32_MAX
 
 if TYPE_CHECKING:
@@ -87,11 +88,13 @@ def write_gguf(located: OpenInput, out: Path, *, like: str | None = None, type: 
         if isinstance(located, Adapter) and has_factors(located):
             if located.problems:
                 raise CheckpointError(f"{located.location} cannot be read as an adapter.", located.problems)
-            return _write(out, pattern, _pieces_of_adapter(located, pattern, type), {"adapter": _alpha(located)})
-        model = require_model(located)
-        remarks = _remarks(model, base)
-        text = _write(out, pattern, _pieces_of_model(model.tensors, pattern, type), {"file_type": FILE_TYPES[type]})
-        return "\n".join((text, *remarks))
+            model: Model | Deltas = fit_expert(located, None)
+            pieces, fields = _pieces_of_adapter(located, pattern, type), dict[str, Any](adapter=_alpha(located))
+        else:
+            model = require_model(located)
+            pieces, fields = _pieces_of_model(model.tensors, pattern, type), {"file_type": FILE_TYPES[type]}
+        remarks = export_remarks([("base", base), ("model", model)], FIX)
+        return "\n".join((_write(out, pattern, pieces, fields), *remarks))
 
 
 @contextlib.contextmanager
@@ -102,19 +105,6 @@ def _pattern(like: str) -> Iterator[tuple[GgufFile, Model]]:
         if not isinstance(stored, GgufFile):
             raise CheckpointError(f"{like}: --like is not a GGUF file. {LIKE}.")
         yield stored, stored_of(located)
-
-
-def _remarks(model: Model, base: Model) -> list[str]:
-    """Remarks on the model's settings and weights that the file will not have, as the pattern's metadata are copied.
-
-    Raises:
-        AlignmentError: the model computes otherwise than the metadata say, or its tokens are others.
-    """
-    agreed = agree([("base", base), ("model", model)], OutputChoice("file", files_from="base", fix=FIX))
-    if agreed.problems:
-        said = f"{model.location} cannot be written with the metadata of {base.location}"
-        raise AlignmentError(said, agreed.problems)
-    return [*(f"warning: {text}" for text in agreed.warnings), *(f"note: {text}" for text in agreed.notes)]
 
 
 def _pieces_of_model(tensors: Tensors, pattern: GgufFile, type: str) -> list[_Piece]:

@@ -79,12 +79,13 @@ def restacked(slices: Sequence[Slice]) -> tuple[dict[str, Any], list[str]]:
 
 def without_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without its number of layers and the entries for each of them."""
-    depth = _depth_of(config)
+    depth = depth_of(config)
     out = {k: without_layers(v) if isinstance(v, Mapping) else v for k, v in config.items() if k not in DEPTH_KEYS}
     return {k: v for k, v in out.items() if not (_is_list(k, v, depth) or _NUMBERS.search(k))}
 
 
-def _depth_of(config: Mapping[str, Any]) -> int | None:
+def depth_of(config: Mapping[str, Any]) -> int | None:
+    """Number of layers, as its entries say it; None if they do not."""
     numbers = [config[k] for k in DEPTH_KEYS if isinstance(config.get(k), int)]
     return next(iter(numbers + [len(config[k]) for k in _WHOLE if isinstance(config.get(k), list | str)]), None)
 
@@ -98,9 +99,9 @@ def _is_list(key: str, value: Any, depth: int | None) -> bool:
 
 def _text_key(config: Mapping[str, Any]) -> str:
     """Key of the nested config that has the layers; empty if the config itself has them."""
-    inner = [k for k, v in config.items() if isinstance(v, Mapping) and _depth_of(v) is not None]
+    inner = [k for k, v in config.items() if isinstance(v, Mapping) and depth_of(v) is not None]
     first = [k for k in ("text_config", "llm_config", "language_config") if k in inner]
-    return next(iter(first + inner), "") if _depth_of(config) is None else ""
+    return next(iter(first + inner), "") if depth_of(config) is None else ""
 
 
 class _Part:
@@ -108,7 +109,7 @@ class _Part:
 
     def __init__(self, part: Slice, values: Mapping[str, Any]) -> None:
         self.filled = {k: v for k, v in values.items() if v is not None}
-        self.depth, self.layers = _depth_of(values), range(part.start, part.stop)
+        self.depth, self.layers = depth_of(values), range(part.start, part.stop)
 
     def is_list(self, key: str) -> bool:
         """True for an entry with a value for each layer."""
@@ -126,7 +127,7 @@ class _ConfigStack:
 
     def config(self) -> dict[str, Any]:
         """The config of the first slice with the entries of the stack."""
-        depth = _depth_of(self.first)
+        depth = depth_of(self.first)
         order = [i for s in self.slices for i in range(s.start, s.stop)]
         if order == list(range(depth or -1)) and all(s.config == self.whole for s in self.slices):
             return dict(self.whole)
@@ -135,7 +136,7 @@ class _ConfigStack:
         entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._rules_on_numbers())}
         self._refuse_unknown(entries)
         out = {k: self.size if k in DEPTH_KEYS else v for k, v in self.first.items()}
-        if _depth_of(out) is None and "num_hidden_layers" in self.lead.filled:
+        if depth_of(out) is None and "num_hidden_layers" in self.lead.filled:
             out["num_hidden_layers"] = self.size
         short = {**out, **{k: v for k, v in entries.items() if out.get(k) is not None}}
         # entries that the class has turned into others, such as a pattern into a list
@@ -149,7 +150,7 @@ class _ConfigStack:
             raise _CannotStackError(f"whether its layers depend on their numbers cannot be told: {obstacle}")
         values = [r.values or s.config for r, s in zip(readings, self.slices, strict=True)]
         self.is_known = bool(readings[0].release)
-        if not self.name and _depth_of(self.whole) is None:
+        if not self.name and depth_of(self.whole) is None:
             self.name = _text_key(values[0])
             self.first = self.whole.get(self.name, {}) if self.name else self.whole
         self.parts = [_Part(s, v[k] if (k := _text_key(v)) else v) for s, v in zip(self.slices, values, strict=True)]

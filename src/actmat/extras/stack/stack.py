@@ -17,7 +17,7 @@ from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_la
 from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.resolve import commit_of
 from actmat.errors import CheckpointError, first_of
-from actmat.extras.stack.layers import Slice, restacked, without_layers
+from actmat.extras.stack.layers import Slice, depth_of, restacked, without_layers
 from actmat.identity.agreement import OutputChoice, agree, label_names
 from actmat.identity.configs import compare_configs, listed
 from actmat.layout.ties import is_output_head
@@ -152,6 +152,10 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Model]) -> list[s
             problems.append(f"{part.location}: expected one stack of numbered layers, found {listed}")
             continue
         stacks.setdefault(prefixes[0], part.location)
+        if (depth := depth_of(opened[part.location].config or {})) is not None and depth > count:
+            problems.append(
+                f"{part.location}: config.json says {depth} layers, and {count} are stored: an incomplete folder?"
+            )
         if not part.start < part.stop <= count:
             problems.append(
                 f"{part}: expected at least one layer within [0:{count}], the layers of the model; the "

@@ -1,0 +1,51 @@
+"""Models in folders of one folder, such as the components of a pipeline, read as one model.
+
+Tensor names begin with the component's folder: `unet.conv_in.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.composed import Composed, Piece, whole
+from actmat.checkpoints.model import Config, Model, ModelFolder
+from actmat.checkpoints.source import Source, handle_of
+
+COMPONENTS = "components"
+"""Config key of the components' configs; read by `layout.components`."""
+
+
+def join_components(source: Source, components: Mapping[str, Model], top: Config, form: str) -> Model:
+    """The model of several in one folder; closing it closes them.
+
+    Args:
+        source: files of the folder.
+        components: by the names of their folders.
+        top: config beside those of the components: the class of the whole, and the configs of its schedulers.
+        form: name of the format.
+    """
+    pieces: dict[str, tuple[Piece]] = {}
+    specs: dict[str, TensorSpec] = {}
+    for number, (component, model) in enumerate(components.items()):
+        for spec in model.specs.values():
+            name = f"{component}.{spec.name}"
+            pieces[name] = whole(spec, number)
+            specs[name] = replace(spec, name=name, file=f"{component}/{spec.file}")
+    tensors = [model.tensors for model in components.values()]
+    aliases = {f"{c}.{a}": f"{c}.{n}" for c, model in components.items() for a, n in model.tensors.aliases.items()}
+    files = [file for model in components.values() for file in model.tensors.identity()]
+    handle = handle_of(source, form, files)
+    folders = {component: model.folder for component, model in components.items()}
+    folder = ModelFolder(
+        {**top, COMPONENTS: {component: dict(f.config or {}) for component, f in folders.items()}},
+        written={f"{component}/{path}": c for component, f in folders.items() for path, c in f.written.items()},
+        files=(source,),
+        merged=tuple(f"{component}/{name}" for component, f in folders.items() for name in f.merged),
+        notes=tuple(
+            replace(n, text=f"component '{part}': {n.text}") for part, folder in folders.items() for n in folder.notes
+        ),
+        absent=tuple(f"{component}.{name}" for component, f in folders.items() for name in f.absent),
+    )
+    return Model(Composed(tensors, pieces, specs, aliases, location=source.location, handle=handle), folder)
