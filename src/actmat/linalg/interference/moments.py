@@ -27,6 +27,7 @@ from actmat.linalg.gram import PANELLED_FROM, add_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
+from actmat.linalg.lowrank import LowRank
 from actmat.linalg.scaling import scaled
 
 MomentForm = Literal["primal", "dual", "stacked"]
@@ -136,6 +137,12 @@ def gram_of_rows(a_RI: Tensor) -> Tensor:
     return gram_II
 
 
+def root_of(delta: LowRank) -> Tensor:
+    """`R(b) a`, `R I`, from the QR decomposition of `b`: its Gram matrix is that of `b a`."""
+    root_RI: Tensor = torch.linalg.qr(delta.b_OR).R @ delta.a_RI
+    return root_RI
+
+
 class PrimalMoments:
     """`S` and `B`, accumulated in place.
 
@@ -173,24 +180,28 @@ class PrimalMoments:
         self._add_term(delta_OI, term_II, weight)
 
     def add_gram(
-        self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float, prior: float = 0.0
+        self, delta: Tensor | LowRank, gram_II: Tensor, weight: float, off_diagonal: float, prior: float = 0.0
     ) -> None:
         """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`.
 
         A `prior` adds `D^T D`, brought to the trace of `K_t` and multiplied by it.
         """
         term = self._term.copy_(gram_II)
-        if prior and (size := frobenius_norm64(delta_OI)):
-            unit_OI = delta_OI / size
-            term.addmm_(unit_OI.mT, unit_OI, alpha=prior * float(gram_II.diagonal().sum(dtype=torch.float64)))
+        root_RI = root_of(delta) if isinstance(delta, LowRank) else delta
+        if prior and (size := frobenius_norm64(root_RI)):
+            unit_RI = root_RI / size
+            term.addmm_(unit_RI.mT, unit_RI, alpha=prior * float(gram_II.diagonal().sum(dtype=torch.float64)))
         if off_diagonal != 1.0:
             diagonal = term.diagonal().clone()
             term.mul_(off_diagonal).diagonal().copy_(diagonal)
-        self._add_term(delta_OI, term, weight)
+        self._add_term(delta, term, weight)
 
-    def _add_term(self, delta_OI: Tensor, term_II: Tensor, weight: float) -> None:
+    def _add_term(self, delta: Tensor | LowRank, term_II: Tensor, weight: float) -> None:
         self.gram_II.add_(term_II, alpha=weight)
-        self.left_OI.addmm_(delta_OI, term_II, alpha=weight)
+        if isinstance(delta, LowRank):  # `b (a K)` takes `2 R I^2` operations, `(b a) K` takes `2 O I^2`
+            self.left_OI.addmm_(delta.b_OR, delta.a_RI @ term_II, alpha=weight)
+        else:
+            self.left_OI.addmm_(delta, term_II, alpha=weight)
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:
         """Multiply what was added by powers of two: `B` as the deltas and `S` together, `S` by the second."""

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments, gram_of_rows
+from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments, gram_of_rows, root_of
 from actmat.linalg.interference.rule import ZERO_MEAN, InterferenceRule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
@@ -75,6 +75,7 @@ def prepare(
     weights: Sequence[float] | None = None,
     grams: Sequence[Tensor] | None = None,
     factors: Sequence[Tensor] | None = None,
+    products: Sequence[LowRank] | None = None,
     width: int | None = None,
 ) -> State:
     """Accumulate the sums of one tensor: one pass over the deltas, one alive at a time.
@@ -84,6 +85,7 @@ def prepare(
         weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
         grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
         factors: `*batch R I`, one per expert: the estimator's input in place of the delta, trimmed and centered.
+        products: the deltas as products, for fewer operations with `grams`.
         width: in_features of the layer where `I` is the size of a compressed basis.
 
     Raises:
@@ -101,9 +103,13 @@ def prepare(
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
             state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
             state.width = width or state.width
-        gram_BII = None if grams is None else _check_gram(grams, delta, index)
-        factor_BRI = None if factors is None else batch_items(factors[index])
-        _add_expert(state, rule, moments, delta, share, squared_norms, gram_BII, factor_BRI)
+        if grams is not None:
+            gram_BII = _check_gram(grams, delta, index)
+            _add_given(state, rule, moments, delta, None if products is None else products[index], share, gram_BII)
+        else:
+            _add_estimate(
+                state, rule, moments, delta, share, squared_norms, None if factors is None else factors[index]
+            )
         state.weight_sum += share
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
@@ -187,7 +193,7 @@ def solve_lowrank_with_grams(
     """The dense answer where `K_t` is given, factored, with rank at most `sum_t R_t`.
 
     `S` is a full `I x I` matrix, which no basis of the deltas' rows reduces: `q^T S^+ q` is not `(q^T S q)^+`. Only
-    the deltas' rows are compressed: `D* = p ((sum_t w_t (p^T b_t) a_t K_t) S^+)`. Cost `O(O r'^2 + T r' I^2 + I^3)`.
+    the deltas' rows are compressed: `D* = p ((sum_t w_t (p^T b_t) (a_t K_t)) S^+)`. Cost `O(O r'^2 + r' I^2 + I^3)`.
 
     Args:
         roots: `Z_t`, `N I`, with `Z_t^T Z_t = K_t`. If they have fewer than `I` rows together, `S` is that of the
@@ -198,7 +204,7 @@ def solve_lowrank_with_grams(
     cores_PI = [LowRank(p_OP.mT @ d.b_OR, d.a_RI) for d in exact]
     state = None if roots is None or rule.off_diagonal != 1 else _state_of_rows(cores_PI, roots, rule, weights)
     if state is None:
-        state = prepare([d.dense() for d in cores_PI], rule, weights=weights, grams=grams)
+        state = prepare([d.dense() for d in cores_PI], rule, weights=weights, grams=grams, products=cores_PI)
     core_PI, stats = finish(state, rule, consume=True)
     return LowRank(p_OP, core_PI).to(deltas[0].b_OR.dtype), stats
 
@@ -212,14 +218,14 @@ def _state_of_rows(
     """
     dense = [d.dense() for d in cores_PI]
     factors, left, squares = [], [], []
-    for t, (delta_PI, share, squared_norms) in enumerate(check_deltas(dense, weights)):
+    for t, (_, share, squared_norms) in enumerate(check_deltas(dense, weights)):
         factor_NI = roots[t].double()
         trace = float(factor_NI.square().sum())
         if rule.prior and squared_norms[0]:
-            own_RI = torch.linalg.qr(cores_PI[t].b_OR).R @ cores_PI[t].a_RI
-            factor_NI = torch.cat([factor_NI, own_RI * math.sqrt(rule.prior * trace / squared_norms[0])])
+            own_RI = root_of(cores_PI[t]) * math.sqrt(rule.prior * trace / squared_norms[0])
+            factor_NI = torch.cat([factor_NI, own_RI])
         factors.append(factor_NI * math.sqrt(share * rule.gram_weight(trace)))
-        left.append(delta_PI @ factors[-1].mT)
+        left.append(cores_PI[t].b_OR @ (cores_PI[t].a_RI @ factors[-1].mT))
         squares.append(squared_norms[0])
     rows_NI = torch.cat(factors)
     if len(rows_NI) >= rows_NI.shape[-1]:
@@ -253,29 +259,43 @@ def _start(
     return state, moments
 
 
-def _add_expert(
+def _add_given(
+    state: State,
+    rule: InterferenceRule,
+    moments: Sequence[Moments],
+    delta: Tensor,
+    product: LowRank | None,
+    share: float,
+    gram_BII: Tensor,
+) -> None:
+    """Add one expert with given Gram matrices to the sums of all batch items."""
+    for item, delta_OI in enumerate(batch_items(delta)):
+        accumulator, gram_II = moments[item], gram_BII[item]
+        assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
+        weight = check_weight(share * rule.gram_weight(float(gram_II.diagonal().double().sum())), delta.dtype)
+        of_item = delta_OI
+        if product is not None:
+            of_item = LowRank(batch_items(product.b_OR)[item], batch_items(product.a_RI)[item])
+        accumulator.add_gram(of_item, gram_II, weight, rule.off_diagonal, rule.prior)
+        if state.sum_BOI is not None:
+            state.sum_BOI[item].add_(delta_OI, alpha=share)
+
+
+def _add_estimate(
     state: State,
     rule: InterferenceRule,
     moments: Sequence[Moments],
     delta: Tensor,
     share: float,
     squared_norms: Sequence[float],
-    gram_BII: Tensor | None,
-    factor_BRI: Tensor | None,
+    factor: Tensor | None,
 ) -> None:
-    """Add one expert to the sums of all batch items: its given Gram matrices, or its estimates."""
+    """Add one expert's estimates to the sums of all batch items."""
     for item, delta_OI in enumerate(batch_items(delta)):
-        if gram_BII is not None:
-            accumulator = moments[item]
-            assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
-            trace = float(gram_BII[item].diagonal().double().sum())
-            weight = check_weight(share * rule.gram_weight(trace), delta.dtype)
-            accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal, rule.prior)
-        else:
-            given_RI = None if factor_BRI is None else factor_BRI[item]
-            delta_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)
+        given_RI = None if factor is None else batch_items(factor)[item]
+        in_unit_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)
         if state.sum_BOI is not None:
-            state.sum_BOI[item].add_(delta_OI, alpha=share)
+            state.sum_BOI[item].add_(in_unit_OI, alpha=share)
 
 
 def _add(
