@@ -5,7 +5,7 @@
 
 Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `scores NAME` and `small NAME` (experiments on
 pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
-`mergekit`, `tools PART`, `demo`, `chaos`, `eight`; and from the code of a suite `settings SUITE`. The marks are in
+`mergekit`, `tools PART`, `demo`, `chaos`; and from the code of a suite `settings SUITE`. The marks are in
 `benchmarks/pages.py`.
 """
 
@@ -21,7 +21,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from actmat.extras.tune.kept import wilson_interval
 from actmat.report.words import plural
 from benchmarks.common import RESULTS, cell, markdown, read_lines, read_result, title
 from benchmarks.evidence.choice import measured_table
@@ -170,8 +169,11 @@ def few(subject: str) -> str:
     return f"{table(header, lines)}\n{said}; `python -m benchmarks.few {subject}`, {'; '.join(machine)}.\n"
 
 
-def sets(_: str) -> str:
-    """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured."""
+def sets(form: str) -> str:
+    """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured.
+
+    In the form "brief" with the best merge without inputs of each set.
+    """
     qwen = "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"
     columns = {  # kind, ridge and start of the regression in `few.jsonl`; method of a suite
         "average": ("average", 0.0, "", "average"),
@@ -194,27 +196,19 @@ def sets(_: str) -> str:
             mean = f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else ""
             cells.append(_percents(own).partition(" ")[0] or mean)
         lines.append([name, *cells])
-    return table(["experts", *columns], lines)
+    if form != "brief":
+        return table(["experts", *columns], lines)
+    found = read_result("inputs")
+    took = next(f"{row['wall_s']:.0f} s on {found['cores']} cores" for row in found["rows"] if row["prompts"] == 8)
+    brief = [[name, some[0], some[4], max(some[:4], key=float), some[5]] for name, *some in lines]
+    said = f"In %. *Best*: of average, `ct_merging`, `dc_merge` and `tsv`, in hindsight. The first merge took {took}."
+    return table(["experts", "average", "`auto`", "best", "`merge --data`"], brief) + f"\n{said}\n"
 
 
 def _percents(rows: list[dict[str, Any]]) -> str:
     """Mean accuracy and mean share of answers kept, over tasks and draws."""
     means = ([sum(r[key]) / len(r[key]) for r in rows] for key in ("accuracy", "kept"))
     return "{:.1f} ({:.1f})".format(*(100 * sum(m) / len(m) for m in means)) if rows else ""
-
-
-def eight(_: str) -> str:
-    """Accuracies of the merge by eight prompts of each task, as `benchmarks.inputs` measured them."""
-    found = read_result("inputs")
-    rows = [r for r in found["rows"] if r["prompts"] == 8]
-    shares = ("accuracy", "average_accuracy", "expert_accuracy")
-    cells = [[r["expert"], *(f"{100 * r[share]:.0f}" for share in shares)] for r in rows]
-    n = rows[0]["questions"]
-    intervals = [wilson_interval(r[share], n) for r in rows for share in shares]
-    half = 50 * max(high - low for low, high in intervals)
-    said = f"In %, ±{half:.0f} or less (95 %), on {n} other questions of each task; {rows[0]['wall_s']:.0f} s in all"
-    titles = ["task", "accuracy of the merge", "of the average", "of the expert"]
-    return table(titles, cells) + f"\n{said}, {found['cores']} cores, {found['date']}.\n"
 
 
 def settings(name: str) -> str:
@@ -241,7 +235,6 @@ def _settings(value: Any, prefix: str) -> list[list[str]]:
 
 
 KINDS: Kinds = {
-    "eight": eight,
     "result": result,
     "few": few,
     "sets": sets,
