@@ -120,6 +120,7 @@ class InputSample:
         self._sources, self._experts = sources, experts
         self._dtypes = [torch_dtype(item.base_dtype), *(torch_dtype(s.dtype) for s in sources)]
         self._samples = [Sample(item.numel) for _ in self._dtypes]
+
     def take(self, k: int, offset: int, data: memoryview) -> None:
         """Sample bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
         dtype, sample = self._dtypes[k], self._samples[k]
