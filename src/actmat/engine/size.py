@@ -111,7 +111,7 @@ class InputSample:
         experts: give the deltas that are formed, not stored.
 
     Attributes:
-        total: sum over the experts, complete after `finish`.
+        total: sum over the experts; this and the rest are there after `finish`.
         squares: squared norms of the experts' sampled deltas.
         probes: first entries of every expert's delta.
     """
@@ -120,9 +120,6 @@ class InputSample:
         self._sources, self._experts = sources, experts
         self._dtypes = [torch_dtype(item.base_dtype), *(torch_dtype(s.dtype) for s in sources)]
         self._samples = [Sample(item.numel) for _ in self._dtypes]
-        self.total = torch.zeros(sum(b - a for a, b in self._samples[0].runs), dtype=torch.float64)
-        self.squares = [0.0] * len(sources)
-        self.probes: list[Tensor] = []
 
     def take(self, k: int, offset: int, data: memoryview) -> None:
         """Sample bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
@@ -132,8 +129,11 @@ class InputSample:
             sample.add(start, torch.frombuffer(data, dtype=torch.uint8).view(dtype))
 
     def finish(self) -> None:
-        """Add up the deltas; all bytes were given."""
+        """Add up the deltas; all bytes were given. Once for every variant that shares the sample."""
         base, *stored = self._samples
+        self.total = torch.zeros(sum(b - a for a, b in base.runs), dtype=torch.float64)
+        self.squares = [0.0] * len(self._sources)
+        self.probes: list[Tensor] = []
         for run, (low, high) in enumerate(base.runs):
             base_run, here = base.run(run), base.place(run)
             for t, (source, expert) in enumerate(zip(self._sources, self._experts, strict=True)):
