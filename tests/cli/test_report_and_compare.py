@@ -49,8 +49,7 @@ def test_a_comparison_fits_80_columns(family: Family) -> None:
     paths = [line for line in lines if str(family.root) in line]
     assert max(len(line) for line in lines if line not in paths) <= 80
     text = " ".join(done.out.split())
-    for words in ("method actmat ties", "tensors differ; relative distance there", "differ most relative cosine",
-                  "residual rho actmat ties", "expert0", "expert1"):  # fmt: skip
+    for words in ("method actmat ties", "tensors differ; relative distance there", "differ most relative cosine"):
         assert words in text
     assert sum("proj " in line for line in lines) <= 10
     assert "against all experts added up" in text
@@ -81,7 +80,6 @@ def test_a_comparison_as_json(family: Family) -> None:
     assert data["settings"] == [{"name": "method", "first": "actmat", "second": "ties"}]
     assert len(data["tensors"]) == 11
     assert 0 < data["relative"] <= 2
-    assert [r["name"] for r in data["residuals"]] == ["expert0", "expert1"]
 
 
 def test_what_cannot_be_compared_exits_with_one(family: Family, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value in both merges, such as a recipe field, an expert's residual or a check's outcome. None: missing."""
+    """A value in both merges, such as a recipe field or a share of answers. None: missing."""
 
     name: str
     first: Any
@@ -61,9 +61,7 @@ class MergeComparison:
         experts: names of the experts, in the first and in the second.
         settings: differing recipe fields, versions and device.
         tensors: every tensor (for adapters: every module) in output order, without ties.
-        diagnosed: whether each of the two has a report.
-        answers, residuals: by expert, if both reports have them: share of answers kept, and rho.
-        checks: checks with different outcomes.
+        answers: by expert, if both reports have them: share of answers kept.
         notes: parts that could not be compared, with reasons.
         totals: norms of each merge, of its sum and of its experts, over merged tensors; None: not recorded.
     """
@@ -74,10 +72,7 @@ class MergeComparison:
     experts: tuple[tuple[str, str], ...]
     settings: tuple[Difference, ...]
     tensors: tuple[TensorDifference, ...]
-    diagnosed: tuple[bool, bool]
     answers: tuple[Difference, ...] = ()
-    residuals: tuple[Difference, ...] = ()
-    checks: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = ()
     totals: tuple[Norms | None, Norms | None] = (None, None)
 
@@ -98,8 +93,6 @@ class MergeComparison:
             ("differs in", [[s.name, _short(s.first), _short(s.second)] for s in self.settings]),
             ("size of the change", self.size_rows),
             ("answers kept", [[r.name, f"{r.first:.1%}", f"{r.second:.1%}"] for r in self.answers]),
-            ("residual rho", [[r.name, f"{r.first:.2f}", f"{r.second:.2f}"] for r in self.residuals]),
-            ("check", [[c.name, c.first or "-", c.second or "-"] for c in self.checks]),
         ]
 
     @property
