@@ -21,7 +21,6 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.pages.comparison import model
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
 from actmat.report.manifest import expert_hashes, input_location, read_manifest
-from actmat.report.totals import Norms, recorded_totals
 
 Manifest = Mapping[str, Any]
 
@@ -173,22 +172,17 @@ class OpenedMerge:
             if self.shape(n) != tuple(row["shape"])
         ]
 
-    def __enter__(self) -> OpenedMerge:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.tensors.close()
-
-
-def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
+@contextlib.contextmanager
+def open_output(directory: Path, manifest: Manifest) -> Iterator[OpenedMerge]:
     """Open the output in `directory` with its manifest.
 
     Raises:
         CheckpointError: its files cannot be read.
     """
-    output = locate(directory)
-    adapter = output if isinstance(output, Adapter) else None
-    return OpenedMerge(directory, manifest, items_of(manifest), stored_of(output).tensors, adapter)
+    with locate(directory) as output:
+        adapter = output if isinstance(output, Adapter) else None
+        yield OpenedMerge(directory, manifest, items_of(manifest), stored_of(output).tensors, adapter)
 
 
 CHUNK = 1 << 20
@@ -311,7 +305,6 @@ def compare(
             model.Difference(a, kept_one[a], kept_two[b]) for a, b in experts if a in kept_one and b in kept_two
         ),
         notes=tuple(notes),
-        totals=(_norms(manifests[0]), _norms(manifests[1])),
     )
 
 
@@ -320,14 +313,6 @@ def _answers(out: str) -> dict[str, float]:
     if not os.path.isfile(Path(out) / REPORT_NAME):
         return {}
     return {row.expert: row.kept / row.inputs for row in read_diagnosis(out).agreement or ()}
-
-
-def _norms(manifest: Mapping[str, Any]) -> Norms | None:
-    """Recorded norms; None if the manifest has none."""
-    try:
-        return recorded_totals(manifest).norms
-    except CheckpointError:
-        return None
 
 
 def _tensors(

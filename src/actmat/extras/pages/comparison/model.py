@@ -10,8 +10,6 @@ from pathlib import PurePath
 from typing import Any
 
 from actmat.foreign import html_table, terminal
-from actmat.report.totals import Norms
-from actmat.report.words import size_ratios
 
 FORMAT = 1
 
@@ -63,7 +61,6 @@ class MergeComparison:
         tensors: every tensor (for adapters: every module) in output order, without ties.
         answers: by expert, if both reports have them: share of answers kept.
         notes: parts that could not be compared, with reasons.
-        totals: norms of each merge, of its sum and of its experts, over merged tensors; None: not recorded.
     """
 
     outs: tuple[str, str]
@@ -74,7 +71,6 @@ class MergeComparison:
     tensors: tuple[TensorDifference, ...]
     answers: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = ()
-    totals: tuple[Norms | None, Norms | None] = (None, None)
 
     def __repr__(self) -> str:
         first, second = self.names
@@ -91,7 +87,6 @@ class MergeComparison:
         """All differences except tensors, as titled rows of text: a name, the first merge, the second."""
         return [
             ("differs in", [[s.name, _short(s.first), _short(s.second)] for s in self.settings]),
-            ("size of the change", self.size_rows),
             ("answers kept", [[r.name, f"{r.first:.1%}", f"{r.second:.1%}"] for r in self.answers]),
         ]
 
@@ -103,17 +98,6 @@ class MergeComparison:
             if first != second:
                 return first, second
         return "first", "second"
-
-    @property
-    def size_rows(self) -> list[list[str]]:
-        """Size of each merge's change as table rows; empty unless both are recorded."""
-        words = {"a mean expert": "against one expert, on average", "the experts' sum": "against all experts added up"}
-        first, second = map(size_ratios, self.totals)
-        return [
-            [text, f"{first[what]:.3g} x", f"{second[what]:.3g} x"]
-            for what, text in words.items()
-            if what in first and what in second
-        ]
 
     @property
     def sizes(self) -> tuple[float, float] | None:
