@@ -63,8 +63,6 @@ def _print_tensors(comparison: MergeComparison) -> None:
         return
     apart = "" if comparison.relative is None else f"; relative distance there {comparison.relative:.3g} (0 to 2)"
     console.print(f"{len(differing)} of {len(comparison.tensors)} tensors differ{apart}")
-    if comparison.in_other_dtypes:
-        console.print(f"{comparison.in_other_dtypes} of these hold equal values in another dtype")
     console.print()
     rows = []
     for t in differing[:MOST]:

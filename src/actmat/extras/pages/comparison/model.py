@@ -127,11 +127,6 @@ class MergeComparison:
         known = all(t.relative is not None for t in changed)
         return tuple(sorted(changed, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
 
-    @property
-    def in_other_dtypes(self) -> int:
-        """Number of differing tensors with equal values in different dtypes."""
-        return sum(t.dtypes is not None and t.distance == 0 for t in self.tensors)
-
     def to_json(self) -> dict[str, Any]:
         """Plain data as printed by `actmat compare --json`."""
         counted = {"relative": self.relative, "differing": len(self.differing), "names": list(self.names)}
