@@ -31,22 +31,15 @@ def test_a_summary_of_eighty_columns(family: Family) -> None:
     assert "is it good? Not measured." in outcome.out
     assert "actmat diagnose merged --data expert0=INPUTS ..." in outcome.out
     assert "checks: " in outcome.out
-    head = next(i for i, line in enumerate(lines) if line.startswith("matrices of the largest rho"))
-    shown = [line for line in lines[head + 2 :] if line.strip()]
-    assert [float(line.split()[1]) for line in shown] == sorted((float(x.split()[1]) for x in shown), reverse=True)
-    assert len(shown) == 7
     assert not family.out.exists()
 
 
-def test_at_most_ten_matrices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_are_printed_by_severity(capsys: pytest.CaptureFixture[str]) -> None:
     from actmat.cli.summary import print_diagnosis
 
-    measures = tuple(a_measure(f"model.layers.{i}.self_attn.q_proj.weight", residual=(i / 20, 0.1)) for i in range(15))
     checks = run_checks(some_facts(measures=[a_measure(merged_norm=20.0)]), mute=["AM402"])
-    print_diagnosis(a_diagnosis(measures=measures, checks=checks))
+    print_diagnosis(a_diagnosis(checks=checks))
     out = capsys.readouterr().out
-    assert out.count("model.layers.") == 10
-    assert "model.layers.14.self_attn.q_proj " in out
     assert "issue AM403" in out
     assert "muted: AM402" in out
     assert "tip AM402" not in out

@@ -24,14 +24,13 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
     shown: flags.OutputFlags,
 ) -> None:
-    """Compare two merges of the same base and experts: recipes, weights, residuals, checks.
+    """Compare two merges of the same base and experts: recipes, weights, answers kept.
 
     actmat compare merged-actmat merged-ties
 
     Reads the weights of both, and of the base if it is found, a few megabytes at
-    a time. Residuals and checks are compared if both merges were made with
-    --diagnose. Merges of different bases or experts are refused: all
-    differences are listed and the exit code is 1.
+    a time. Merges of different bases or experts are refused: all differences are
+    listed and the exit code is 1.
     """
     from actmat.extras.pages.comparison import compare as compare_outputs
 
@@ -44,7 +43,6 @@ def compare(
 
 
 def _print(comparison: MergeComparison) -> None:
-
     first, second = comparison.names
     console.print(f"[bold]{escape(first)}[/bold]  {escape(comparison.outs[0])}  ({escape(comparison.methods[0])})")
     console.print(f"[bold]{escape(second)}[/bold]  {escape(comparison.outs[1])}  ({escape(comparison.methods[1])})")
@@ -59,15 +57,12 @@ def _print(comparison: MergeComparison) -> None:
 
 
 def _print_tensors(comparison: MergeComparison) -> None:
-
     differing = comparison.differing
     if not differing:
         console.print(f"all {len(comparison.tensors)} tensors are the same\n")
         return
     apart = "" if comparison.relative is None else f"; relative distance there {comparison.relative:.3g} (0 to 2)"
     console.print(f"{len(differing)} of {len(comparison.tensors)} tensors differ{apart}")
-    if comparison.in_other_dtypes:
-        console.print(f"{comparison.in_other_dtypes} of these hold equal values in another dtype")
     console.print()
     rows = []
     for t in differing[:MOST]:

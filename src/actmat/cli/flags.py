@@ -36,7 +36,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 """Help panels of a command that takes a recipe, in order -> names of their parameters; the last has the others."""
 
 RecipeArgument = Annotated[
-    Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
+    Path | None, typer.Argument(metavar="RECIPE.yaml", help="A recipe file; flags replace its fields.")
 ]
 BLOCKS = "Factors of an image model's blocks, such as IN=0.5,OUT=0.8."
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
@@ -328,13 +328,20 @@ def spelled(flag: inspect.Parameter) -> str:
     return next((d for d in declared if isinstance(d, str) and d.startswith("--")), f"--{flag.name}")
 
 
+METAVARS: Mapping[Any, str] = {bool: "", list[str] | None: "TEXT", str | None: "TEXT", int | None: "NUMBER",
+                               float | None: "NUMBER", str: "TEXT", int: "NUMBER"}  # fmt: skip
+"""Type of a flag -> how the help names its value; a switch has none."""
+
+
 def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
     """Sort arguments first, then options by their panel in `PANELS`, the others in a last panel."""
     panels = {name: panel for panel, names in PANELS.items() for name in names}
     for parameter in parameters:
-        option = typing.get_args(parameter.annotation)[1]
-        if isinstance(option, OptionInfo) and option.rich_help_panel is None:
-            option.rich_help_panel = panels.get(parameter.name, "More")
+        kind, option = typing.get_args(parameter.annotation)[:2]
+        if isinstance(option, OptionInfo):
+            option.rich_help_panel = option.rich_help_panel or panels.get(parameter.name, "More")
+            if option.metavar is None and kind in METAVARS:
+                option.metavar = METAVARS[kind]
     ranks = {name: rank for rank, name in enumerate(panels, start=1)}
     arguments = {p.name: 0 for p in parameters if not isinstance(typing.get_args(p.annotation)[1], OptionInfo)}
     return sorted(parameters, key=lambda p: (ranks | arguments).get(p.name, len(panels) + 1))

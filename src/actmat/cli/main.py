@@ -139,7 +139,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Merge fine-tuned models of one base into one model. Give one prompt of each task, better eight:\n\n"
     "actmat merge -b BASE -e math=MODEL1 -e code=MODEL2 --out MERGED\n"
-    "       --data math='A typical question.' --data code=prompts.jsonl",
+    "       --data math='A typical question.' --data code=prompts.jsonl\n\n"
+    "Without models of your own: actmat demo. In a browser: actmat ui.",
     epilog="Exit codes: 0 done; 1 the inputs, the recipe or the output folder are wrong; 2 the command line is wrong; "
     "3 failed while running; 130 interrupted, 143 SIGTERM, 129 SIGHUP (the same command continues); "
     "141 the reader of stdout closed it.",

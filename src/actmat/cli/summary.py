@@ -336,12 +336,8 @@ def size_data(norms: Norms | None, plan: MergePlan) -> dict[str, Any] | None:
 # Diagnoses
 
 
-CONTESTED = 10
-"""Maximum number of listed matrices."""
-
-
 def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
-    """Print experts, checks, the matrices on which experts disagree most, and the report's files."""
+    """Print experts, checks, and the report's files."""
     totals = diagnosis.totals
     console.print(
         f"[bold]{escape(diagnosis.method)}[/bold] over {len(diagnosis.experts)} experts"
@@ -366,9 +362,6 @@ def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
     print_checks(diagnosis.checks)
     for note in diagnosis.recipe.get("notes", ()):
         console.print(f"note: {escape(note)}")
-    if diagnosis.measures:
-        console.print("\nmatrices of the largest rho")
-        console.print(_contested(diagnosis))
     for file in files:
         console.print(f"report: {escape(file)}", soft_wrap=True)
 
@@ -420,21 +413,6 @@ def _on_data(rows: Sequence[DataResidual]) -> Table:
     for row in rows:
         rho = "-" if row.residual is None else f"{row.residual:.2f}"
         table.add_row(escape(row.expert), rho, f"{row.matrices:,}", escape(row.statistics))
-    return table
-
-
-def _contested(diagnosis: Diagnosis) -> Table:
-    table = _table("matrix", "rho", "expert", "overlap", "norm/mean")
-    for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
-        worst = max(range(len(m.residual)), key=m.residual.__getitem__)
-        pairs = [(s, t) for s in range(len(m.norms)) for t in range(s)]
-        table.add_row(
-            escape(m.label.replace(".weight", "")),
-            f"{m.residual[worst]:.2f}",
-            escape(diagnosis.experts[worst].name),
-            f"{max(m.subspace_overlap[s][t] for s, t in pairs):.2f}" if pairs else "-",
-            f"{m.merged_norm / m.mean_norm:.2f}" if m.mean_norm else "-",
-        )
     return table
 
 

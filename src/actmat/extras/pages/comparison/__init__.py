@@ -1,4 +1,4 @@
-"""Comparison of two merges of the same experts: weights, recipes, residuals, checks."""
+"""Comparison of two merges of the same experts: weights, recipes, answers kept."""
 
 from __future__ import annotations
 

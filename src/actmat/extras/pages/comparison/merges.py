@@ -1,4 +1,4 @@
-"""Compare two merges of the same experts: inputs, recipes, weights, residuals, checks."""
+"""Compare two merges of the same experts: inputs, recipes, weights, answers kept."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors, torch_dtype
-from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
+from actmat.diagnostics.model import REPORT_NAME, read_diagnosis
 from actmat.errors import AlignmentError, CheckpointError, MergeError, first_of
 from actmat.experts.locate import locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.pages.comparison import model
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
 from actmat.report.manifest import expert_hashes, input_location, read_manifest
-from actmat.report.totals import Norms, recorded_totals
 
 Manifest = Mapping[str, Any]
 
@@ -173,22 +172,17 @@ class OpenedMerge:
             if self.shape(n) != tuple(row["shape"])
         ]
 
-    def __enter__(self) -> OpenedMerge:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.tensors.close()
-
-
-def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
+@contextlib.contextmanager
+def open_output(directory: Path, manifest: Manifest) -> Iterator[OpenedMerge]:
     """Open the output in `directory` with its manifest.
 
     Raises:
         CheckpointError: its files cannot be read.
     """
-    output = locate(directory)
-    adapter = output if isinstance(output, Adapter) else None
-    return OpenedMerge(directory, manifest, items_of(manifest), stored_of(output).tensors, adapter)
+    with locate(directory) as output:
+        adapter = output if isinstance(output, Adapter) else None
+        yield OpenedMerge(directory, manifest, items_of(manifest), stored_of(output).tensors, adapter)
 
 
 CHUNK = 1 << 20
@@ -299,11 +293,7 @@ def compare(
     notes: list[str] = []
     with open_output(Path(first), manifests[0]) as one, open_output(Path(second), manifests[1]) as two:
         tensors = _tensors(one, two, notes, progress)
-    report_one, report_two = (read_diagnosis(o) if os.path.isfile(Path(o) / REPORT_NAME) else None for o in outs)
-    if missing := [o for o, r in zip(outs, (report_one, report_two), strict=True) if r is None]:
-        notes.append(f"no {REPORT_NAME} in {' and '.join(missing)}: residuals and checks are not compared")
-    base = manifests[0]["base"]
-    both = (report_one, report_two) if report_one and report_two else None
+    base, (kept_one, kept_two) = manifests[0]["base"], map(_answers, outs)
     return model.MergeComparison(
         outs=outs,
         methods=(_method_of(manifests[0]), _method_of(manifests[1])),
@@ -311,21 +301,18 @@ def compare(
         experts=tuple(experts),
         settings=tuple(_setting_differences(*manifests, experts)),
         tensors=tuple(tensors),
-        diagnosed=(report_one is not None, report_two is not None),
-        answers=_by_expert(experts, *({r.expert: r.kept / r.inputs for r in d.agreement or ()} for d in both or ())),
-        residuals=_by_expert(experts, *({e.name: e.residual for e in d.experts} for d in both or ())),
-        checks=_check_differences(*both) if both else (),
+        answers=tuple(
+            model.Difference(a, kept_one[a], kept_two[b]) for a, b in experts if a in kept_one and b in kept_two
+        ),
         notes=tuple(notes),
-        totals=(_norms(manifests[0]), _norms(manifests[1])),
     )
 
 
-def _norms(manifest: Mapping[str, Any]) -> Norms | None:
-    """Recorded norms; None if the manifest has none."""
-    try:
-        return recorded_totals(manifest).norms
-    except CheckpointError:
-        return None
+def _answers(out: str) -> dict[str, float]:
+    """Share of answers kept, by expert; empty if none were measured."""
+    if not os.path.isfile(Path(out) / REPORT_NAME):
+        return {}
+    return {row.expert: row.kept / row.inputs for row in read_diagnosis(out).agreement or ()}
 
 
 def _tensors(
@@ -412,26 +399,3 @@ def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     out |= {f"weight of {n}": e.get("weight", 1.0) for n, e in zip(labels, listed, strict=True)}
     out |= {f"version of {k}": v for k, v in manifest["versions"].items()}
     return out | {"device": manifest.get("device", "cpu")}
-
-
-def _by_expert(experts: ExpertNames, *values: Mapping[str, float]) -> tuple[model.Difference, ...]:
-    """Differences of a number per expert; `values`: expert name -> number, one mapping per merge."""
-    if not values:
-        return ()
-    one, two = values
-    return tuple(model.Difference(a, one[a], two[b]) for a, b in experts if a in one and b in two)
-
-
-def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[model.Difference, ...]:
-    """Checks with different outcomes, ordered by code."""
-    one, two = ({f"{c.code} {c.title}": _outcome(c) for c in r.checks} for r in (first, second))
-    pairs = (model.Difference(c, one.get(c), two.get(c)) for c in sorted(one | two))
-    return tuple(c for c in pairs if c.first != c.second)
-
-
-def _outcome(check: CheckResult) -> str:
-    """`issue found, 3 tensors`, `clear`."""
-    if check.verdict != "found":
-        return check.verdict.replace("_", " ")
-    tensors = f", {check.count} tensor{'s' if check.count != 1 else ''}" if check.count else ""
-    return f"{check.severity} found{tensors}"

@@ -10,15 +10,13 @@ from pathlib import PurePath
 from typing import Any
 
 from actmat.foreign import html_table, terminal
-from actmat.report.totals import Norms
-from actmat.report.words import size_ratios
 
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value in both merges, such as a recipe field, an expert's residual or a check's outcome. None: missing."""
+    """A value in both merges, such as a recipe field or a share of answers. None: missing."""
 
     name: str
     first: Any
@@ -61,11 +59,8 @@ class MergeComparison:
         experts: names of the experts, in the first and in the second.
         settings: differing recipe fields, versions and device.
         tensors: every tensor (for adapters: every module) in output order, without ties.
-        diagnosed: whether each of the two has a report.
-        answers, residuals: by expert, if both reports have them: share of answers kept, and rho.
-        checks: checks with different outcomes.
+        answers: by expert, if both reports have them: share of answers kept.
         notes: parts that could not be compared, with reasons.
-        totals: norms of each merge, of its sum and of its experts, over merged tensors; None: not recorded.
     """
 
     outs: tuple[str, str]
@@ -74,12 +69,8 @@ class MergeComparison:
     experts: tuple[tuple[str, str], ...]
     settings: tuple[Difference, ...]
     tensors: tuple[TensorDifference, ...]
-    diagnosed: tuple[bool, bool]
     answers: tuple[Difference, ...] = ()
-    residuals: tuple[Difference, ...] = ()
-    checks: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = ()
-    totals: tuple[Norms | None, Norms | None] = (None, None)
 
     def __repr__(self) -> str:
         first, second = self.names
@@ -96,10 +87,7 @@ class MergeComparison:
         """All differences except tensors, as titled rows of text: a name, the first merge, the second."""
         return [
             ("differs in", [[s.name, _short(s.first), _short(s.second)] for s in self.settings]),
-            ("size of the change", self.size_rows),
             ("answers kept", [[r.name, f"{r.first:.1%}", f"{r.second:.1%}"] for r in self.answers]),
-            ("residual rho", [[r.name, f"{r.first:.2f}", f"{r.second:.2f}"] for r in self.residuals]),
-            ("check", [[c.name, c.first or "-", c.second or "-"] for c in self.checks]),
         ]
 
     @property
@@ -110,17 +98,6 @@ class MergeComparison:
             if first != second:
                 return first, second
         return "first", "second"
-
-    @property
-    def size_rows(self) -> list[list[str]]:
-        """Size of each merge's change as table rows; empty unless both are recorded."""
-        words = {"a mean expert": "against one expert, on average", "the experts' sum": "against all experts added up"}
-        first, second = map(size_ratios, self.totals)
-        return [
-            [text, f"{first[what]:.3g} x", f"{second[what]:.3g} x"]
-            for what, text in words.items()
-            if what in first and what in second
-        ]
 
     @property
     def sizes(self) -> tuple[float, float] | None:
@@ -149,11 +126,6 @@ class MergeComparison:
         changed = [t for t in self.tensors if not t.same]
         known = all(t.relative is not None for t in changed)
         return tuple(sorted(changed, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
-
-    @property
-    def in_other_dtypes(self) -> int:
-        """Number of differing tensors with equal values in different dtypes."""
-        return sum(t.dtypes is not None and t.distance == 0 for t in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data as printed by `actmat compare --json`."""
