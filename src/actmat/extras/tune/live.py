@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +58,6 @@ class Loader:
         return model
 
 
-class Live(Protocol):
-    """The model of a search."""
-
-    model: nn.Module
-
-    def take(self, place: str) -> None:
-        """Make the model the merge at a place, at scale 1."""
-
-    def scaled(self, scale: float) -> nn.Module:
-        """The merge that was taken, at a scale; at 0 the base."""
-
-
 class LiveAdapter:
     """The base with a merged adapter on it."""
 
@@ -79,14 +67,14 @@ class LiveAdapter:
         self.model: nn.Module = nn.Module()
 
     def take(self, place: str) -> None:
-        """See `Live`."""
+        """Make the model the merge at a place, at scale 1."""
         self.model = self._loader.load(place).model
         active = str(self.model.active_adapter)
         layers = [m for m in self.model.modules() if active in getattr(m, "lora_A", ())]
         self._own = [(m, active, float(m.scaling[active])) for m in layers]  # type: ignore[index]
 
     def scaled(self, scale: float) -> nn.Module:
-        """See `Live`."""
+        """The merge that was taken, at a scale; at 0 the base."""
         for layer, name, scaling in self._own:
             layer.scaling[name] = scale * scaling
         return self.model
@@ -118,7 +106,7 @@ class LiveModel:
         self._deltas: dict[str, Tensor] = {}
 
     def take(self, place: str) -> None:
-        """See `Live`.
+        """Make the model the merge at a place, at scale 1.
 
         Raises:
             StatisticsError: a changed parameter is not in the base's checkpoint.
@@ -137,7 +125,7 @@ class LiveModel:
             )
 
     def scaled(self, scale: float) -> nn.Module:
-        """See `Live`."""
+        """The merge that was taken, at a scale; at 0 the base."""
         state = state_of(self.model)
         with torch.no_grad():
             for name, delta in self._deltas.items():
@@ -145,6 +133,10 @@ class LiveModel:
                 factor = mask * scale + (1 - mask) * float(scale != 0)
                 state[name].copy_(torch.addcmul(self._base[name].to(delta.device), delta, factor))
         return self.model
+
+
+Live = LiveAdapter | LiveModel
+"""The model of a search."""
 
 
 def fixed_tensors(plan: MergePlan) -> set[str]:
