@@ -7,8 +7,8 @@ a merged adapter is switched onto the base, and its scaling is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,26 +24,20 @@ from actmat.planning.model import MergePlan
 
 @dataclass
 class Loader:
-    """Loads one model after the other, as `given` says or of transformers; adapters of one base are switched on it.
-
-    Models in memory are `loaded` already, by their places.
-    """
+    """Loads one model after the other, of transformers what is not `given`; adapters of one base are switched on it."""
 
     base: str
     model_class: str | None = None
     dtype: str = "auto"
     device: str = "cpu"
-    given: Callable[[str], Loaded] | None = None
-    loaded: Mapping[str, Loaded] = field(default_factory=dict)
+    given: Callable[[str], Loaded | None] = dict[str, Loaded]().get
     on_base: Loaded | None = None
     binding: Binding | None = None  # of the base on which adapters are switched
 
     def load(self, place: str) -> Loaded:
         """The model at a place; an adapter that was loaded before it cannot be used any more."""
-        if self.given is not None:
-            return self.given(place)
-        if place in self.loaded:
-            return self.loaded[place]
+        if (ready := self.given(place)) is not None:
+            return ready
         before, self.on_base = self.on_base, None
         can = can_switch(place)
         model = switched(before, place) if before is not None and can else None
