@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.helpers.family import TEXTS, data_flags, model_flags
 from tests.helpers.merging import actmat
 from tests.tolerances import F32_FORWARD, relative_error
@@ -18,13 +18,14 @@ import actmat as api
 from actmat.diagnostics.answers import GUESSES
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError, StatisticsError
-from actmat.extras.collect.data import read_rows
+from actmat.extras.collect.data import DataOptions, read_rows
 from actmat.extras.models.loading import load_model
 from actmat.extras.tune import with_inputs
 from actmat.extras.tune.evaluate import AnswerComparison, default_predict
-from actmat.extras.tune.kept import Compared
+from actmat.extras.tune.kept import Asking, Compared
+from actmat.extras.tune.live import Loader
 from actmat.extras.tune.progress import TuneProgress
-from actmat.extras.tune.sources import InputSettings, is_prompt
+from actmat.extras.tune.sources import DataRows, InputSettings, is_prompt
 from actmat.extras.tune.with_inputs import choose, merge_with_inputs
 from actmat.recipe import ExpertRef, Recipe, make_recipe
 from actmat.report.manifest import read_manifest
@@ -402,3 +403,18 @@ def test_an_unknown_expert_is_an_error_in_python(family: Path, tmp_path: Path) -
     )
     with pytest.raises(RecipeError, match="unknown experts"):
         merge_with_inputs([recipe], {"x": "a b"}, {}, InputSettings(), RunSettings(), TuneProgress())
+
+
+def test_an_adapter_behind_one_that_brings_a_base_of_its_own_is_measured_as_alone(family: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(family / "adapters" / "code", tmp_path / "other")
+    config = other / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "modules_to_save": ["model.norm"]}))
+    norm = {"base_model.model.model.norm.weight": load_file(family / "base" / "model.safetensors")["model.norm.weight"]}
+    save_file(load_file(other / "adapter_model.safetensors") | norm, other / "adapter_model.safetensors")
+    asking = Asking(Loader(str(family / "base")), InputSettings(), TuneProgress())
+    rows, grams = DataRows(DataOptions("texts"), [{"text": t} for t in TEXTS["math"]]), []
+    for place in (family / "adapters" / "math", other, family / "adapters" / "math"):
+        asking.measure("math", asking.loader.load(str(place)), rows, {"gram"}, tmp_path / "statistics")
+        with open_statistics(tmp_path / "statistics") as statistics:
+            grams.append(statistics.header.grams)
+    assert grams[2] == grams[0] != grams[1]

@@ -21,7 +21,7 @@ from actmat.errors import StatisticsError
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Answers, Asked, default_predict, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, check_enough, dealt, prepare_inputs
-from actmat.extras.tune.kept import Asking, Inputs, split_folds
+from actmat.extras.tune.kept import Asking, Samples, split_folds
 from actmat.extras.tune.merges import files_of, mark_of
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows
@@ -71,7 +71,7 @@ def ask_experts(
             loaded = asking.loader.load(expert.path)
             inputs = dealt_inputs(label, loaded, source, asking, settings, measuring=measuring)
             if measuring and not statistics.exists():
-                part: Inputs = inputs.measured
+                part: Samples = inputs.measured
                 if isinstance(source, DataRows):
                     part = dataclasses.replace(source, rows=dealt(source.rows, measuring=True)[2])
                 asking.measure(label, loaded, part, kinds, statistics)

@@ -64,7 +64,7 @@ LABELS, ANSWERS = ("label", "labels"), ("answer", "answers", "completion", "resp
 """Columns that are used if they are there: classes as numbers, and right continuations of texts."""
 Z_95 = 1.959964
 
-Inputs = DataRows | Sequence[InputBatch]
+Samples = DataRows | Sequence[InputBatch]
 """Inputs as they were read, or in batches."""
 
 
@@ -193,7 +193,7 @@ class Asking:
         return [InputBatch({k: v for k, v in b.items() if k != "labels"}, None, b.get("labels"), shared) for b in made]
 
     def measure(
-        self, label: str, loaded: Loaded, data: Inputs, kinds: Collection[str], out: Path, only: Collection[str] = ()
+        self, label: str, loaded: Loaded, data: Samples, kinds: Collection[str], out: Path, only: Collection[str] = ()
     ) -> None:
         """Write statistics of an expert on inputs; a base whose adapters are switched is compared with its files once.
 

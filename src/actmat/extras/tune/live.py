@@ -7,9 +7,9 @@ a merged adapter is switched onto the base, and its scaling is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +24,20 @@ from actmat.planning.model import MergePlan
 
 @dataclass
 class Loader:
-    """Loads one model after the other, as `given` says or of transformers; adapters of one base are switched on it.
-
-    Models in memory are `loaded` already, by their places.
-    """
+    """Loads one model after the other, of transformers what is not `given`; adapters of one base are switched on it."""
 
     base: str
     model_class: str | None = None
     dtype: str = "auto"
     device: str = "cpu"
-    given: Callable[[str], Loaded] | None = None
-    loaded: Mapping[str, Loaded] = field(default_factory=dict)
+    given: Callable[[str], Loaded | None] = dict[str, Loaded]().get
     on_base: Loaded | None = None
     binding: Binding | None = None  # of the base on which adapters are switched
 
     def load(self, place: str) -> Loaded:
         """The model at a place; an adapter that was loaded before it cannot be used any more."""
-        if self.given is not None:
-            return self.given(place)
-        if place in self.loaded:
-            return self.loaded[place]
+        if (ready := self.given(place)) is not None:
+            return ready
         before, self.on_base = self.on_base, None
         can = can_switch(place)
         model = switched(before, place) if before is not None and can else None
@@ -58,18 +52,6 @@ class Loader:
         return model
 
 
-class Live(Protocol):
-    """The model of a search."""
-
-    model: nn.Module
-
-    def take(self, place: str) -> None:
-        """Make the model the merge at a place, at scale 1."""
-
-    def scaled(self, scale: float) -> nn.Module:
-        """The merge that was taken, at a scale; at 0 the base."""
-
-
 class LiveAdapter:
     """The base with a merged adapter on it."""
 
@@ -79,14 +61,14 @@ class LiveAdapter:
         self.model: nn.Module = nn.Module()
 
     def take(self, place: str) -> None:
-        """See `Live`."""
+        """Make the model the merge at a place, at scale 1."""
         self.model = self._loader.load(place).model
         active = str(self.model.active_adapter)
         layers = [m for m in self.model.modules() if active in getattr(m, "lora_A", ())]
         self._own = [(m, active, float(m.scaling[active])) for m in layers]  # type: ignore[index]
 
     def scaled(self, scale: float) -> nn.Module:
-        """See `Live`."""
+        """The merge that was taken, at a scale; at 0 the base."""
         for layer, name, scaling in self._own:
             layer.scaling[name] = scale * scaling
         return self.model
@@ -118,7 +100,7 @@ class LiveModel:
         self._deltas: dict[str, Tensor] = {}
 
     def take(self, place: str) -> None:
-        """See `Live`.
+        """Make the model the merge at a place, at scale 1.
 
         Raises:
             StatisticsError: a changed parameter is not in the base's checkpoint.
@@ -137,7 +119,7 @@ class LiveModel:
             )
 
     def scaled(self, scale: float) -> nn.Module:
-        """See `Live`."""
+        """The merge that was taken, at a scale; at 0 the base."""
         state = state_of(self.model)
         with torch.no_grad():
             for name, delta in self._deltas.items():
@@ -145,6 +127,10 @@ class LiveModel:
                 factor = mask * scale + (1 - mask) * float(scale != 0)
                 state[name].copy_(torch.addcmul(self._base[name].to(delta.device), delta, factor))
         return self.model
+
+
+Live = LiveAdapter | LiveModel
+"""The model of a search."""
 
 
 def fixed_tensors(plan: MergePlan) -> set[str]:

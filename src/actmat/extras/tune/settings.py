@@ -48,7 +48,7 @@ class TuneSettings:
 
     def loader(self, base: str) -> Loader:
         """Loads the models of a search."""
-        return Loader(base, self.model_class, self.model_dtype, self.device, self.load)
+        return Loader(base, self.model_class, self.model_dtype, self.device, self.load or dict[str, Loaded]().get)
 
     @property
     def score_name(self) -> str:

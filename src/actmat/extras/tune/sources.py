@@ -55,7 +55,7 @@ class InputSettings:
 
     def loader(self, base: str, device: str) -> Loader:
         """Loads the models."""
-        return Loader(base, self.model_class, self.model_dtype, device, loaded=self.loaded)
+        return Loader(base, self.model_class, self.model_dtype, device, self.loaded.get)
 
     def source(self, data: Any, *, measured: bool) -> DataOptions:
         """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.
