@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tests.adapters.test_adapter_reading import edit_config, edit_tensors
+from tests.adapters.test_adapter_reading import edit_tensors
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import edit_config
 from tests.tolerances import relative_error
 from torch import Tensor
 

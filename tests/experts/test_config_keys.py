@@ -1,7 +1,6 @@
 """No key of a config of PEFT is read in silence: each field is in one list; refused and unknown ones are said."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.checkpoint_files import edit_config
 from tests.helpers.located import open_expert
 
 import actmat
@@ -69,8 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(place: Path, name: str, folder: Path, **fields: Any) -> Path:
     """A copy of an adapter with other fields."""
     shutil.copytree(place / name, folder)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    edit_config(folder, **fields)
     return folder
 
 

@@ -31,11 +31,16 @@ def move_weights(file: Path, seed: int, size: float = 0.2) -> None:
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `base`, `experts/NAME`, `adapters/NAME`, and `NAME.jsonl` for the names of `TEXTS`."""
     folder = tmp_path_factory.mktemp("family")
+    write_family(folder)
+    return folder
+
+
+def write_family(folder: Path) -> None:
+    """See `family`."""
     write_models(folder)
     for seed, (name, texts) in enumerate(TEXTS.items()):
         move_weights(folder / "experts" / name / "model.safetensors", seed)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    return folder
 
 
 @pytest.fixture(scope="session")

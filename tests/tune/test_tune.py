@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers import family as searched
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.family import TEXTS, data_flags, data_of, experts_of, model_flags
 from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -303,7 +304,7 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     refused = run(["tune", "-b", str(family / "base"), *flags, "--out", str(tmp_path / "best")])
     assert "the prompt given: expected at least 2 inputs" in " ".join(refused.err.split())
     file = shutil.copytree(family / "experts" / "math", tmp_path / "math") / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
+    edit_json(file, rms_norm_eps=0.5)
     with pytest.raises(MergeError, match="rms_norm_eps"):
         actmat.tune(family / "base", [file.parent], data=family / "math.jsonl", out=tmp_path / "best", load=pytest.fail)
 

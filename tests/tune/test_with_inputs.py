@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.family import TEXTS, data_flags, model_flags
 from tests.helpers.merging import actmat
 from tests.tolerances import F32_FORWARD, relative_error
@@ -304,8 +305,7 @@ def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(fa
     template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}def{% endif %}"
     shutil.copytree(family / "adapters", tmp_path / "adapters")
     shutil.copytree(family / "base", tmp_path / "base")
-    config = tmp_path / "base" / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    edit_json(tmp_path / "base" / "tokenizer_config.json", chat_template=template)
     rows = [
         {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": " two"}]} for t in TEXTS["math"]
     ]
