@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import pytest
+from tests.experts.test_families import CONFIGS as FAMILIES
 from tests.helpers.adapters import save_peft, tiny
 from tests.helpers.checkpoint_files import edit_config
 from tests.helpers.located import open_expert
@@ -21,14 +22,7 @@ from actmat.experts.peft import reader_of
 
 LINEAR = ["q_proj", "down_proj"]
 CONFIGS: dict[str, peft.PeftConfig] = {
-    "loha": peft.LoHaConfig(r=2, target_modules=LINEAR),
-    "lokr": peft.LoKrConfig(r=2, target_modules=LINEAR),
-    "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
-    "vera": peft.VeraConfig(r=2, target_modules=LINEAR),
-    "adalora": peft.AdaLoraConfig(init_r=3, total_step=10, target_modules=LINEAR),
-    "oft": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"]),
-    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
-    "dora": peft.LoraConfig(r=2, use_dora=True, target_modules=LINEAR),
+    **FAMILIES,
     "pissa": peft.LoraConfig(r=2, init_lora_weights="pissa", target_modules=LINEAR),
     "lora_tokens": peft.LoraConfig(r=2, target_modules=LINEAR, trainable_token_indices=[1]),
 }
