@@ -301,7 +301,7 @@ def test_one_malformed_row_in_a_hundred_is_left_out():
     found, problems = kept_rows(["1"] * 199 + ["x"], int, "numbers")
     assert (len(found), len(problems)) == (199, 1)
     assert problems[0].startswith("row 200: invalid literal")
-    with pytest.raises(CheckpointError, match="numbers: 2 of 100 rows cannot be used"):
+    with pytest.raises(CheckpointError, match="numbers: 2 of 100 rows cannot be used; at most 1 % may be"):
         kept_rows(["1"] * 98 + ["x", "y"], int, "numbers")
     with pytest.raises(CheckpointError) as caught:
         kept_rows([], int, "numbers")
