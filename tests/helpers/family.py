@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.docs_fixture import write_models
 
 import actmat
+from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 
 TEXTS = {
@@ -80,3 +81,18 @@ def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
         "budget": 2,
     }
     return actmat.tune(family / "base", experts_of(family), out=out, **usual | fields)
+
+
+class Told(TuneProgress):
+    """Keeps the stages and the notes of a search."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def doing(self, what: str, total: int = 0) -> None:
+        """Keep it."""
+        self.texts.append(what)
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.texts.append(text)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers.checkpoint_files import edit_json
-from tests.helpers.family import TEXTS, data_flags, model_flags
+from tests.helpers.family import TEXTS, Told, data_flags, model_flags
 from tests.helpers.merging import actmat
 from tests.tolerances import F32_FORWARD, relative_error
 
@@ -52,22 +52,12 @@ def adapters(family: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return out, merged(family, out, *adapter_flags(family), *data_flags(family))
 
 
-class Stages(TuneProgress):
-    """Notes the stages."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def doing(self, what: str, total: int = 0) -> None:
-        self.names.append(what)
-
-
 def test_a_call_names_the_kind_of_its_output_and_hears_of_the_stages(family: Path, tmp_path: Path) -> None:
-    experts, stages = {name: family / "adapters" / name for name in TEXTS}, Stages()
+    experts, stages = {name: family / "adapters" / name for name in TEXTS}, Told()
     data, out = {name: texts[0] for name, texts in TEXTS.items()}, tmp_path / "m"
     report = api.merge(family / "base", experts, data=data, to="model", new_tokens=2, out=out, progress=stages)
     assert (report.plan.output, (out / "config.json").is_file()) == ("model", True)
-    assert "merging" in stages.names
+    assert "merging" in stages.texts
 
 
 def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
