@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import qwen as program
-from evidence.tests.helpers.pretrained import write_gguf, write_llama
+from evidence.tests.helpers.pretrained import small_decoder, write_gguf, write_llama
 from evidence.tests.helpers.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_SOLVE
 from safetensors.torch import load_file, save_file
 
@@ -46,22 +46,9 @@ TINY = {"train": "12", "prompts": "4", "test": "6", "steps": "2", "batch_size": 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     folder = write_llama(tmp_path_factory.mktemp("qwen") / "tiny-llama")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **{n: json.loads((folder / "config.json").read_text())[n] for n in ("vocab_size", "bos_token_id")},
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        pad_token_id=2,
-        eos_token_id=2,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    words = json.loads((folder / "config.json").read_text())["vocab_size"]
+    small_decoder("qwen2", words, num_hidden_layers=2).save_pretrained(folder)
     return folder
 
 

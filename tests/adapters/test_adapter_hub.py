@@ -1,14 +1,14 @@
 """Adapters on the hub: a stand-in on the loopback serves them, and counts what was asked of it."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.adapters.test_adapter_to_adapter import deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import save_folder, save_lora
 from tests.helpers.hub import HubStandIn
 from tests.helpers.located import is_adapter, open_adapter
 
@@ -94,13 +94,8 @@ def test_a_plan_transfers_headers_only_and_records_name_the_repository(hub: HubS
     """Of weights larger than what is read for a header."""
     names = ["org/wide0", "org/wide1"]
     for n, name in enumerate(names):
-        (place := tmp_path / "remote" / name).mkdir(parents=True)
-        factors = {"lora_A": torch.full((1, 300_000), 1.0 + n), "lora_B": torch.tensor([[1.0], [2.0 + n]])}
-        named = {f"base_model.model.q.{k}.weight": v for k, v in factors.items()}
-        save_file(named, place / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
-        (place / "adapter_config.json").write_text(json.dumps(config))
-        hub.add(name, place)
+        factors = torch.full((1, 300_000), 1.0 + n), torch.tensor([[1.0], [2.0 + n]])
+        hub.add(name, place := save_lora(tmp_path / "remote" / name, {"q": factors}))
     size = (place / "adapter_model.safetensors").stat().st_size
     actmat.plan(None, names, method="average")
     assert 0 < hub.bytes_of("adapter_model.safetensors") < size
@@ -115,15 +110,9 @@ def test_a_plan_transfers_headers_only_and_records_name_the_repository(hub: HubS
     ("named", "is_said"), [("org/base", False), ("/data/base/", False), ("org/other", True), ("", False)]
 )
 def test_an_adapter_that_names_another_base_is_told(hub: HubStandIn, tmp_path: Path, named: str, is_said: bool) -> None:
-    (base := tmp_path / "remote" / "base").mkdir(parents=True)
-    save_file({"q.weight": torch.ones(3, 4)}, base / "model.safetensors")
-    (base / "config.json").write_text('{"model_type": "llama"}')
-    hub.add("org/base", base)
-    (adapter := tmp_path / "adapter").mkdir()
-    factors = {"lora_A": torch.ones(1, 4), "lora_B": torch.ones(3, 1)}
-    save_file({f"base_model.model.q.{k}.weight": v for k, v in factors.items()}, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"], "base_model_name_or_path": named}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    hub.add("org/base", save_folder(tmp_path / "base", {"q.weight": torch.ones(3, 4)}, {"model_type": "llama"}))
+    factors = torch.ones(1, 4), torch.ones(3, 1)
+    adapter = save_lora(tmp_path / "adapter", {"q": factors}, base_model_name_or_path=named)
     notes = " ".join(map(str, actmat.plan("org/base", [adapter], method="average", output={"kind": "model"}).notes))
     said = "adapters name another base (adapter: org/other): unless it is a copy of org/base, the merge is wrong"
     assert (said in notes) == ("another base" in notes) == is_said

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.merging import actmat
+from tests.helpers.tinymodels import made
 from tests.tolerances import F32_ELEMENTWISE
 from torch import Tensor
 
@@ -29,10 +30,8 @@ def write_tokenizer(folder: Path, added: list[str]) -> None:
 
 
 def make_base(folder: Path, **config: Any) -> Path:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     settings = {"vocab_size": ROWS, "hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 2} | config
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **settings)).save_pretrained(folder)
+    made("llama", num_hidden_layers=1, **settings).save_pretrained(folder)
     write_tokenizer(folder, [])
     return folder
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tests.adapters.test_adapter_reading import edit_config
 from tests.adapters.test_adapter_to_adapter import GPT2, deltas_of, merge
-from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.adapters import LLAMA, STACKS, save_adapter, save_groups, tiny
+from tests.helpers.checkpoint_files import edit_config
 from tests.helpers.lapack import failing
 from tests.helpers.located import open_adapter
 from tests.tolerances import F64_ORACLE
@@ -19,7 +19,6 @@ from torch import Tensor
 import actmat
 from actmat.errors import MergeError
 
-STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
         {**GPT2, "target_modules": ["c_attn", "c_fc", "wpe"]},
@@ -31,16 +30,7 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Per family: two adapters (`a1`, `a2`), their base, and the same experts as full models (`m1`, `m2`)."""
-    folder = tmp_path_factory.mktemp("groups")
-    for family, adapters in FAMILIES.items():
-        model = tiny(family)
-        model.save_pretrained(folder / family / "base")
-        for n, options in enumerate(adapters, 1):
-            merged = save_adapter(folder / family / f"a{n}", family, n, **options)
-            model.load_state_dict(merged)
-            model.save_pretrained(folder / family / f"m{n}")
-    return folder
+    return save_groups(tmp_path_factory.mktemp("groups"), FAMILIES)
 
 
 def from_full_models(group: Path, out: Path, experts: list[str], **fields: Any) -> dict[str, Tensor]:

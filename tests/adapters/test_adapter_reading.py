@@ -1,6 +1,5 @@
 """Adapters of every kind, and what of them is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import edit_config
 from tests.helpers.located import is_adapter, open_adapter
 from torch import Tensor
 
@@ -92,11 +92,6 @@ def test_a_number_of_hundreds_of_digits_is_no_field(tmp_path: Path) -> None:
     edit_config(tmp_path, r=10**400)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: expected JSON, found a number of 401 digits"):
         open_adapter(tmp_path)
-
-
-def edit_config(folder: Path, **fields: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def edit_tensors(folder: Path, change: Any) -> None:

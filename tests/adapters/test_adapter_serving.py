@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.adapters.test_adapter_to_adapter import KINDS, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import save_lora
 
 import actmat
 from actmat.planning.serving import VLLM_RANKS
@@ -110,11 +111,7 @@ def test_the_plan_says_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> Non
     [(16, ""), (17, "--max-lora-rank 32"), (300, "--max-lora-rank 320"), (512, "512"), (513, "above its largest, 512")],
 )
 def test_the_plan_says_which_rank_to_start_vllm_with(rank: int, said: str, tmp_path: Path) -> None:
-    stem = "base_model.model.model.layers.0.mlp.up_proj"
-    factors = {f"{stem}.lora_A.weight": torch.ones(rank, 520), f"{stem}.lora_B.weight": torch.ones(520, rank)}
-    save_file(factors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["up_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_lora(tmp_path, {"model.layers.0.mlp.up_proj": (torch.ones(rank, 520), torch.ones(520, rank))})
     notes = " ".join(n for n in map(str, actmat.plan(None, [tmp_path], method="average").notes) if "vLLM" in n)
     assert said in notes
     assert bool(notes) == bool(said)

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from tests.adapters.test_adapter_options import from_full_models
 from tests.adapters.test_adapter_to_adapter import GPT2, deltas_of, merge
-from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.adapters import LLAMA, STACKS, save_adapter, save_groups, tiny
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
@@ -16,7 +16,6 @@ import actmat
 from actmat.api.matrices import merge_matrices
 from actmat.errors import MergeError
 
-STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "llama": [LLAMA, {**LLAMA, "target_modules": ["q_proj", "up_proj", "down_proj"]}],
     "gpt2": [GPT2, {**GPT2, "target_modules": ["c_attn", "c_proj"]}],
@@ -26,13 +25,8 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Per family: a base and two adapters of one rank and scaling, `a1` and `a2`."""
-    folder = tmp_path_factory.mktemp("spaces")
-    for family, adapters in FAMILIES.items():
-        tiny(family).save_pretrained(folder / family / "base")
-        for n, options in enumerate(adapters, 1):
-            save_adapter(folder / family / f"a{n}", family, n, **options)
-    return folder
+    """Two adapters of each family have one rank and scaling."""
+    return save_groups(tmp_path_factory.mktemp("spaces"), FAMILIES)
 
 
 def both(group: Path) -> list[Path]:

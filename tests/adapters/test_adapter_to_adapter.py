@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tests.adapters.test_adapter_reading import edit_config, edit_tensors
+from tests.adapters.test_adapter_reading import edit_tensors
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import edit_config
 from tests.tolerances import relative_error
 from torch import Tensor
 
@@ -182,11 +183,3 @@ def test_nan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match=r"2 problem\(s\)"):
         merge(tmp_path, [tmp_path / "a", tmp_path / "b"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_an_adapter_of_full_checkpoints_is_refused(pair: Path, tmp_path: Path) -> None:
-    tiny("gpt2").save_pretrained(tmp_path / "full")
-    with pytest.raises(MergeError, match="--base must be given"):
-        merge(tmp_path, [pair / "one", tmp_path / "full"])
-    with pytest.raises(MergeError, match="works on adapters only"):
-        merge(tmp_path, [pair / "one", tmp_path / "full"], to="adapter")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_reading import CASES
-from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.adapters import LLAMA, STACKS, save_adapter, save_groups, tiny
+from tests.helpers.checkpoint_files import save_folder
 from torch import Tensor
 
 import actmat
@@ -51,17 +52,12 @@ def test_factors_give_what_full_experts_give(method: str, family: str, tmp_path:
     options: dict[str, Any] = {
         "llama": LLAMA,
         "gpt2": {"r": 2, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
-        "mixtral": {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "mixtral": STACKS,
     }[family]
-    model = tiny(family)
-    model.save_pretrained(tmp_path / "base")
-    for n in (1, 2):
-        merged = save_adapter(tmp_path / f"a{n}", family, n, **options)
-        model.load_state_dict(merged)
-        model.save_pretrained(tmp_path / f"m{n}")
-    adapters = merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"], "from_a", method=method)
-    merge(tmp_path, tmp_path / "base", [tmp_path / "m1", tmp_path / "m2"], "from_m", method=method)
-    merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "m2"], "mixed", method=method)
+    place = save_groups(tmp_path, {family: [options] * 2}) / family
+    adapters = merge(tmp_path, place / "base", [place / "a1", place / "a2"], "from_a", method=method)
+    merge(tmp_path, place / "base", [place / "m1", place / "m2"], "from_m", method=method)
+    merge(tmp_path, place / "base", [place / "a1", place / "m2"], "mixed", method=method)
     assert any(t.is_factored for t in adapters.plan.items) == (method in ("actmat", "tsv", "iso_c", "wudi"))
     want = load_file(tmp_path / "from_m" / "model.safetensors")
     for out in ("from_a", "mixed"):
@@ -143,8 +139,7 @@ def test_an_adapter_of_the_text_model_fits_the_language_model_of_a_multimodal_on
     text = tiny("llama").state_dict()
     vision = {f"{begins}visual.{n.removeprefix('model.')}": t.clone() for n, t in text.items() if ".layers." in n}
     base = {n.replace("model.", begins, 1): t.clone() for n, t in text.items()} | vision
-    (tmp_path / "base").mkdir()
-    save_file(base, tmp_path / "base" / "model.safetensors")
+    save_folder(tmp_path / "base", base)
     expected = save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
     file = tmp_path / "a" / "adapter_model.safetensors"
     stored = {

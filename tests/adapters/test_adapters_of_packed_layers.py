@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.experts.test_expert_conformance import Lora
 from tests.helpers.adapters import save_adapter, tiny
+from tests.helpers.checkpoint_files import save_folder, save_lora
 from tests.helpers.located import open_expert
 from torch import Tensor
 
@@ -46,28 +47,6 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def save(state: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any] | None = None) -> Path:
-    folder.mkdir(parents=True)
-    save_file(dict(state), folder / "model.safetensors")
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def save_lora(folder: Path, modules: Mapping[str, tuple[Tensor, ...]], **fields: Any) -> Path:
-    """An adapter by hand: module -> A, B and maybe a bias of B."""
-    folder.mkdir(parents=True)
-    tensors = {}
-    for name, (a, b, *bias) in modules.items():
-        at = f"base_model.model.{name}.lora_"
-        tensors |= {f"{at}A.weight": a, f"{at}B.weight": b, **({f"{at}B.bias": bias[0]} if bias else {})}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    rank = next(iter(modules.values()))[0].shape[0]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(modules), **fields}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -96,8 +75,8 @@ class TestApartOnPacked(Lora):
     def store(self, folder: Path, seed: int) -> StoredExpert:
         place = self.shared / str(seed)
         if not place.exists():
-            save(packed(tiny("llama").state_dict()), place / "base", PHI)
-            save(packed(save_adapter(place / "adapter", "llama", seed, **self.options)), place / "tuned")
+            save_folder(place / "base", packed(tiny("llama").state_dict()), PHI)
+            save_folder(place / "tuned", packed(save_adapter(place / "adapter", "llama", seed, **self.options)))
         with open_model(place / "tuned") as tuned:
             return StoredExpert(place / "base", place / "adapter", {n: tuned.tensors.read(n) for n in tuned.specs})
 
@@ -123,16 +102,16 @@ class TestPackedOnSeparate(Lora):
                     tuned[n] = state[n] + 2.0 * b[start : start + rows] @ a
                     start += rows
         if not place.exists():
-            save(state, place / "base", PHI | {"model_type": "llama"})
+            save_folder(place / "base", state, PHI | {"model_type": "llama"})
             save_lora(place / "adapter", modules)
         return StoredExpert(place / "base", place / "adapter", tuned)
 
 
 def test_a_base_that_packs_what_an_adapter_trains_apart_is_merged_alike(tmp_path: Path) -> None:
     """Two adapters by every sort of method: the same as the packed models that PEFT makes of them."""
-    save(packed(tiny("llama").state_dict()), tmp_path / "base", PHI)
+    save_folder(tmp_path / "base", packed(tiny("llama").state_dict()), PHI)
     for n, options in enumerate((ALL, SOME)):
-        save(packed(save_adapter(tmp_path / f"a{n}", "llama", n, **options)), tmp_path / f"m{n}")
+        save_folder(tmp_path / f"m{n}", packed(save_adapter(tmp_path / f"a{n}", "llama", n, **options)))
     for method in ("actmat", "tsv", "ties", "average", "knots"):
         fields = {"method": method, "options": {}}
         found = merged(tmp_path, tmp_path / "a0", tmp_path / "a1", out=f"a-{method}", **fields)
@@ -148,7 +127,7 @@ def test_a_base_that_packs_what_an_adapter_trains_apart_is_merged_alike(tmp_path
 
 def test_an_adapter_is_written_in_the_layout_of_the_base(tmp_path: Path) -> None:
     """Extracted on the packed base: ranks are sums, and the deltas exact."""
-    save(packed(tiny("llama").state_dict()), tmp_path / "base", PHI)
+    save_folder(tmp_path / "base", packed(tiny("llama").state_dict()), PHI)
     expected = packed(save_adapter(tmp_path / "a", "llama", 1, **SOME))
     run = RUN | SUM | {"out": tmp_path / "out", "to": "extracted", "ranks": "pattern"}
     actmat.merge(tmp_path / "base", [tmp_path / "a"], **run)
@@ -198,9 +177,9 @@ def test_rows_that_are_interleaved_or_columns_are_those_of_the_layer(kind: str, 
     start = {p: random(rows, width, seed=k) for k, (p, rows) in enumerate(sizes.items())}
     turned = kind == "gpt2"
     whole = interleaved(start, "".join(sizes), groups)
-    save(
-        {f"{layer}.weight": whole.T.contiguous() if turned else whole},
+    save_folder(
         tmp_path / "base",
+        {f"{layer}.weight": whole.T if turned else whole},
         {"model_type": model_type, "hidden_size": width, **config},
     )
     leaves = {
@@ -232,7 +211,7 @@ def test_a_bias_is_put_on_the_same_rows(is_packed: bool, tmp_path: Path) -> None
     whole = {"weight": torch.cat([*weights.values()]), "bias": torch.cat([*biases.values()])}
     separate = {f"{layer}.{n}.{k}": t for k, of in (("weight", weights), ("bias", biases)) for n, t in of.items()}
     joined = {f"{layer}.qkv_proj.{k}": t for k, t in whole.items()}
-    save(joined if is_packed else separate, tmp_path / "base", PHI)
+    save_folder(tmp_path / "base", joined if is_packed else separate, PHI)
     if is_packed:
         given = {
             n: (*pair(heights[n], 16, seed=k), random(heights[n], seed=k)) for k, n in enumerate(("q_proj", "v_proj"))
@@ -275,7 +254,7 @@ def test_what_transformers_takes_apart_as_it_loads_is_merged_as_it_saves_it(tmp_
 
 
 def test_rows_that_nothing_tells_apart_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    save(packed(tiny("llama").state_dict()), tmp_path / "base")
+    save_folder(tmp_path / "base", packed(tiny("llama").state_dict()))
     save_adapter(tmp_path / "a", "llama", 1, **SOME | {"target_modules": ["q_proj", "v_proj"]})
     with pytest.raises(MergeError) as error:
         actmat.plan(tmp_path / "base", [tmp_path / "a"])
@@ -287,7 +266,7 @@ def test_rows_that_nothing_tells_apart_are_refused_in_one_sentence(tmp_path: Pat
 
 
 def test_layers_of_other_sizes_and_tensors_trained_in_full_are_refused(tmp_path: Path) -> None:
-    save(packed(tiny("llama").state_dict()), tmp_path / "base", PHI)
+    save_folder(tmp_path / "base", packed(tiny("llama").state_dict()), PHI)
     layer = "model.layers.0.self_attn"
     cases = {
         "rows": ({f"{layer}.k_proj": pair(16, 16, seed=1)}, "does not fit the 8x16 of k in"),
@@ -307,7 +286,7 @@ def test_layers_of_other_sizes_and_tensors_trained_in_full_are_refused(tmp_path:
     with pytest.raises(MergeError, match="would be changed by several modules"):
         actmat.plan(tmp_path / "base", [tmp_path / "both"])
     (tmp_path / "llama").mkdir()
-    save(tiny("llama").state_dict(), tmp_path / "llama" / "base", PHI)
+    save_folder(tmp_path / "llama" / "base", tiny("llama").state_dict(), PHI)
     save_lora(tmp_path / "odd", {f"{layer}.qkv_proj": pair(30, 16, seed=2)})
     with pytest.raises(MergeError, match="which does not fit the sum of"):
         actmat.plan(tmp_path / "llama" / "base", [tmp_path / "odd"])
@@ -315,7 +294,7 @@ def test_layers_of_other_sizes_and_tensors_trained_in_full_are_refused(tmp_path:
 
 def test_packed_and_separate_layers_are_merged_on_a_base_only(tmp_path: Path) -> None:
     """Into a model, and into an adapter that is extracted; not into an adapter that would hold both layers."""
-    save(packed(tiny("llama").state_dict()), tmp_path / "base", PHI)
+    save_folder(tmp_path / "base", packed(tiny("llama").state_dict()), PHI)
     first = packed(save_adapter(tmp_path / "a", "llama", 1, **SOME))
     layer = "model.layers.0.self_attn.qkv_proj"
     a, b = pair(32, 16, seed=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import save_folder
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
@@ -112,11 +113,9 @@ def test_either_form_of_a_legacy_name_is_matched(
 def test_a_leftover_of_quantization(tmp_path: Path, method: str, has_scale: bool) -> None:
     config = {"model_type": "llama", "quantization_config": {"quant_method": method}}
     for name in ("base", "expert"):
-        (tmp_path / name).mkdir()
         tensors = {"model.layers.0.q_proj.weight": torch.randn(8, 8)}
         tensors |= {"model.layers.0.q_proj.k_scale": torch.ones(1)} if has_scale else {}
-        save_file(tensors, tmp_path / name / "model.safetensors")
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_folder(tmp_path / name, tensors, config)
     if has_scale or method in ("bitnet", "unknown"):
         with pytest.raises(MergeError, match="quantized"):
             actmat.plan(tmp_path / "base", [tmp_path / "expert"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.located import is_adapter, open_adapter
 from tests.helpers.lora_files import (
     TEXT,
@@ -40,9 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A UNet and a text encoder as bases, and one adapter in kohya's layout with alpha 1."""
     folder = tmp_path_factory.mktemp("lora_files")
     for name, model in (("unet", tiny_unet()), ("text", tiny_text())):
-        (folder / name).mkdir()
-        save_file(weights_of(model), folder / name / "model.safetensors")
-        (folder / name / "config.json").write_text(f'{{"architectures": ["{type(model).__name__}"]}}')
+        save_folder(folder / name, weights_of(model), {"architectures": [type(model).__name__]})
     for seed in (1, 2):
         unet, text = (random_factors(m, n, seed, alpha=1.0) for m, n in ((tiny_unet(), UNET), (tiny_text(), TEXT)))
         save_kohya(folder / f"kohya{seed}.safetensors", unet, text)

@@ -1,6 +1,5 @@
 """Names of adapters' modules in all their forms: read in one, given to one part of the base, or refused."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_adapter, tiny
+from tests.helpers.checkpoint_files import edit_config, save_folder, save_lora
 from tests.helpers.located import open_expert
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
@@ -86,9 +86,8 @@ def test_an_output_has_the_names_that_peft_loads(form: str, pair: Path, tmp_path
 
 def with_class(folder: Path, name: str | None, task: str | None = None) -> None:
     """Another class in the config."""
-    file = folder / "adapter_config.json"
     mapping = {"base_model_class": name} if name else None
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_mapping": mapping, "task_type": task}))
+    edit_config(folder, auto_mapping=mapping, task_type=task)
 
 
 def test_names_that_no_config_decides_are_refused(pair: Path, tmp_path: Path) -> None:
@@ -132,17 +131,11 @@ TOWERS = [
 def tower_adapter(folder: Path, name: str | None, kind: str, width: int = 4) -> Path:
     """An adapter without the prefix of its part."""
     torch.manual_seed(0)
-    folder.mkdir()
+    modules = {f"layers.{i}.fc1": (torch.randn(2, width), torch.randn(6, 2)) for i in range(2)}
+    save_lora(folder, modules, target_modules=["fc1"], auto_mapping={"base_model_class": name} if name else None)
     if kind == "IA3":
-        tensors = {f"base_model.model.layers.{i}.fc1.ia3_l": 1 + torch.rand(6, 1) for i in range(2)}
-        config: dict[str, Any] = {"peft_type": "IA3", "target_modules": ["fc1"], "feedforward_modules": []}
-    else:
-        tensors = {f"base_model.model.layers.{i}.fc1.lora_A.weight": torch.randn(2, width) for i in range(2)}
-        tensors |= {f"base_model.model.layers.{i}.fc1.lora_B.weight": torch.randn(6, 2) for i in range(2)}
-        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["fc1"]}
-    save_file(tensors, folder / WEIGHTS)
-    config["auto_mapping"] = {"base_model_class": name} if name else None
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file({f"base_model.model.{n}.ia3_l": 1 + torch.rand(6, 1) for n in modules}, folder / WEIGHTS)
+        edit_config(folder, peft_type="IA3", feedforward_modules=[])
     return folder
 
 
@@ -184,14 +177,12 @@ def test_shapes_decide_between_parts(tmp_path: Path) -> None:
 def test_a_full_expert_of_one_part(tmp_path: Path) -> None:
     base = whole_model("text_model.", "vision_model.")
     expert = {n.removeprefix("text_model."): base.tensors.read(n) * 2 for n in base.specs if n.startswith("text")}
-    for name, tensors in (("base", {n: base.tensors.read(n) for n in base.specs}), ("part", expert)):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
+    save_folder(tmp_path / "base", {n: base.tensors.read(n) for n in base.specs})
+    save_folder(tmp_path / "part", expert)
     kept: dict[str, Any] = {"method": "average", "keep": ["vision_model.*"], "scope": "all"}
     with pytest.raises(MergeError, match="completed by several parts"):
         actmat.merge(tmp_path / "base", [tmp_path / "part"], out=tmp_path / "out", **kept, **RUN)
-    config = {"architectures": ["CLIPTextModel"], "model_type": "clip_text_model"}
-    (tmp_path / "part/config.json").write_text(json.dumps(config))
+    save_folder(tmp_path / "part", expert, {"architectures": ["CLIPTextModel"], "model_type": "clip_text_model"})
     actmat.merge(tmp_path / "base", [tmp_path / "part"], out=tmp_path / "out", **kept, **RUN)
     out = load_file(tmp_path / "out/model.safetensors")
     assert {n for n, t in out.items() if t.max() == 2} == {n for n in out if n.startswith("text_model.")}
@@ -229,14 +220,11 @@ def make_files(folder: Path, names: tuple[str, ...], *, is_folder: bool) -> list
     for seed in (1, 2):
         torch.manual_seed(seed)
         tensors = {n: torch.randn(4, 4) for n in names}
-        file = folder / f"{seed}.safetensors"
+        out.append(folder / (f"{seed}" if is_folder else f"{seed}.safetensors"))
         if is_folder:
-            file = folder / f"{seed}/model.safetensors"
-            file.parent.mkdir()
-            (file.parent / "config.json").write_text('{"model_type": "llama"}')
-            tensors["norm.weight"] = torch.ones(4)
-        save_file(tensors, file)
-        out.append(file.parent if is_folder else file)
+            save_folder(out[-1], tensors | {"norm.weight": torch.ones(4)}, {"model_type": "llama"})
+        else:
+            save_file(tensors, out[-1])
     return out
 
 

@@ -9,8 +9,9 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.adapters.test_adapter_to_adapter import edit_config
+from tests.adapters.test_adapter_to_model import load
 from tests.helpers.adapters import save_adapter, tiny
+from tests.helpers.checkpoint_files import edit_config
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -20,7 +21,6 @@ from actmat.errors import MergeError, StatisticsError
 from actmat.experts.lora.fields import IRRELEVANT, OBEYED, REFUSED
 from actmat.extras.models.loading import load_model
 
-Stored = dict[str, Tensor]
 STACKS = {"r": 3, "lora_alpha": 5, "target_modules": []}
 BOTH = {**STACKS, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 SQUARE = {**STACKS, "target_parameters": ["experts.gate_up_proj"]}
@@ -34,11 +34,6 @@ def merge(folder: Path, *experts: Any, out: str = "out", base: str | None = "bas
     return actmat.merge(None if base is None else folder / base, given, out=folder / out, **(settings | fields))
 
 
-def in_memory(folder: Path, family: str) -> Stored:
-    """State dict of the model that transformers loads."""
-    return dict(type(tiny(family)).from_pretrained(folder, dtype=torch.float64).state_dict())
-
-
 def delta(folder: Path, axes: str, order: str = "rank_major", nest: str = "", rank: int = 3) -> Tensor:
     """The delta of a stack by the einsum of PEFT's `get_delta_weight`."""
     stored = load_file(folder / "adapter_model.safetensors")
@@ -50,7 +45,7 @@ def delta(folder: Path, axes: str, order: str = "rank_major", nest: str = "", ra
 
 
 def assert_changed_by(folder: Path, expected: Tensor, out: str = "out") -> None:
-    found = in_memory(folder / out, "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
+    found = load(folder / out, "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -79,7 +74,7 @@ def test_mixtures_of_experts_give_what_peft_merges(family: str, targets: str, tm
     wanted = LISTS[family] if targets == "list" else targets
     expected = save_adapter(tmp_path / "adapter", family, 1, r=3, lora_alpha=5, target_modules=wanted)
     merge(tmp_path, tmp_path / "adapter")
-    found, base = in_memory(tmp_path / "out", family), tiny(family).state_dict()
+    found, base = load(tmp_path / "out", family), tiny(family).state_dict()
     assert any(".experts." in n and not torch.equal(v, base[n]) for n, v in expected.items())
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
@@ -240,8 +235,8 @@ def test_an_adapter_and_a_model_are_merged_alike(method: str, version: str, tmp_
     merge(tmp_path, tmp_path / "a1", tmp_path / "a2", out="direct", method=method)
     merge(tmp_path, tmp_path / "a1", tmp_path / "a2", out="adapter", method=method, base=None, rank=16)
     merge(tmp_path, tmp_path / "adapter")
-    direct = in_memory(tmp_path / "direct", "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
-    found = in_memory(tmp_path / "out", "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
+    direct = load(tmp_path / "direct", "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
+    found = load(tmp_path / "out", "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
     torch.testing.assert_close(found, direct, rtol=1e-10, atol=1e-11)
 
 

@@ -1,6 +1,5 @@
 """Factors of modules that PEFT does not build: refused with the field, for every way of choosing modules."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from peft import LoHaConfig, LoraConfig, PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_peft, tiny
+from tests.helpers.checkpoint_files import edit_config
 
 import actmat
 from actmat.checkpoints.memory import hold_model
@@ -92,8 +92,7 @@ def test_a_config_that_leaves_out_stored_factors(kind: str, change: dict[str, An
     tiny("llama").save_pretrained(tmp_path / "base")
     config = LoraConfig(**LLAMA) if kind == "lora" else LoHaConfig(r=2, target_modules=LLAMA["target_modules"])
     save_peft(tmp_path / "one", "llama", 3, config, dtype=torch.float32)
-    file = tmp_path / "one" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    edit_config(tmp_path / "one", **change)
 
     def merge() -> dict[str, torch.Tensor]:
         actmat.merge(tmp_path / "base", [tmp_path / "one"], out=tmp_path / "out", method="average", durable=False)

@@ -1,6 +1,5 @@
 """Adapters in a stand-in for the hub, and visitors' jobs that are pointed at it."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers import checkpoint_files
 from tests.helpers.family import family
 from tests.helpers.hub import HubStandIn, served
 from tests.helpers.hub_uploads import Uploads
@@ -28,12 +28,8 @@ def save_lora(folder: Path, seed: int, module: str = "model.layers.0.self_attn.q
     """An adapter of rank 4 of one 16x16 module; its delta."""
     rng = torch.Generator().manual_seed(seed)
     a, b = torch.randn((4, 16), generator=rng), torch.randn((16, 4), generator=rng)
-    folder.mkdir(parents=True)
-    start = f"base_model.model.{module}"
-    save_file({f"{start}.lora_A.weight": a, f"{start}.lora_B.weight": b}, folder / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none",
-              "base_model_name_or_path": "org/base", "task_type": "CAUSAL_LM"}  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
+    fields = {"target_modules": ["q_proj"], "bias": "none", "base_model_name_or_path": "org/base"}
+    checkpoint_files.save_lora(folder, {module: (a, b)}, **fields | {"task_type": "CAUSAL_LM"} | config)
     return 2.0 * (b.double() @ a.double())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_lora
 from tests.helpers.located import is_adapter
 from tests.helpers.merging import CONFIG, Family, actmat, hidden
 
@@ -397,12 +397,8 @@ def json_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     root = tmp_path_factory.mktemp("doors")
     made = Family.make(root, layers=1)
     for name in ("adapter", "other"):
-        (root / name).mkdir()
-        stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-        factors = {f"{stem}A.weight": torch.ones(2, 8), f"{stem}B.weight": torch.ones(8, 2)}
-        save_file(factors, root / name / "adapter_model.safetensors")
-        plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-        (root / name / "adapter_config.json").write_text(json.dumps(plain))
+        factors = {"model.layers.0.self_attn.q_proj": (torch.ones(2, 8), torch.ones(8, 2))}
+        save_lora(root / name, factors, target_modules=["q_proj"])
     assert actmat(made.argv("--method", "average", "--diagnose")).code == 0
     return made
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.quantized import Stored, compressed, fp8_blocks, fp8_scaled, mxfp4, save_model
+from tests.helpers.checkpoint_files import save_folder
+from tests.helpers.quantized import Stored, compressed, fp8_blocks, fp8_scaled, mxfp4
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors
@@ -62,7 +63,7 @@ def test_compressed_tensors_reads_the_same(scheme: str, dtype: str, tmp_path: Pa
     arguments, words = SCHEMES[scheme]
     write, entry = compressed(**arguments)
     stored, expected = write(NAME, noise(48, 96, dtype=getattr(torch, dtype)))
-    save_model(tmp_path, stored | {"norm.weight": torch.ones(3)}, {"dtype": dtype, "quantization_config": entry})
+    save_folder(tmp_path, stored | {"norm.weight": torch.ones(3)}, {"dtype": dtype, "quantization_config": entry})
     with open_model(tmp_path) as checkpoint:
         assert set(checkpoint.specs) == {NAME, "norm.weight"}
         assert words in checkpoint.tensors.parts(NAME)[1]
@@ -76,7 +77,7 @@ def test_compressed_tensors_reads_the_same(scheme: str, dtype: str, tmp_path: Pa
 def test_fp8_blocks_with_ragged_edges(shape: tuple[int, ...], tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(*shape))
     entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    save_model(tmp_path, stored, {"torch_dtype": "bfloat16", "quantization_config": entry})
+    save_folder(tmp_path, stored, {"torch_dtype": "bfloat16", "quantization_config": entry})
     with open_model(tmp_path) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
         same_everywhere(checkpoint.tensors, NAME, expected)
@@ -84,7 +85,7 @@ def test_fp8_blocks_with_ragged_edges(shape: tuple[int, ...], tmp_path: Path) ->
 
 def test_wide_tensors_are_decoded_window_by_window(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(700, 500))
-    with open_model(save_model(tmp_path, stored, None)) as checkpoint:
+    with open_model(save_folder(tmp_path, stored)) as checkpoint:
         same_everywhere(checkpoint.tensors, NAME, expected)
         assert isinstance(checkpoint.tensors, QuantizedTensors)
         assert 0 < checkpoint.tensors.buffer_bytes < 8_000_000
@@ -93,7 +94,7 @@ def test_wide_tensors_are_decoded_window_by_window(tmp_path: Path) -> None:
 def test_single_files_of_image_tools(tmp_path: Path) -> None:
     stored, expected = fp8_scaled(NAME, noise(24, 40))
     stored |= {"scaled_fp8": torch.empty(2, dtype=torch.float8_e4m3fn), "img_in.bias": torch.ones(3)}
-    folder = save_model(tmp_path, stored, None)
+    folder = save_folder(tmp_path, stored)
     with open_model(folder / "model.safetensors") as checkpoint:
         assert set(checkpoint.specs) == {"img_in.bias", NAME}
         same_everywhere(checkpoint.tensors, NAME, expected)
@@ -103,7 +104,7 @@ def test_single_files_of_image_tools(tmp_path: Path) -> None:
 def test_mxfp4_reads_as_transformers_does(shape: tuple[int, ...], tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     stored, expected = mxfp4(name, noise(*shape))
-    save_model(tmp_path, stored, {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}})
+    save_folder(tmp_path, stored, {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}})
     with open_model(tmp_path) as checkpoint:
         assert checkpoint.specs[name].shape == shape
         same_everywhere(checkpoint.tensors, name, expected)
@@ -111,7 +112,7 @@ def test_mxfp4_reads_as_transformers_does(shape: tuple[int, ...], tmp_path: Path
 
 def test_handles_open_the_decoded_tensors(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(130, 140))
-    with open_tensors(save_model(tmp_path, stored, None)) as first, open_handle(first.handle()) as again:
+    with open_tensors(save_folder(tmp_path, stored)) as first, open_handle(first.handle()) as again:
         assert again.specs == first.specs
         same_everywhere(again, NAME, expected)
 
@@ -138,24 +139,24 @@ def edited(stored: Stored, change: Callable[[Stored], object]) -> Stored:
 def test_parts_that_do_not_fit_are_refused(change: Callable[[Stored], object], says: str, tmp_path: Path) -> None:
     stored = edited(fp8_blocks(NAME, noise(130, 140))[0], change)
     with pytest.raises(CheckpointError, match=says):
-        open_tensors(save_model(tmp_path, stored, None))
+        open_tensors(save_folder(tmp_path, stored))
 
 
-def test_groups_out_of_range_are_refused_on_reading(tmp_path: Path) -> None:
-    write, entry = compressed(**SCHEMES["int4 per group"][0])
-    stored, _ = write(NAME, noise(16, 64))
-    stored[NAME.replace("weight", "weight_g_idx")] = torch.full((64,), 9, dtype=torch.int32)
-    save_model(tmp_path, stored, {"quantization_config": entry})
-    with open_model(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="found 9 to 9"):
-        checkpoint.tensors.read(NAME)
-
-
-@pytest.mark.parametrize("columns", [60, 100])
-def test_rows_that_end_within_a_word_are_refused(columns: int, tmp_path: Path) -> None:
-    write, entry = compressed(**SCHEMES["int4 per channel"][0])
+@pytest.mark.parametrize(
+    ("scheme", "columns", "more", "says"),
+    [
+        ("int4 per group", 64, {f"{NAME}_g_idx": torch.full((64,), 9, dtype=torch.int32)}, "found 9 to 9"),
+        ("int4 per channel", 60, {}, "within a 32-bit word"),
+        ("int4 per channel", 100, {}, "within a 32-bit word"),
+    ],
+)
+def test_groups_out_of_range_and_rows_that_end_within_a_word_are_refused_on_reading(
+    scheme: str, columns: int, more: Stored, says: str, tmp_path: Path
+) -> None:
+    write, entry = compressed(**SCHEMES[scheme][0])
     stored, _ = write(NAME, noise(16, columns))
-    save_model(tmp_path, stored, {"quantization_config": entry})
-    with open_model(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="within a 32-bit word"):
+    save_folder(tmp_path, stored | more, {"quantization_config": entry})
+    with open_model(tmp_path) as checkpoint, pytest.raises(CheckpointError, match=says):
         checkpoint.tensors.read(NAME)
 
 
@@ -169,7 +170,7 @@ def test_rows_that_end_within_a_word_are_refused(columns: int, tmp_path: Path) -
 def test_rotated_and_sparse_weights_are_refused(entry: dict[str, Any], says: str, tmp_path: Path) -> None:
     write, own = compressed(**SCHEMES["fp8 per channel"][0])
     stored, _ = write(NAME, noise(16, 64))
-    save_model(tmp_path, stored, {"quantization_config": own | entry})
+    save_folder(tmp_path, stored, {"quantization_config": own | entry})
     with pytest.raises(CheckpointError, match=says):
         open_tensors(tmp_path)
 
@@ -177,7 +178,7 @@ def test_rotated_and_sparse_weights_are_refused(entry: dict[str, Any], says: str
 @pytest.mark.parametrize("entry", [{"quant_method": "quark"}, {"quant_algo": "NVFP4"}, {"bits": 4}])
 def test_unknown_schemes_stay_as_they_are_stored(entry: dict[str, Any], tmp_path: Path) -> None:
     stored, _ = fp8_blocks(NAME, noise(130, 140))
-    save_model(tmp_path, stored, {"quantization_config": entry})
+    save_folder(tmp_path, stored, {"quantization_config": entry})
     with open_model(tmp_path) as checkpoint:
         assert checkpoint.specs[NAME].dtype == "float8_e4m3fn"
         assert checkpoint.config == {"quantization_config": entry}
@@ -185,6 +186,6 @@ def test_unknown_schemes_stay_as_they_are_stored(entry: dict[str, Any], tmp_path
 
 def test_float8_without_scales_is_not_cast(tmp_path: Path) -> None:
     codes = noise(4, 4).to(torch.float8_e4m3fn)
-    with open_model(save_model(tmp_path, {NAME: codes}, None)) as checkpoint:
+    with open_model(save_folder(tmp_path, {NAME: codes})) as checkpoint:
         assert checkpoint.specs[NAME].dtype == "float8_e4m3fn"
         assert not isinstance(checkpoint.tensors, QuantizedTensors)

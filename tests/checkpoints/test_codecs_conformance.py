@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from tests.helpers.quantized import save_model
+from tests.helpers.checkpoint_files import save_folder
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors
@@ -23,7 +23,7 @@ class TestScaledCodes(TensorsConformance):
                 stored[name] = torch.ones(tensor.shape).to(torch.float8_e4m3fn)
                 stored[f"{name}_scale_inv"] = tensor
         entry = {"quant_method": "fp8", "weight_block_size": [1, 1]}
-        return open_tensors(save_model(folder, stored, {"dtype": "float32", "quantization_config": entry}))
+        return open_tensors(save_folder(folder, stored, {"dtype": "float32", "quantization_config": entry}))
 
 
 class TestPackedCodes(TensorsConformance):
@@ -40,7 +40,7 @@ class TestPackedCodes(TensorsConformance):
                 stored[f"{name}_shape"] = torch.tensor(tensor.shape)
         weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
         entry = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
-        return open_tensors(save_model(folder, stored, {"dtype": "bfloat16", "quantization_config": entry}))
+        return open_tensors(save_folder(folder, stored, {"dtype": "bfloat16", "quantization_config": entry}))
 
 
 def test_conformance_meets_codes(tmp_path: Path) -> None:

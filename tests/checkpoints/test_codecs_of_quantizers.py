@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
-from tests.helpers.quantized import Stored, save_model
+from tests.helpers.checkpoint_files import save_folder
+from tests.helpers.quantized import Stored
 from torch import Tensor
 
 from actmat.checkpoints.codecs.quantized import QuantizedTensors
@@ -36,40 +37,41 @@ def packed_along(codes: Tensor, bits: int, axis: int, order: tuple[int, ...] | N
     return (words.t() if axis == 0 else words).contiguous()
 
 
-def gptq(bits: int, *, ordered: bool, shift: int) -> tuple[Stored, Tensor]:
+def coded(bits: int, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, zero points, scales of the inputs' groups, and the weight that they stand for."""
     codes, zeros = whole(1 << bits, IN, OUT), whole(1 << bits, IN // GROUP, OUT, seed=1)
     scales = (whole(100, IN // GROUP, OUT, seed=2) + 1).to(torch.float16) / 512
-    groups = torch.arange(IN) // GROUP
-    if ordered:
-        groups = groups[torch.randperm(IN, generator=torch.Generator().manual_seed(3))]
     expected = torch.empty(OUT, IN, dtype=torch.float64)
     for o in range(OUT):
         for i in range(IN):
             g = int(groups[i])
             expected[o, i] = scales[g, o].double() * (int(codes[i, o]) - int(zeros[g, o]))
+    return codes, zeros, scales, expected.to(torch.float16)
+
+
+def gptq(bits: int, *, ordered: bool, shift: int) -> tuple[Stored, Tensor]:
+    groups = torch.arange(IN) // GROUP
+    if ordered:
+        groups = groups[torch.randperm(IN, generator=torch.Generator().manual_seed(3))]
+    codes, zeros, scales, expected = coded(bits, groups)
     stored = {
         f"{STEM}.qweight": packed_along(codes, bits, 0),
         f"{STEM}.qzeros": packed_along((zeros - shift) % (1 << bits), bits, 1),
         f"{STEM}.scales": scales,
         f"{STEM}.g_idx": groups.to(torch.int32),
     }
-    return stored, expected.to(torch.float16)
+    return stored, expected
 
 
 def awq() -> tuple[Stored, Tensor]:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    codes, zeros = whole(16, IN, OUT), whole(16, IN // GROUP, OUT, seed=1)
-    scales = (whole(100, IN // GROUP, OUT, seed=2) + 1).to(torch.float16) / 512
-    expected = torch.empty(OUT, IN, dtype=torch.float64)
-    for o in range(OUT):
-        for i in range(IN):
-            expected[o, i] = scales[i // GROUP, o].double() * (int(codes[i, o]) - int(zeros[i // GROUP, o]))
+    codes, zeros, scales, expected = coded(4, torch.arange(IN) // GROUP)
     stored = {
         f"{STEM}.qweight": packed_along(codes, 4, 1, order),
         f"{STEM}.qzeros": packed_along(zeros, 4, 1, order),
         f"{STEM}.scales": scales,
     }
-    return stored, expected.to(torch.float16)
+    return stored, expected
 
 
 def config_of(method: str, **entry: Any) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def config_of(method: str, **entry: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("ordered", [False, True])
 def test_gptq_is_its_formula(bits: int, ordered: bool, tmp_path: Path) -> None:
     stored, expected = gptq(bits, ordered=ordered, shift=1)
-    with open_model(save_model(tmp_path, stored, config_of("gptq", bits=bits))) as checkpoint:
+    with open_model(save_folder(tmp_path, stored, config_of("gptq", bits=bits))) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
         assert f"GPTQ int{bits}" in checkpoint.tensors.parts(NAME)[1]
         same_everywhere(checkpoint.tensors, NAME, expected)
@@ -90,7 +92,7 @@ def test_gptq_is_its_formula(bits: int, ordered: bool, tmp_path: Path) -> None:
 
 def test_awq_is_its_formula(tmp_path: Path) -> None:
     stored, expected = awq()
-    with open_model(save_model(tmp_path, stored, config_of("awq", bits=4, version="GEMM"))) as checkpoint:
+    with open_model(save_folder(tmp_path, stored, config_of("awq", bits=4, version="GEMM"))) as checkpoint:
         assert "AWQ int4" in checkpoint.tensors.parts(NAME)[1]
         same_everywhere(checkpoint.tensors, NAME, expected)
 
@@ -108,7 +110,7 @@ def test_awq_is_its_formula(tmp_path: Path) -> None:
 def test_layouts_that_are_not_read_are_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     stored, _ = gptq(4, ordered=False, shift=1)
     with pytest.raises(CheckpointError, match=says):
-        open_tensors(save_model(tmp_path, stored, config))
+        open_tensors(save_folder(tmp_path, stored, config))
 
 
 def four_bits(weight: Tensor, *, nested: bool) -> tuple[Stored, Tensor]:
@@ -141,7 +143,7 @@ def four_bits(weight: Tensor, *, nested: bool) -> tuple[Stored, Tensor]:
 @pytest.mark.parametrize("shape", [(12, 32), (6, 48), (5, 64)])
 def test_four_bits_are_their_formula(nested: bool, shape: tuple[int, int], tmp_path: Path) -> None:
     stored, expected = four_bits(noise(*shape), nested=nested)
-    with open_model(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
+    with open_model(save_folder(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
         assert list(checkpoint.specs) == [NAME]
         assert checkpoint.tensors.parts(NAME)[1].startswith("NF4")
         same_everywhere(checkpoint.tensors, NAME, expected)
@@ -151,11 +153,11 @@ def test_eight_bits_are_their_formula(tmp_path: Path) -> None:
     codes, largest = whole(255, OUT, IN).sub(127).to(torch.int8), torch.linspace(0.1, 2, OUT)
     expected = (codes.double() * largest.double()[:, None] / 127).to(torch.float16)
     stored = {NAME: codes, f"{STEM}.SCB": largest, f"{STEM}.weight_format": torch.tensor(0, dtype=torch.uint8)}
-    with open_model(save_model(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
+    with open_model(save_folder(tmp_path, stored, config_of("bitsandbytes"))) as checkpoint:
         same_everywhere(checkpoint.tensors, NAME, expected)
     stored[f"{STEM}.weight_format"] += 1
     with pytest.raises(CheckpointError, match="GPU kernel"):
-        open_tensors(save_model(tmp_path, stored, config_of("bitsandbytes")))
+        open_tensors(save_folder(tmp_path, stored, config_of("bitsandbytes")))
 
 
 @pytest.mark.parametrize("state", [b"{", b"[" * 5000, b'{"shape": [-1], "blocksize": 1, "dtype": "bfloat16"}',
@@ -164,7 +166,7 @@ def test_damaged_states_are_refused(state: bytes, tmp_path: Path) -> None:
     stored, _ = four_bits(noise(12, 32), nested=False)
     stored[f"{NAME}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=NAME):
-        open_tensors(save_model(tmp_path, stored, config_of("bitsandbytes")))
+        open_tensors(save_folder(tmp_path, stored, config_of("bitsandbytes")))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -175,7 +177,7 @@ def test_bitsandbytes_reads_the_same(kind: str, nested: bool, tmp_path: Path) ->
     codes, state = library.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
     expected = library.dequantize_4bit(codes, state)
     packed = {f"{NAME}.{n}": t for n, t in state.as_dict(packed=True).items()}
-    with open_model(save_model(tmp_path, {NAME: codes} | packed, config_of("bitsandbytes"))) as checkpoint:
+    with open_model(save_folder(tmp_path, {NAME: codes} | packed, config_of("bitsandbytes"))) as checkpoint:
         found = checkpoint.tensors.read(NAME)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)  # of FP4, the library gives some zeros a sign

@@ -129,11 +129,6 @@ def test_another_process_opens_handles_of_relative_locations(tmp_path: Path, mon
     assert os.getpid() not in {process for process, _, _ in found}
 
 
-def test_tensors_in_memory_have_no_handle() -> None:
-    with pytest.raises(CheckpointError, match="cannot be opened by another process"):
-        MemoryTensors({"w": torch.ones(1)}).handle()
-
-
 def test_a_handle_of_a_format_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
-from tests.helpers.quantized import compressed_fp4, save_model
+from tests.helpers.checkpoint_files import save_folder
+from tests.helpers.quantized import compressed_fp4
 
 import actmat
 from actmat.checkpoints.resolve import open_model, open_tensors
@@ -23,7 +24,7 @@ KINDS = {
 def test_compressed_tensors_reads_the_same(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
     write, entry = compressed_fp4(kind)
     stored, expected = write(NAME, noise(*shape))
-    save_model(tmp_path, stored | {"norm.weight": torch.ones(3)}, {"dtype": "bfloat16", "quantization_config": entry})
+    save_folder(tmp_path, stored | {"norm.weight": torch.ones(3)}, {"dtype": "bfloat16", "quantization_config": entry})
     with open_model(tmp_path) as checkpoint:
         assert set(checkpoint.specs) == {NAME, "norm.weight"}
         assert checkpoint.tensors.parts(NAME)[1] == KINDS[kind]
@@ -36,8 +37,8 @@ def test_a_merge_is_written_as_floats(kind: str, tmp_path: Path) -> None:
     write, entry = compressed_fp4(kind)
     config = {"dtype": "bfloat16", "quantization_config": entry}
     _, plain = write(NAME, noise(48, 96))
-    base = save_model(tmp_path / "base", write(NAME, noise(48, 96))[0], config)
-    expert = save_model(tmp_path / "expert", {NAME: plain * 2}, {"dtype": "bfloat16"})
+    base = save_folder(tmp_path / "base", write(NAME, noise(48, 96))[0], config)
+    expert = save_folder(tmp_path / "expert", {NAME: plain * 2}, {"dtype": "bfloat16"})
     report = actmat.merge(base, [expert], method="linear", out=tmp_path / "out", threads=1, durable=False)
     with open_model(report.out) as found:
         assert torch.equal(found.tensors.read(NAME), plain * 2)
@@ -62,4 +63,4 @@ def test_damaged_parts_are_named(part: str, value: torch.Tensor | None, message:
     name = NAME.removesuffix("weight") + part
     stored = {n: t for n, t in stored.items() if n != name} | ({} if value is None else {name: value})
     with pytest.raises(CheckpointError, match=message):
-        open_tensors(save_model(tmp_path, stored, {"quantization_config": entry}))
+        open_tensors(save_folder(tmp_path, stored, {"quantization_config": entry}))

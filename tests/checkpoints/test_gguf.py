@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.gguf_files import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, writer_of, written
 from tests.helpers.merging import loaded_whole
-from tests.helpers.quantized import save_model
 
 import actmat
 from actmat import merge
@@ -151,7 +151,7 @@ def test_tokens_of_a_gguf_base_are_compared(swapped: bool | None, words: str, tm
     base = write_gguf(tmp_path / "base.gguf", tokens=tokens)
     with open_model(base) as checkpoint:
         assert checkpoint.folder.tokens() == [*tokens[:-2], "", ""]
-        expert = save_model(tmp_path / "expert", {n: checkpoint.tensors.read(n) for n in checkpoint.specs}, None)
+        expert = save_folder(tmp_path / "expert", {n: checkpoint.tensors.read(n) for n in checkpoint.specs}, None)
     if swapped:
         tokens[3], tokens[4] = tokens[4], tokens[3]
     vocabulary = {t: i for i, t in enumerate(tokens[:-2])} | ({"<new>": VOCAB - 2} if swapped is None else {})
@@ -199,7 +199,7 @@ def test_biases_of_a_llamas_attention_are_put_in_order(tmp_path: Path) -> None:
     bias = tensors["model.layers.1.self_attn.k_proj.bias"]
     assert bytes(part) == bias[1:3].numpy().tobytes()
     assert np.array_equal(tensors["model.layers.0.self_attn.v_proj.bias"].numpy(), stored["blk.0.attn_v.bias"])
-    merge(base, [save_model(tmp_path / "expert", tensors, None)], out=tmp_path / "out", method="average")
+    merge(base, [save_folder(tmp_path / "expert", tensors, None)], out=tmp_path / "out", method="average")
     model = loaded_whole(AutoModelForCausalLM, tmp_path / "out", dtype=torch.float32)
     assert model.config.attention_bias is True
     assert torch.equal(model.state_dict()["model.layers.1.self_attn.k_proj.bias"], bias)

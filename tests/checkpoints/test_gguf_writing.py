@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints.test_gguf import write_gguf
+from tests.helpers.checkpoint_files import edit_json, save_folder, save_lora
 from tests.helpers.gguf_files import HEADS, KV_HEADS
 from tests.tolerances import F32_PRODUCT
 
@@ -32,11 +33,8 @@ def tensors(file: Path) -> dict[str, Any]:
 
 def as_checkpoint(file: Path, folder: Path) -> Path:
     """The tensors of a GGUF file as transformers has them, in safetensors."""
-    folder.mkdir()
     with open_model(file) as opened:
-        save_file({n: opened.tensors.read(n).clone() for n in opened.specs}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(dict(opened.config or {})))
-    return folder
+        return save_folder(folder, {n: opened.tensors.read(n).clone() for n in opened.specs}, dict(opened.config or {}))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gemma2", "gemma3"])
@@ -84,30 +82,21 @@ def test_a_merged_model_loads_as_what_it_is(kind: str, exact: bool, tmp_path: Pa
                 assert bool(((theirs - value.float()).abs() <= (0.5 + 127 * 2.0**-11) * step).all()), name
 
 
-def save_lora(folder: Path, ranks: tuple[int, int] = (4, 4)) -> dict[str, torch.Tensor]:
+def two_modules(folder: Path, ranks: tuple[int, int] = (4, 4)) -> dict[str, torch.Tensor]:
     """An adapter of two modules of the tiny Llama; its deltas by module."""
     rng = torch.Generator().manual_seed(0)
-    stored, deltas = {}, {}
-    for (name, rows), rank in zip(
-        (("layers.0.self_attn.q_proj", 64), ("layers.1.mlp.down_proj", 64)), ranks, strict=True
-    ):
-        a = torch.randn((rank, 64 if rows == 64 and "q_proj" in name else 96), generator=rng)
-        b = torch.randn((rows, rank), generator=rng)
-        stored |= {f"base_model.model.model.{name}.lora_{x}.weight": t for x, t in (("A", a), ("B", b))}
-        deltas[name] = 8 / rank * b @ a
-    folder.mkdir()
-    save_file(stored, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": ranks[0], "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-    if ranks[0] != ranks[1]:
-        config["rank_pattern"] = {"down_proj": ranks[1]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return deltas
+    widths = zip(("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"), (64, 96), ranks, strict=True)
+    pairs = {n: (torch.randn((r, width), generator=rng), torch.randn((64, r), generator=rng)) for n, width, r in widths}
+    pattern = {"rank_pattern": {"down_proj": ranks[1]}} if ranks[0] != ranks[1] else {}
+    named = {f"model.{name}": pair for name, pair in pairs.items()}
+    save_lora(folder, named, lora_alpha=8, target_modules=["q_proj", "down_proj"], **pattern)
+    return {name: 8 / len(a) * b @ a for name, (a, b) in pairs.items()}
 
 
 @pytest.mark.parametrize("ranks", [(4, 4), (4, 2)])
 def test_an_adapter_is_one_of_llama_cpp(ranks: tuple[int, int], tmp_path: Path) -> None:
     base = write_gguf(tmp_path / "base.gguf", "F16")
-    deltas = save_lora(tmp_path / "lora", ranks)
+    deltas = two_modules(tmp_path / "lora", ranks)
     actmat.export(tmp_path / "lora", out=tmp_path / "lora.gguf", to="gguf", like=str(base))
     keys, found = metadata(tmp_path / "lora.gguf"), tensors(tmp_path / "lora.gguf")
     assert (keys["general.architecture"], keys["general.type"], keys["adapter.type"]) == ("llama", "adapter", "lora")
@@ -168,15 +157,14 @@ def test_no_entry_is_lost_in_silence(tmp_path: Path) -> None:
 
 def test_an_adapter_without_effect_and_one_that_is_not_read(tmp_path: Path) -> None:
     base = write_gguf(tmp_path / "base.gguf", "F16")
-    save_lora(tmp_path / "lora")
+    two_modules(tmp_path / "lora")
     config = tmp_path / "lora" / "adapter_config.json"
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"lora_alpha": 0}))
+    edit_json(config, lora_alpha=0)
     said = actmat.export(tmp_path / "lora", out=tmp_path / "zero.gguf", to="gguf", like=str(base))
     assert said.startswith("4 tensors: 4 F32\nnote: its alpha (lora_alpha) is 0 in every module")
     assert metadata(tmp_path / "zero.gguf")["adapter.lora.alpha"] != 0  # llama.cpp takes 0 for a scaling of 1
     assert not tensors(tmp_path / "zero.gguf")["blk.0.attn_q.weight.lora_b"].data.any()
-    config.write_text(json.dumps(fields | {"r": 8}))
+    edit_json(config, lora_alpha=8, r=8)
     with pytest.raises(MergeError, match="cannot be read as an adapter"):
         actmat.export(tmp_path / "lora", out=tmp_path / "wrong.gguf", to="gguf", like=str(base))
 
@@ -186,8 +174,7 @@ def test_metadata_of_another_base_are_not_copied(changed: dict[str, float], tmp_
     """A file's metadata say what llama.cpp computes: a model that computes otherwise cannot be written with them."""
     base = write_gguf(tmp_path / "base.gguf", "F16")
     model = as_checkpoint(base, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "rope_parameters": None, **changed}))
+    edit_json(model / "config.json", rope_parameters=None, **changed)
     arguments: dict[str, Any] = {"out": tmp_path / "out.gguf", "to": "gguf", "like": str(base), "type": "f16"}
     if not changed:
         actmat.export(model, **arguments)

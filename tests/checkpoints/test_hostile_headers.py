@@ -59,7 +59,7 @@ def test_a_valid_file_parses_in_storage_order() -> None:
 
 def test_a_file_cut_anywhere_is_refused() -> None:
     for cut in range(len(VALID)):
-        problems(VALID[:cut])
+        assert "interrupted download" in problems(VALID[:cut])
 
 
 @pytest.mark.parametrize("extra", [1, 7, 4096])

@@ -1,6 +1,5 @@
 """Hub checkpoints against a stand-in on the loopback address: what is transferred, pinned, cached and refused."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -198,11 +197,6 @@ def test_an_index_that_names_an_absent_shard_is_refused(hub: HubStandIn, tmp_pat
     publish(hub, folder, shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"00002-of-00002\.safetensors is missing"):
-        open_hub("org/tiny")
-    index = {"weight_map": {"w.0": "../../secret"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    hub.add("org/tiny", folder)
-    with pytest.raises(CheckpointError, match="not a plain file name"):
         open_hub("org/tiny")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.checkpoints.test_gguf import shapes
-from tests.checkpoints.test_gguf_writing import as_checkpoint, save_lora
+from tests.checkpoints.test_gguf_writing import as_checkpoint, two_modules
 from tests.helpers.gguf_files import VOCAB, writer_of, written
 from tests.tolerances import F32_FORWARD
 
@@ -66,7 +66,7 @@ def test_a_merged_model_and_an_adapter_answer_as_in_transformers(tmp_path: Path)
     expected = in_transformers(tmp_path / "merged")
     torch.testing.assert_close(in_llama_cpp(tmp_path / "merged.gguf"), expected, rtol=F32_FORWARD, atol=F32_FORWARD)
 
-    save_lora(tmp_path / "lora", (4, 2))
+    two_modules(tmp_path / "lora", (4, 2))
     actmat.export(tmp_path / "lora", out=tmp_path / "lora.gguf", to="gguf", like=str(base))
     model = as_checkpoint(base, tmp_path / "model")
     actmat.merge(model, [tmp_path / "lora"], method="linear", out=tmp_path / "baked", dtype="float32")

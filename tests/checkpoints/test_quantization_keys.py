@@ -10,7 +10,8 @@ import torch
 import transformers
 from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
 from tests.checkpoints.test_codecs_of_quantizers import config_of, gptq
-from tests.helpers.quantized import compressed, fp8_blocks, save_model
+from tests.helpers.checkpoint_files import save_folder
+from tests.helpers.quantized import compressed, fp8_blocks
 
 from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.resolve import open_model, open_tensors
@@ -59,7 +60,7 @@ def test_the_packing_of_gptq_is_read_by_both_of_its_names(tmp_path: Path) -> Non
     """Newer versions write `format`; zero points of the two packings differ by one."""
     for n, (key, packing) in enumerate(itertools.product(("format", "checkpoint_format"), ("gptq_v2", "gptq"))):
         stored, expected = gptq(4, ordered=False, shift=int(packing == "gptq"))
-        with open_model(save_model(tmp_path / str(n), stored, config_of("gptq", bits=4, **{key: packing}))) as found:
+        with open_model(save_folder(tmp_path / str(n), stored, config_of("gptq", bits=4, **{key: packing}))) as found:
             same_everywhere(found.tensors, NAME, expected)
 
 
@@ -79,7 +80,7 @@ def test_a_setting_that_changes_the_weights_is_refused(
 ) -> None:
     stored, _ = gptq(4, ordered=False, shift=1)
     with pytest.raises(CheckpointError) as error:
-        open_tensors(save_model(tmp_path, stored, config_of(method, bits=4, **entry)))
+        open_tensors(save_folder(tmp_path, stored, config_of(method, bits=4, **entry)))
     assert words in str(error.value)
 
 
@@ -89,7 +90,7 @@ def test_experts_of_four_bits_in_an_fp8_model_are_refused(tmp_path: Path) -> Non
     stored["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(2, 128, 64, dtype=torch.int8)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}}
     with pytest.raises(CheckpointError, match="sets expert_dtype: expected fp8, found 'fp4'"):
-        open_tensors(save_model(tmp_path, stored, config))
+        open_tensors(save_folder(tmp_path, stored, config))
 
 
 @pytest.mark.parametrize(
@@ -110,19 +111,19 @@ def test_a_format_of_compressed_tensors_that_is_not_read_is_refused(
     level[path[-1]] = value
     stored, _ = write(NAME, noise(32, 64))
     with pytest.raises(CheckpointError) as error:
-        open_tensors(save_model(tmp_path, stored, {"quantization_config": entry}))
+        open_tensors(save_folder(tmp_path, stored, {"quantization_config": entry}))
     assert words in str(error.value)
 
 
 def test_a_setting_that_is_not_known_is_noted(tmp_path: Path) -> None:
     write, entry = compressed(num_bits=8, type="int", strategy="channel", symmetric=True)
     stored, expected = write(NAME, noise(32, 64))
-    with open_model(save_model(tmp_path / "a", stored, {"quantization_config": entry})) as checkpoint:
+    with open_model(save_folder(tmp_path / "a", stored, {"quantization_config": entry})) as checkpoint:
         assert checkpoint.folder.notes == ()
     entry["config_groups"]["group_0"]["weights"]["twist"] = 0.5
     entry["curl"] = [1]
     entry["later"] = None
-    with open_model(save_model(tmp_path / "b", stored, {"quantization_config": entry})) as checkpoint:
+    with open_model(save_folder(tmp_path / "b", stored, {"quantization_config": entry})) as checkpoint:
         (note,) = checkpoint.folder.notes
         assert note.text.endswith("has unknown fields, which are ignored: config_groups.group_0.weights.twist, curl")
         same_everywhere(checkpoint.tensors, NAME, expected)

@@ -15,7 +15,6 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_tensors
 from actmat.checkpoints.writing.shards import parse_size, plan_shards
 from actmat.checkpoints.writing.writer import ShardWriter
-from actmat.errors import RecipeError
 
 
 def spec(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorSpec:
@@ -134,9 +133,3 @@ def test_wider_dtypes_come_first_and_keep_their_order() -> None:
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 GB free", "1e9", "5XB", "0.1"])
-def test_not_a_size(text: str) -> None:
-    with pytest.raises(RecipeError, match="A size looks like"):
-        parse_size(text)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_folder
 
 import actmat
 from actmat.checkpoints.resolve import open_model
@@ -55,11 +56,8 @@ def test_the_rule() -> None:
 
 
 def model(folder: Path, seed: int) -> Path:
-    folder.mkdir()
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-    save_file({"fc.weight": weight}, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    return folder
+    return save_folder(folder, {"fc.weight": weight}, {"model_type": "bert"})
 
 
 def write(folder: Path, **texts: str) -> None:

@@ -151,9 +151,7 @@ def test_places_to_write(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "base")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     assert problems(tmp_path / "new" / "deep" / "out") == []
-    assert "is, or contains, an input" in problems(tmp_path / "base")[0]
     assert "is, or contains, an input" in problems(tmp_path / "link")[0]
-    assert "is, or contains, an input" in problems(tmp_path)[0]
     assert "lies inside an input" in problems(tmp_path / "link" / "out")[0]
     assert "is not a directory" in problems(tmp_path / "dangling")[0]
     done = folder(tmp_path / "done", actmat_manifest__json="{}")

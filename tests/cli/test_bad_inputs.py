@@ -1,13 +1,12 @@
 """Wrong inputs, recipes or places: one message with every problem, exit 1, nothing written."""
 
 import json
-import pickle
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, Outcome, actmat, hidden, save_checkpoint
 
 """Spoils a family and returns the flags to add."""
@@ -33,48 +32,18 @@ def rename_expert(family: Family) -> None:
     family.experts[0].rename(family.root / "expert0-moved")
 
 
-def shards_without_one(family: Family) -> None:
-    folder = family.experts[0]
-    weights(folder).unlink()
-    weight_map = {Q0: "model-00001-of-00002.safetensors", UP0: "model-00002-of-00002.safetensors"}
-    save_file({Q0: torch.zeros(8, 8)}, folder / "model-00001-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def index_that_escapes(family: Family) -> None:
-    folder = family.experts[0]
-    weights(folder).unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q0: "../../x.safetensors"}}))
-
-
-def truncated(family: Family) -> None:
-    path = weights(family.experts[0])
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def header_of_giants(family: Family) -> None:
-    weights(family.experts[0]).write_bytes((2**62).to_bytes(8, "little") + b"{}")
-
-
-class Evil:
-    def __reduce__(self) -> object:
-        return (print, ("pwned",))
-
-
-def pickled_code(family: Family) -> None:
-    weights(family.experts[0]).unlink()
-    with (family.experts[0] / "pytorch_model.bin").open("wb") as file:
-        pickle.dump({"x": Evil()}, file)
-
-
 def added(**tensors: torch.Tensor) -> Callable[[Family], None]:
     """Tensors of the second expert, by the endings of their names."""
     named = {f"{Q0.removesuffix('weight')}{ending}": tensor for ending, tensor in tensors.items()}
     return lambda family: family.change(family.experts[1], lambda t: t.update(named))
 
 
-FILES: dict[str, tuple[Callable[[Family], None], tuple[str, ...]]] = {
+FILES: dict[str, tuple[Callable[[Family], object], tuple[str, ...]]] = {
     "expert missing": (rename_expert, ("has no 'expert0'", "Did you mean")),
+    "base and expert missing": (
+        lambda f: (rename_expert(f), f.base.rename(f.root / "elsewhere")),
+        ("has no 'base'", "has no 'expert0'", "2 problems"),
+    ),
     "not a checkpoint": (lambda f: weights(f.experts[0]).unlink(), ("expert0",)),
     "no tensors": (
         lambda f: weights(save_checkpoint(f.experts[0], {})) and None,
@@ -86,11 +55,7 @@ FILES: dict[str, tuple[Callable[[Family], None], tuple[str, ...]]] = {
         added(**{"weight": torch.zeros(32, 1, dtype=torch.uint8), "weight.absmax": torch.zeros(4)}),
         ("expert 'expert1'", "bitsandbytes", "uint8 weights"),
     ),
-    "missing shard": (shards_without_one, ("model-00002-of-00002.safetensors", "missing")),
-    "index outside": (index_that_escapes, ("../../x.safetensors", "not a plain file name")),
-    "truncated": (truncated, ("model.safetensors", "interrupted download")),
-    "hostile header": (header_of_giants, ("the header claims",)),
-    "pickle with code": (pickled_code, ("pytorch_model.bin",)),
+    "truncated": (lambda f: os.truncate(weights(f.experts[0]), 500), ("model.safetensors", "interrupted download")),
 }
 
 
@@ -98,14 +63,7 @@ FILES: dict[str, tuple[Callable[[Family], None], tuple[str, ...]]] = {
 def test_files_that_cannot_be_used(family: Family, case: str) -> None:
     spoil, says = FILES[case]
     spoil(family)
-    outcome = refused(family, says=says)
-    assert "pwned" not in outcome.out + outcome.err
-
-
-def test_base_and_expert_missing_are_told_together(family: Family) -> None:
-    rename_expert(family)
-    family.base.rename(family.root / "elsewhere")
-    refused(family, says=("has no 'base'", "has no 'expert0'", "2 problems"))
+    refused(family, says=says)
 
 
 def test_problems_of_every_kind_in_one_message(family: Family) -> None:
@@ -189,11 +147,6 @@ def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Famil
 )
 def test_flags_that_cannot_be_carried_out(family: Family, flags: tuple[str, ...], says: tuple[str, ...]) -> None:
     refused(family, *flags, says=says)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_without_cuda(family: Family) -> None:
-    refused(family, "--device", "cuda", says=("torch sees no CUDA device", "--device cpu"))
 
 
 def test_an_output_that_is_not_empty(family: Family) -> None:

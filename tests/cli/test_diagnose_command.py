@@ -128,10 +128,3 @@ def test_wrong_flags(family: Family, flags: list[str], code: int, says: str) -> 
     outcome = actmat(family.argv(*flags, "--quiet", command="diagnose"))
     assert outcome.code == code, outcome
     assert says in outcome.err.replace("\n", " ")
-
-
-def test_an_output_takes_no_inputs(family: Family) -> None:
-    family.out.mkdir()
-    outcome = actmat(["diagnose", str(family.out), "--base", str(family.base)])
-    assert outcome.code == 2
-    assert "names its own base" in outcome.err.replace("\n", " ")

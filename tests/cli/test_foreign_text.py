@@ -1,6 +1,5 @@
 """Names, paths and options with control characters, newlines, markup or HTML: nothing of it takes effect."""
 
-import json
 import re
 import unicodedata
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.adapters import save_adapter
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.merging import Family, Outcome, actmat
 
 from actmat.errors import RecipeError
@@ -139,10 +139,9 @@ def test_an_adapter_with_hostile_texts(tmp_path: Path) -> None:
     folder = tmp_path / f"adapter{FORGED}"
     save_adapter(folder, "llama", 0, r=2, target_modules=["q_proj"])
     config = folder / "adapter_config.json"
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"base_model_name_or_path": FORGED}))
+    edit_json(config, base_model_name_or_path=FORGED)
     assert r"\nall-good" in run("inspect", str(folder), code=0).out
-    config.write_text(json.dumps(fields | {"rank_pattern": {FORGED: FORGED}, "peft_type": FORGED}))
+    edit_json(config, base_model_name_or_path=None, rank_pattern={FORGED: FORGED}, peft_type=FORGED)
     assert r"\nall-good" in run("inspect", str(folder), code=0).out
     assert run("merge", "-e", str(folder), "--out", str(tmp_path / "out"), code=1).err.count(r"\nall-good") > 1
 

@@ -1,9 +1,9 @@
 """Small things that new users meet: other names of options, long texts of libraries, notes that repeat what is said."""
 
-import json
 from pathlib import Path
 
 import pytest
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.merging import actmat
 
 from actmat.errors import RecipeError
@@ -48,8 +48,7 @@ def test_libraries_are_repeated_in_one_sentence(models: Path, tmp_path: Path) ->
     broken.mkdir()
     for file in (models / "base").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch"}))
+    edit_json(broken / "config.json", model_type="nonesuch")
     (tmp_path / "t.jsonl").write_text('{"text": "one"}\n')
     arguments = [str(broken), "--data", str(tmp_path / "t.jsonl"), "--set", "model_class=AutoModelForCausalLM"]
     done = actmat(["statistics", "collect", *arguments, "--out", str(tmp_path / "s")])

@@ -1,6 +1,5 @@
 """Messages name the file, the value and the cause that are to blame."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.adapters import save_adapter
-from tests.helpers.merging import CONFIG, EMBEDDING, Family, actmat, save_checkpoint
+from tests.helpers.checkpoint_files import edit_config, edit_json
+from tests.helpers.merging import EMBEDDING, Family, actmat, save_checkpoint
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_base(
@@ -30,7 +30,7 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_base(
 
 def test_ties_that_do_not_hold_have_a_headline_of_their_own(family: Family) -> None:
     for folder in (family.base, *family.experts):
-        (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+        edit_json(folder / "config.json", tie_word_embeddings=True)
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
     family.change(family.experts[0], lambda t: t["lm_head.weight"].add_(1.0))
     outcome = actmat(family.argv())
@@ -56,8 +56,7 @@ def test_a_base_of_another_architecture_is_told_in_one_line(family: Family) -> N
 def test_an_alpha_beyond_float32_names_adapter_and_field(tmp_path: Path) -> None:
     for i in range(2):
         save_adapter(tmp_path / f"a{i}", "llama", i, r=2, target_modules=["q_proj"])
-    config = tmp_path / "a0" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1e308}))
+    edit_config(tmp_path / "a0", lora_alpha=1e308)
     flags = ["merge", "-e", str(tmp_path / "a0"), "-e", str(tmp_path / "a1"), "--out", str(tmp_path / "o"), "-q"]
     outcome = actmat(flags)
     assert outcome.code == 1

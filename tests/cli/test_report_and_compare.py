@@ -68,17 +68,6 @@ def test_page_report_and_the_command_that_explains_a_warning_are_named(family: F
     assert told.splitlines()[-1] == f"report: {far}/report.html"
 
 
-def test_a_comparison_as_json(family: Family) -> None:
-    places = [str(family.root / "actmat"), str(family.root / "ties")]
-    done = actmat(["compare", *places, "--json", "--full"])
-    assert done.code == 0, done
-    data = json.loads(done.out)
-    assert (data["kind"], data["format"], data["outs"]) == ("comparison", 1, places)
-    assert data["settings"] == [{"name": "method", "first": "actmat", "second": "ties"}]
-    assert len(data["tensors"]) == 11
-    assert 0 < data["relative"] <= 2
-
-
 def test_what_cannot_be_compared_exits_with_one(family: Family, tmp_path: Path) -> None:
     done = actmat(["compare", str(family.root / "actmat"), str(tmp_path)])
     assert (done.code, done.out) == (1, "")

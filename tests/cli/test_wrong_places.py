@@ -1,10 +1,10 @@
 """Paths that do not exist, bases that are gone, and a hub that is out of reach, each called by its name."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from tests.helpers.checkpoint_files import edit_config
 from tests.helpers.merging import actmat
 
 
@@ -54,8 +54,7 @@ def test_checkpoints_without_a_base_are_averaged_by_default(place: Path) -> None
 
 def _without_base(place: Path, base: str) -> list[str]:
     for name in ("math", "code"):
-        file = place / "adapters" / name / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+        edit_config(place / "adapters" / name, base_model_name_or_path=base)
     return ["-e", "adapters/math", "-e", "adapters/code"]
 
 

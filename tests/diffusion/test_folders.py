@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.diffusion import image_of, moved, pipeline, unet, vae
 from tests.helpers.models import stored
 from tests.tolerances import F32_FORWARD, relative_error
@@ -153,8 +154,7 @@ def test_a_pipeline_is_merged_component_by_component(pipelines: Path, tmp_path: 
 
 def test_a_scheduler_tells_what_a_pipeline_predicts(pipelines: Path, tmp_path: Path) -> None:
     shutil.copytree(pipelines / "e1", tmp_path / "e1")
-    path = tmp_path / "e1" / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"prediction_type": "v_prediction"}))
+    path = edit_json(tmp_path / "e1" / "scheduler" / "scheduler_config.json", prediction_type="v_prediction")
     with pytest.raises(MergeError, match=r"scheduler\.prediction_type \(base epsilon; 'e1' v_prediction\)"):
         actmat.plan(pipelines / "base", [tmp_path / "e1"])
     actmat.merge(pipelines / "base", [tmp_path / "e1"], out=tmp_path / "out", config_from="e1", **QUICK)

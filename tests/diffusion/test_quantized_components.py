@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.quantized import fp8_blocks
 from tests.helpers.single_files import save_pipeline, second_text_encoder, wan
 from tests.tolerances import F32_ELEMENTWISE, relative_error
@@ -32,8 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stored in [n for n in tensors if n.endswith("attn1.to_q.weight")]:
         tensors |= fp8_blocks(stored, tensors.pop(stored), (8, 4))[0]
     save_file(tensors, file)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": ENTRY, "dtype": "float32"}))
+    edit_json(folder / "config.json", quantization_config=ENTRY, dtype="float32")
     return place
 
 
@@ -71,8 +71,7 @@ def test_the_output_is_a_pipeline_of_floats(home: Path, tmp_path: Path) -> None:
 
 def test_an_unknown_method_of_a_component_is_refused(home: Path, tmp_path: Path) -> None:
     save_pipeline(tmp_path / "odd", "WanPipeline", {"transformer": wan(), "text_encoder": second_text_encoder()})
-    path = tmp_path / "odd" / "transformer" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "quanto"}}))
+    edit_json(tmp_path / "odd" / "transformer" / "config.json", quantization_config={"quant_method": "quanto"})
     with pytest.raises(MergeError, match=r"declares quantized weights \(quanto\)"):
         actmat.plan(tmp_path / "odd", [home / "plain"])
     (file,) = (home / "coded" / "transformer").glob("*.safetensors")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.merge_server import Server
 from tests.helpers.merging import save_checkpoint
 from tests.helpers.repository import ROOT
@@ -195,8 +196,7 @@ def test_what_else_removed_extras_add_is_named(core: Shell) -> None:
     """A method, a stack, a codec, a family of adapters, a tool's file and a store."""
     codes = {"w.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "w.weight_scale": torch.ones(4, 1)}
     for name in ("q", "r"):
-        (core.folder / name).mkdir()
-        save_file(codes, core.folder / name / "model.safetensors")
+        save_folder(core.folder / name, codes)
     (core.folder / "loha").mkdir()
     (core.folder / "loha" / "adapter_config.json").write_text(json.dumps({"peft_type": "LOHA", "r": 1}))
     loha = {"base_model.model.w.hada_w1_a": torch.ones(4, 1)}

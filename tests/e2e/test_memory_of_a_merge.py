@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_folder
 
 MERGE = """
 import json, sys, threading, time
@@ -44,9 +44,7 @@ def measured(folder: Path, models: list[dict[str, torch.Tensor]], **fields: obje
     """Memory of a merge in a child process, in bytes: at its start, at its peak, and as its plan foretells it."""
     paths = [folder / str(k) for k in range(len(models))]
     for path, tensors in zip(paths, models, strict=True):
-        path.mkdir()
-        (path / "config.json").write_text("{}")
-        save_file(tensors, path / "model.safetensors")
+        save_folder(path, tensors, {})
     recipe = {"base": str(paths[0]), "experts": list(map(str, paths[1:])), "out": str(folder / "out"), **fields}
     command = [sys.executable, "-c", MERGE, json.dumps(recipe)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tests.helpers.tinymodels import made
 from tests.tolerances import BF16_ROUNDING, F64_ORACLE, relative_error
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import actmat
 import actmat.plugins
@@ -26,11 +27,9 @@ from actmat.run.automatic import TABLE
 
 
 def tiny(seed: int, base: nn.Module | None = None, **fields: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = made("llama", seed=seed, vocab_size=32, **sizes, **fields).train() if base is None else copy.deepcopy(base)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, **fields
-    )
-    model = LlamaForCausalLM(config) if base is None else copy.deepcopy(base)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.quantized import Writer, compressed, fp8_blocks, mxfp4, save_model
+from tests.helpers.checkpoint_files import save_folder, save_lora
+from tests.helpers.quantized import Writer, compressed, fp8_blocks, mxfp4
+from tests.helpers.tinymodels import made
 from torch import Tensor
 
 from actmat import merge, plan
@@ -24,17 +26,12 @@ SIZE, INNER = 64, 96
 
 def llama(seed: int, near: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of a tiny Llama in bfloat16; near another one if it is given."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=SIZE, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, vocab_size=80,
-        num_key_value_heads=2, dtype="bfloat16",
-    )  # fmt: skip
-    state = {n: t.to(torch.bfloat16) for n, t in LlamaForCausalLM(config).state_dict().items()}
+    sizes = {"hidden_size": SIZE, "intermediate_size": INNER, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = made("llama", seed=seed, **sizes, num_hidden_layers=2, vocab_size=80)
+    state = {n: t.to(torch.bfloat16) for n, t in model.state_dict().items()}
     if near is not None:
         state = {n: (near[n].float() + 0.2 * t.float()).to(torch.bfloat16) for n, t in state.items()}
-    return state, config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    return state, model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
 
 
 def is_coded(name: str) -> bool:
@@ -56,8 +53,8 @@ def family(folder: Path, writers: list[tuple[Writer, dict[str, Any]] | None]) ->
             stored |= parts
         if given is not None:
             own["quantization_config"] = given[1]
-        coded.append(save_model(folder / f"coded{k}", stored, own))
-        plain.append(save_model(folder / f"plain{k}", read, config))
+        coded.append(save_folder(folder / f"coded{k}", stored, own))
+        plain.append(save_folder(folder / f"plain{k}", read, config))
     return coded, plain
 
 
@@ -120,8 +117,8 @@ def test_stacks_of_experts_in_mxfp4(tmp_path: Path) -> None:
     for k in range(2):
         weight = torch.randn(2, SIZE, 24, generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)
         stored, read = mxfp4(name, weight)
-        folders["coded"].append(save_model(tmp_path / f"coded{k}", stored, entry))
-        folders["plain"].append(save_model(tmp_path / f"plain{k}", {name: read}, config))
+        folders["coded"].append(save_folder(tmp_path / f"coded{k}", stored, entry))
+        folders["plain"].append(save_folder(tmp_path / f"plain{k}", {name: read}, config))
     for kind, (base, expert) in folders.items():
         merge(base, [expert], out=tmp_path / kind, method="actmat")
     same_tensors(tmp_path / "coded", tmp_path / "plain")
@@ -129,15 +126,9 @@ def test_stacks_of_experts_in_mxfp4(tmp_path: Path) -> None:
 
 def test_an_adapter_is_added_to_the_decoded_base(tmp_path: Path) -> None:
     coded, plain = family(tmp_path, [WRITERS["int4 group"]()])
-    adapter = tmp_path / "adapter"
-    module = "base_model.model.model.layers.0.self_attn.q_proj"
     noise = torch.Generator().manual_seed(1)
-    factors = {f"{module}.lora_A.weight": torch.randn(4, SIZE, generator=noise),
-               f"{module}.lora_B.weight": torch.randn(SIZE, 4, generator=noise)}  # fmt: skip
-    save_model(adapter, factors, None)
-    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    factors = torch.randn(4, SIZE, generator=noise), torch.randn(SIZE, 4, generator=noise)
+    adapter = save_lora(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": factors})
     for base, out in ((coded[0], "out"), (plain[0], "expected")):
         merge(base, [adapter], out=tmp_path / out, method="average", to="model")
     same_tensors(tmp_path / "out", tmp_path / "expected")
@@ -151,7 +142,7 @@ def test_codes_are_never_cast(tmp_path: Path) -> None:
     file = coded[1] / "model.safetensors"
     stored = load_file(file)
     lost = next(n for n in stored if n.endswith("weight_scale"))
-    save_model(
+    save_folder(
         coded[1], {n: t for n, t in stored.items() if n != lost}, json.loads((coded[1] / "config.json").read_text())
     )
     with pytest.raises(MergeError) as caught:

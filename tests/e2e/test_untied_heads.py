@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import edit_json, save_folder
 from tests.helpers.tinymodels import build
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 from torch import Tensor
@@ -30,10 +31,8 @@ IDS = torch.arange(1, 20)[None]
 
 def saved(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
     build("llama_tied").config.save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"]} | config))
-    save_file({n: t.clone() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    edit_json(folder / "config.json", **{"architectures": ["LlamaForCausalLM"]} | config)
+    return save_folder(folder, {n: t.clone() for n, t in tensors.items()})
 
 
 def noisy(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -248,8 +247,7 @@ def saved_mixture(folder: Path, tensors: dict[str, Tensor], family: str) -> Path
     model.config.num_experts_per_tok = 2
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return save_folder(folder, {n: t.clone() for n, t in tensors.items()})
 
 
 @pytest.mark.parametrize("family", SEPARATE)

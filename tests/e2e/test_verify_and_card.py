@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tests.helpers.hub import HubStandIn
-from tests.helpers.merging import card
+from tests.helpers.merging import card, flip
 from tests.helpers.models import BY_NAME, save_family, stored
 from tests.helpers.shell import actmat_command
 
@@ -41,15 +41,9 @@ def project(family: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def flip_last_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize("name", ["base", "expert2"])
 def test_a_flipped_bit_of_an_input(name: str, project: Path) -> None:
-    flip_last_bit(project / name / "model.safetensors")
+    flip(project / name / "model.safetensors")
     (problem,) = actmat.verify(project / "out").problems
     assert f"'{name}'" in problem
     assert actmat.verify(project / "out", inputs=False).ok
@@ -124,7 +118,7 @@ def test_an_expert_in_a_folder_called_base_has_a_name_of_its_own(project: Path, 
     result = actmat.verify(project / "again")
     assert result.ok, result.problems
     assert result.inputs == ("base", "base-expert", "expert2")
-    flip_last_bit(project / "other" / "base" / "model.safetensors")
+    flip(project / "other" / "base" / "model.safetensors")
     (problem, *_) = actmat.verify(project / "again").problems
     assert "base-expert" in problem
     for name in ("base", "union"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.merging import actmat
+from tests.helpers.tinymodels import made
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, relative_error
 from torch import Tensor
 
@@ -25,22 +26,18 @@ def save_model(folder: Path, seed: int, new: list[str], *, tied: bool = False, r
     Without such tokens it is the base that the others were trained from.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(LETTERS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     fast.add_tokens([AddedToken(t, special=True, normalized=False) for t in new], special_tokens=True)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=rows or PADDED, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, **sizes)
-    model = LlamaForCausalLM(config)
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    model = made("llama", vocab_size=rows or PADDED, tie_word_embeddings=tied, **ids, **sizes)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if new else ():

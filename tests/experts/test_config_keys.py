@@ -1,14 +1,15 @@
 """No key of a config of PEFT is read in silence: each field is in one list; refused and unknown ones are said."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+from tests.experts.test_families import CONFIGS as FAMILIES
 from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.checkpoint_files import edit_config
 from tests.helpers.located import open_expert
 
 import actmat
@@ -21,14 +22,7 @@ from actmat.experts.peft import reader_of
 
 LINEAR = ["q_proj", "down_proj"]
 CONFIGS: dict[str, peft.PeftConfig] = {
-    "loha": peft.LoHaConfig(r=2, target_modules=LINEAR),
-    "lokr": peft.LoKrConfig(r=2, target_modules=LINEAR),
-    "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
-    "vera": peft.VeraConfig(r=2, target_modules=LINEAR),
-    "adalora": peft.AdaLoraConfig(init_r=3, total_step=10, target_modules=LINEAR),
-    "oft": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"]),
-    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
-    "dora": peft.LoraConfig(r=2, use_dora=True, target_modules=LINEAR),
+    **FAMILIES,
     "pissa": peft.LoraConfig(r=2, init_lora_weights="pissa", target_modules=LINEAR),
     "lora_tokens": peft.LoraConfig(r=2, target_modules=LINEAR, trainable_token_indices=[1]),
 }
@@ -69,8 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(place: Path, name: str, folder: Path, **fields: Any) -> Path:
     """A copy of an adapter with other fields."""
     shutil.copytree(place / name, folder)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    edit_config(folder, **fields)
     return folder
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.lora_files import TEXT, UNET, random_factors, save_kohya, tiny_text, tiny_unet, weights_of
 from torch import Tensor
 from typer.testing import CliRunner
@@ -111,9 +112,7 @@ CASES = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lycoris")
     for name, model in (("unet", tiny_unet()), ("text", tiny_text())):
-        (folder / name).mkdir()
-        save_file(weights_of(model), folder / name / "model.safetensors")
-        (folder / name / "config.json").write_text(f'{{"architectures": ["{type(model).__name__}"]}}')
+        save_folder(folder / name, weights_of(model), {"architectures": [type(model).__name__]})
     return folder
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.lora_files import (
     UNET,
     fused_by_diffusers,
@@ -57,8 +58,7 @@ def test_the_lists_hold_against_the_library() -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("metadata")
-    (folder / "unet").mkdir()
-    save_file(weights_of(tiny_unet()), folder / "unet" / "model.safetensors")
+    save_folder(folder / "unet", weights_of(tiny_unet()))
     return folder
 
 

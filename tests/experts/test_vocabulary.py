@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 from tests.tolerances import F32_ELEMENTWISE
 
@@ -104,8 +105,7 @@ def test_a_union_lends_new_rows(folder: Path) -> None:
         place = save_checkpoint(folder / name, tensors, CONFIG | {"vocab_size": 18 + len(new)})
         tokenizer(place, BASE)
         added = [{"id": 17, "content": BASE[-1]}, *({"id": 18 + k, "content": t} for k, t in enumerate(new))]
-        data = json.loads((place / "tokenizer.json").read_text())
-        (place / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": added}))
+        edit_json(place / "tokenizer.json", added_tokens=added)
     base, experts = aligned("union", "one", "two")
     one, two, own = rows_of("one"), rows_of("two"), rows_of("base")
     mean = (one[19].double() + two[18].double()).div(2).float()

@@ -1,28 +1,14 @@
 """Tiny PEFT adapters with every option, and what PEFT itself makes of them."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
+from tests.helpers.tinymodels import made
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 
 class Vision(nn.Module):
@@ -38,56 +24,28 @@ class Vision(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
 
+LLAMA_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+               "num_key_value_heads": 2, "vocab_size": 30}  # fmt: skip
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+MIXTURE = {**LLAMA_SIZES, **HEADS, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_SIZES,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 30, "n_positions": 16},
+    "mixtral": {**LLAMA_SIZES, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "olmoe": {**MIXTURE, "intermediate_size": 8, "pad_token_id": 0, "eos_token_id": 0},  # its gate_up_proj is 16 x 16
+    "qwen3_moe": {**MIXTURE, "head_dim": 8, "moe_intermediate_size": 12},
+    "deepseek_v3": {**LLAMA_SIZES, **HEADS, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2,
+                    "n_routed_experts": 4, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+                    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    "vit": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 8, "patch_size": 4},
+}  # fmt: skip
+
+
 def tiny(family: str) -> Any:
     """A float64 model with fixed weights."""
     torch.manual_seed(0)
-    llama = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 30,
-    }
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    mixture = {**llama, **heads, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
-    makers = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**llama)),
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=30, n_positions=16)),
-        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**llama, num_local_experts=3, num_experts_per_tok=2)),
-        "olmoe": lambda: OlmoeForCausalLM(
-            OlmoeConfig(**(mixture | {"intermediate_size": 8}), pad_token_id=0, eos_token_id=0)
-        ),  # its gate_up_proj is 16 x 16
-        "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, head_dim=8, moe_intermediate_size=12)),
-        "deepseek_v3": lambda: DeepseekV3ForCausalLM(
-            DeepseekV3Config(
-                **(llama | heads | {"num_experts_per_tok": 2}),
-                moe_intermediate_size=12,
-                n_routed_experts=4,
-                n_group=2,
-                topk_group=1,
-                first_k_dense_replace=1,
-                n_shared_experts=1,
-                kv_lora_rank=8,
-                q_lora_rank=8,
-                qk_rope_head_dim=4,
-                qk_nope_head_dim=4,
-                v_head_dim=8,
-            )
-        ),
-        "vit": lambda: ViTForImageClassification(
-            ViTConfig(
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                image_size=8,
-                patch_size=4,
-            )
-        ),
-        "vision": Vision,
-    }
-    return makers[family]().double().eval()
+    return (Vision() if family == "vision" else made(family, **SIZES[family])).double().eval()
 
 
 def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> dict[str, Tensor]:
@@ -112,6 +70,21 @@ def save_peft(
     model.save_pretrained(folder)
     merged = model.merge_and_unload()
     return {name: value.clone() for name, value in merged.state_dict().items()}
+
+
+STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+"""An adapter of a mixture's experts."""
+
+
+def save_groups(folder: Path, families: Mapping[str, Sequence[dict[str, Any]]]) -> Path:
+    """Per family: its base, adapters `a1`, `a2`, ..., and the same experts as full models, `m1`, `m2`, ..."""
+    for family, adapters in families.items():
+        model = tiny(family)
+        model.save_pretrained(folder / family / "base")
+        for n, options in enumerate(adapters, 1):
+            model.load_state_dict(save_adapter(folder / family / f"a{n}", family, n, **options))
+            model.save_pretrained(folder / family / f"m{n}")
+    return folder
 
 
 LLAMA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

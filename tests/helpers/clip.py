@@ -7,7 +7,8 @@ from pathlib import Path
 def write_clip(folder: Path, size: int = 32) -> Path:
     """A tiny CLIP with its tokenizer: every character is a token."""
     import torch
-    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+    from tests.helpers.tinymodels import made
+    from transformers import CLIPTokenizer
 
     folder.mkdir(parents=True)
     letters = [chr(c) for c in range(33, 127)]
@@ -16,19 +17,9 @@ def write_clip(folder: Path, size: int = 32) -> Path:
     (folder / "merges.txt").write_text("#version: 0.2\n")
     CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {
-        **sizes,
-        "vocab_size": len(tokens),
-        "max_position_embeddings": 128,
-        "bos_token_id": 188,
-        "eos_token_id": 189,
-    }
-    config = CLIPConfig(
-        text_config={**text, "bos_token_id": 188, "eos_token_id": 189, "pad_token_id": 189},
-        vision_config={**sizes, "image_size": size, "patch_size": 16},
-        projection_dim=12,
-    )
+    text = {**sizes, "vocab_size": len(tokens), "max_position_embeddings": 128}
+    text |= {"bos_token_id": 188, "eos_token_id": 189, "pad_token_id": 189}
+    vision = {**sizes, "image_size": size, "patch_size": 16}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        CLIPModel(config).save_pretrained(folder)
+        made("clip", text_config=text, vision_config=vision, projection_dim=12).save_pretrained(folder)
     return folder

@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.samples import Samples
 from tests.helpers.sessions import OpenedRun, opened_run
 
@@ -28,12 +27,6 @@ __all__ = ["LINEAR", "executor_of", "large", "opened", "placed", "plain"]
 def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) -> Samples:
     """A base and three experts in bfloat16; a method that streams on the host holds its deltas on a device."""
 
-    def save(name: str, tensors: dict[str, torch.Tensor]) -> Path:
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
-        return folder / name
-
     rng = torch.Generator().manual_seed(0)
     names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(layers)]
     base = {n: torch.randn(rows, columns, generator=rng).bfloat16() for n in names}
@@ -41,7 +34,8 @@ def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) ->
         {n: (x.float() + 0.02 * torch.randn(x.shape, generator=rng)).bfloat16() for n, x in base.items()}
         for _ in range(3)
     ]
-    return Samples(folder, save("base", base), tuple(save(f"e{t}", e) for t, e in enumerate(experts)))
+    first, *rest = (save_folder(folder / str(t), m, {"model_type": "llama"}) for t, m in enumerate((base, *experts)))
+    return Samples(folder, first, tuple(rest))
 
 
 def executor_of(

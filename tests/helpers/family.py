@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.docs_fixture import write_models
 
 import actmat
+from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 
 TEXTS = {
@@ -31,11 +32,16 @@ def move_weights(file: Path, seed: int, size: float = 0.2) -> None:
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `base`, `experts/NAME`, `adapters/NAME`, and `NAME.jsonl` for the names of `TEXTS`."""
     folder = tmp_path_factory.mktemp("family")
+    write_family(folder)
+    return folder
+
+
+def write_family(folder: Path) -> None:
+    """See `family`."""
     write_models(folder)
     for seed, (name, texts) in enumerate(TEXTS.items()):
         move_weights(folder / "experts" / name / "model.safetensors", seed)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +81,18 @@ def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
         "budget": 2,
     }
     return actmat.tune(family / "base", experts_of(family), out=out, **usual | fields)
+
+
+class Told(TuneProgress):
+    """Keeps the stages and the notes of a search."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def doing(self, what: str, total: int = 0) -> None:
+        """Keep it."""
+        self.texts.append(what)
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.texts.append(text)

@@ -17,13 +17,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from tests.helpers.hub_uploads import Uploads
-from tests.helpers.serving import serve
+from tests.helpers.serving import Handler, serve
 
 REPO = r"(?P<repo>[^/]+/[^/]+)"
 RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -82,38 +81,25 @@ def hub_stand_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubSt
 def served() -> Iterator[HubStandIn]:
     """Serve a stand-in, for processes of their own that are pointed at its endpoint."""
     hub = HubStandIn()
-    with serve(_handler(hub)) as hub.endpoint:
+    with serve(type("Handler", (_Handler,), {"hub": hub})) as hub.endpoint:
         yield hub
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     """Answers for one stand-in; `_handler` sets which."""
 
     hub: HubStandIn
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
 
     def handle(self) -> None:
         """Answer until the client is done, or killed."""
         with suppress(ConnectionError):
             super().handle()
 
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def log_message(self, *args: object) -> None:
-        """Keep the test output clean."""
-
     def do_PUT(self) -> None:
         if not self._uploaded(self._body()):
             self._refuse(404, "EntryNotFound")
 
-    def do_POST(self) -> None:
-        if not self._uploaded(self._body()):
-            self._refuse(404, "EntryNotFound")
+    do_POST = do_PUT
 
     def _body(self) -> bytes:
         length = int(self.headers.get("Content-Length", 0))
@@ -135,16 +121,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(content).encode(), headers)
         return True
 
-    def _answer(self, *, body: bool) -> None:
+    def do_GET(self) -> None:
         path = urlsplit(self.path).path
         if match := TREE.fullmatch(path):
             self._tree(match["repo"], unquote(match["revision"]))
         elif match := INFO.fullmatch(path):
             self._info(match["repo"], unquote(match["revision"] or "main"))
         elif match := RESOLVE.fullmatch(path):
-            self._file(match["repo"], unquote(match["revision"]), unquote(match["file"]), body=body)
+            self._file(match["repo"], unquote(match["revision"]), unquote(match["file"]))
         else:
             self._refuse(404, "EntryNotFound")
+
+    do_HEAD = do_GET
 
     def _tree(self, repo: str, revision: str) -> None:
         commit = self._commit(repo, revision)
@@ -173,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = {"id": repo, "sha": commit, "private": private, "siblings": siblings}
         self._send(200, json.dumps(found).encode(), {})
 
-    def _file(self, repo: str, revision: str, name: str, *, body: bool) -> None:
+    def _file(self, repo: str, revision: str, name: str) -> None:
         commit = self._commit(repo, revision)
         if commit is None:
             return
@@ -188,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = int(wanted[1]), int(wanted[2] or len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             content, status = content[first : last + 1], 206
-        self._send(status, content, headers, body=body)
+        self._send(status, content, headers)
 
     def _commit(self, repo: str, revision: str) -> str | None:
         if repo in self.hub.gated:
@@ -205,19 +193,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code})
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str], *, body: bool = True) -> None:
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        sent = len(content) if body and self.command != "HEAD" else 0
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_head(status, len(content), headers)
+        sent = len(content) if self.command != "HEAD" else 0
         self.hub.requests.append((self.command, urlsplit(self.path).path, sent))
         if sent:
             self.wfile.write(content)
-
-
-def _handler(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
-    return type("Handler", (_Handler,), {"hub": hub})
 
 
 def etag_of(path: Path) -> str:

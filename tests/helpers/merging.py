@@ -150,6 +150,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return files | {"actmat_manifest.json": json.dumps(manifest, sort_keys=True).encode()}
 
 
+def flip(file: Path, place: int = -1) -> None:
+    """Change a bit of a byte."""
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
 def hidden(folder: Path) -> list[str]:
     """What a merge left beside its output."""
     return sorted(p.name for p in folder.iterdir() if ".actmat-" in p.name)

@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 Stored = dict[str, Tensor]
@@ -126,12 +124,3 @@ def mxfp4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     scales = (exponent + 127).to(torch.uint8)
     read = convert_moe_packed_tensors(packed, scales, dtype=weight.dtype)
     return {f"{name}_blocks": packed.contiguous(), f"{name}_scales": scales.contiguous()}, read.contiguous()
-
-
-def save_model(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Path:
-    """A folder with one weight file, and a config where there is one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder

@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from tests.helpers.serving import serve
+from tests.helpers.serving import Handler, serve
 
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
@@ -70,15 +69,10 @@ def range_server(root: Path) -> Iterator[RangeServer]:
         yield served
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     """Answers for one server."""
 
     served: RangeServer
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *args: object) -> None:
-        """Keep the test output clean."""
 
     def do_GET(self) -> None:
         served = self.served
@@ -119,11 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], path: str, start: int, *,
               fault: str = "") -> None:  # fmt: skip
-        self.send_response(status)
-        headers |= {"Content-Encoding": "gzip"} if fault == "gzip" else {}
-        for key, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(key, value)
-        self.end_headers()
+        self.send_head(status, len(content), headers | ({"Content-Encoding": "gzip"} if fault == "gzip" else {}))
         if fault in ("truncate", "close"):
             content = content[: len(content) // 2] if fault == "truncate" else b""
             self.close_connection = True

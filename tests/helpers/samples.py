@@ -5,7 +5,6 @@ Shapes: `V` tokens, `N` samples, `I` and `O` features in and out, `R` rank.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers import merging
+from tests.helpers.checkpoint_files import save_folder, save_lora
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
@@ -109,30 +109,18 @@ def _base() -> dict[str, Tensor]:
 
 def _save_checkpoint(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Store tensors, the embedding under its tied name too."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    save_file(tied, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return save_folder(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, CONFIG)
 
 
 def _save_adapter(folder: Path, seed: int) -> Path:
     """Store an adapter as PEFT does."""
-    folder.mkdir()
-    tensors = {}
-    for i, (name, (rows, columns)) in enumerate(LINEAR.items()):
-        tensors[f"base_model.model.{name}.lora_A.weight"] = _random(seed + 2 * i, RANK, columns)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = _random(seed + 2 * i + 1, rows, RANK)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": 2 * RANK,
-        "target_modules": sorted({name.rpartition(".")[2] for name in LINEAR}),
+    modules = {
+        name: (_random(seed + 2 * i, RANK, columns), _random(seed + 2 * i + 1, rows, RANK))
+        for i, (name, (rows, columns)) in enumerate(LINEAR.items())
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    return folder
+    return save_lora(
+        folder, modules, task_type="CAUSAL_LM", target_modules=sorted({n.rpartition(".")[2] for n in LINEAR})
+    )
 
 
 def _measure(checkpoint: Path, out: Path, seed: int) -> Path:

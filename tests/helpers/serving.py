@@ -6,6 +6,23 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Answers that have their length, and no line in the tests' output."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *args: object) -> None:
+        """Keep the test output clean."""
+
+    def send_head(self, status: int, size: int, headers: dict[str, str]) -> None:
+        """What is sent before `size` bytes of content."""
+        self.send_response(status)
+        for key, value in {"Content-Length": str(size), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128
     """Of 5, the usual size, sixteen connections at once overflow, and each that does waits a second."""

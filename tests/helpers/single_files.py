@@ -5,18 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.diffusion import text_encoder
 
 
 def second_text_encoder(width: int = 24) -> Any:
     """A CLIP text model with a projection."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    torch.manual_seed(3)
-    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return CLIPTextModelWithProjection(CLIPTextConfig(
-        **sizes, vocab_size=30, max_position_embeddings=8, projection_dim=20, bos_token_id=1, eos_token_id=2,
-        pad_token_id=2,
-    )).eval()  # fmt: skip
+    return text_encoder(3, width, 32, projection_dim=20)
 
 
 def wan() -> Any:

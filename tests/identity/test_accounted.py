@@ -1,12 +1,12 @@
 """Trained weights that a merge does not read are said, also with --quiet, or refused; so are missing files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import save_lora
 from tests.helpers.merging import CONFIG, EMBEDDING, Q0, actmat, expert_of, llama_tensors, save_checkpoint
 from torch import Tensor
 
@@ -25,12 +25,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save_adapter(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
-    folder.mkdir()
-    pairs = {f"{Q0.removesuffix('weight')}lora_{k}.weight": torch.ones(s) for k, s in (("A", (2, 8)), ("B", (8, 2)))}
-    stored = {f"base_model.model.{n}": t for n, t in (pairs | tensors).items()}
-    save_file(stored, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], **fields}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    factors = {Q0.removesuffix(".weight"): (torch.ones(2, 8), torch.ones(8, 2))}
+    save_lora(folder, factors, **{"target_modules": ["q_proj"]} | fields)
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{n}": t for n, t in tensors.items()}, file)
     return folder
 
 

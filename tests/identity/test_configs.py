@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
+from tests.helpers.tinymodels import made
 
 from actmat.identity.configs import InputAgreement, agree_configs
 from actmat.identity.entries import is_harmless
@@ -191,8 +193,7 @@ def test_code_of_the_written_config_is_in_the_output(tmp_path: Path) -> None:
 def test_an_experts_class_is_written_with_its_code(tmp_path: Path) -> None:
     base = save_checkpoint(tmp_path / "base", llama_tensors(), CONFIG | {"architectures": ["LlamaForCausalLM"]})
     one = with_code(tmp_path / "one", "", 1)
-    config = json.loads((one / "config.json").read_text()) | {"architectures": ["LlamaBiModel"]}
-    (one / "config.json").write_text(json.dumps(config))
+    edit_json(one / "config.json", architectures=["LlamaBiModel"])
     run = ["merge", "-b", f"{base}", "-e", f"{one}", "-m", "linear", "--out", f"{tmp_path}/out"]
     assert "architectures (base Llama*; 'one' LlamaBi*)" in " ".join(actmat(run).err.split())
     assert actmat([*run, "--set", "config_from=one"]).code == 0
@@ -280,10 +281,9 @@ def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     models = {}
     for name, theta in (("base", 1e4), ("long", 1e6)):
-        torch.manual_seed(int(theta) % 7)
-        config = transformers.LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": theta})  # fmt: skip
-        models[name] = transformers.LlamaForCausalLM(config).eval()
+        sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        models[name] = made("llama", seed=int(theta) % 7, num_hidden_layers=1, **sizes, **rope)
         models[name].save_pretrained(tmp_path / name)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/long", "-m", "linear", "--out", f"{tmp_path}/out"]
     found = actmat(run)

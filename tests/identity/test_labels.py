@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.helpers.adapters import save_adapter
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.merging import actmat
 
 from actmat.checkpoints.memory import MemoryTensors
@@ -24,14 +24,12 @@ GENERIC = ["LABEL_0", "LABEL_1", "LABEL_2"]
 
 
 def classifier(folder: Path, names: list[str] | None, seed: int, template: str = "") -> Path:
-    folder.mkdir()
     torch.manual_seed(seed)
     tensors = {"model.layers.0.mlp.weight": torch.randn(8, 8), "score.weight": torch.randn(3, 8)}
-    save_file(tensors, folder / "model.safetensors")
     labels: dict[str, object] = {}
     if names is not None:
         labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | labels))
+    save_folder(folder, tensors, {"model_type": "llama"} | labels)
     if template:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder
@@ -79,7 +77,7 @@ def test_heads_of_all_kinds_have_labels(tmp_path: Path, head: str) -> None:
     for i, (name, labels) in enumerate({"base": ORDERED, "one": TURNED}.items()):
         folder = classifier(tmp_path / name, labels, i)
         tensors = {"model.layers.0.mlp.weight": torch.randn(8, 8), head: torch.randn(rows, 8)}
-        save_file(tensors, folder / "model.safetensors")
+        save_folder(folder, tensors)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", "--out", f"{tmp_path}/out"]
     found = actmat(run)
     assert found.code == int(refused), found

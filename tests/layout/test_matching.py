@@ -1,6 +1,5 @@
 """Patterns of others are matched in bounded time, or refused with the reason; they mean what `re` says."""
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.adapters import save_adapter
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.located import open_adapter
 from tests.helpers.merging import Family, actmat
 
@@ -187,12 +187,11 @@ def test_a_set_without_memory_is_no_set_without_a_match(monkeypatch: pytest.Monk
 def test_an_adapter_with_a_hostile_config_is_read_at_once(tmp_path: Path) -> None:
     save_adapter(tmp_path, "llama", 0, r=2, target_modules=["q_proj", "v_proj"])
     config = tmp_path / "adapter_config.json"
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"rank_pattern": {"(.*)*(.*)*(.*)*X": 4}}))
+    edit_json(config, rank_pattern={"(.*)*(.*)*(.*)*X": 4})
     with within(1), open_adapter(tmp_path) as adapter:
         assert adapter.problems == ()
         assert {m.rank for m in adapter.modules.values()} == {2}
-    config.write_text(json.dumps(fields | {"alpha_pattern": {r"(q)\1": 4}}))
+    edit_json(config, rank_pattern={}, alpha_pattern={r"(q)\1": 4})
     with open_adapter(tmp_path) as adapter:
         (problem,) = adapter.problems
     assert "alpha_pattern of adapter_config.json has the entry" in problem

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.tinymodels import saved, specs_of
+from tests.helpers.tinymodels import made, saved, specs_of
 
 import actmat
 from actmat.layout.resolve import resolve_layout
@@ -50,19 +50,15 @@ def test_a_tied_head_has_a_row_per_token(tmp_path: Path) -> None:
 
 
 def test_lfm2_packs_three_maps_of_its_convolution(tmp_path: Path) -> None:
-    import transformers as hf
-
-    model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
+    model = made("lfm2", **SMALL, layer_types=["conv", "full_attention"])
     layout = layouts_of(model, tmp_path).tensors["model.layers.0.conv.in_proj.weight"]
     assert layout.role is Role.FUSED_LINEAR
     assert sizes(layout) == {"B": 32, "C": 32, "x": 32}
 
 
 def test_mamba_packs_step_sizes_and_states(tmp_path: Path) -> None:
-    import transformers as hf
-
-    config = hf.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=60, state_size=6, time_step_rank=5)
-    tensors = layouts_of(hf.MambaForCausalLM(config), tmp_path).tensors
+    model = made("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=60, state_size=6, time_step_rank=5)
+    tensors = layouts_of(model, tmp_path).tensors
     assert sizes(tensors["backbone.layers.0.mixer.x_proj.weight"]) == {"dt": 5, "B": 6, "C": 6}
     assert sizes(tensors["backbone.layers.0.mixer.in_proj.weight"]) == {"x": 64, "gate": 64}
     assert tensors["backbone.layers.0.mixer.dt_proj.weight"].role is Role.LINEAR
@@ -72,14 +68,11 @@ def test_mamba_packs_step_sizes_and_states(tmp_path: Path) -> None:
 
 
 def test_mamba2_packs_five_maps(tmp_path: Path) -> None:
-    import transformers as hf
-
-    config = hf.Mamba2Config(
-        hidden_size=32, num_hidden_layers=1, vocab_size=60, state_size=6, num_heads=8, head_dim=8, n_groups=2
-    )
-    layout = layouts_of(hf.Mamba2ForCausalLM(config), tmp_path).tensors["backbone.layers.0.mixer.in_proj.weight"]
+    sizes_of = {"hidden_size": 32, "state_size": 6, "num_heads": 8, "head_dim": 8, "n_groups": 2}
+    model = made("mamba2", num_hidden_layers=1, vocab_size=60, **sizes_of)
+    layout = layouts_of(model, tmp_path).tensors["backbone.layers.0.mixer.in_proj.weight"]
     assert sizes(layout) == {"gate": 64, "x": 64, "B": 12, "C": 12, "dt": 8}
-    other = layout_of("mixer.in_proj.weight", (161, 32), config.to_dict())
+    other = layout_of("mixer.in_proj.weight", (161, 32), model.config.to_dict())
     assert "do not fit its 161 rows" in other.reason
 
 

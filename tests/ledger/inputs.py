@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.checkpoint_files import save_folder, save_sharded
 from tests.helpers.models import BY_NAME, VOCABULARY, Case, perturbed, save_family
-from tests.helpers.quantized import save_model
 from tests.helpers.repository import ROOT
 from torch import Tensor
 
@@ -100,7 +99,7 @@ def save_stored_forms(folder: Path) -> None:
     kinds = (torch.float16, torch.bfloat16, torch.float32)
     for name, tensors in variants(base):
         save_file(tensors, folder / f"{name}.safetensors", {"format": "pt", "note": name})
-        save_model(
+        save_folder(
             folder / "halves" / name, {n: t.to(kinds[k % 3]) for k, (n, t) in enumerate(tensors.items())}, config
         )
         for form in ("sharded", "torch"):
@@ -113,7 +112,7 @@ def save_stored_forms(folder: Path) -> None:
         if name == "expert1":
             tensors["model.layers.0.self_attn.q_proj.weight"][1, 2] = torch.nan
             tensors["model.norm.weight"][3] = torch.inf
-        save_model(folder / "broken" / name, tensors, config)
+        save_folder(folder / "broken" / name, tensors, config)
 
 
 def save_large(folder: Path) -> None:
@@ -123,7 +122,7 @@ def save_large(folder: Path) -> None:
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (1100, 740))
     rng = torch.Generator().manual_seed(0)
     for name, tensors in variants({n: torch.randn(s, generator=rng).bfloat16() for n, s in shapes.items()}):
-        save_model(folder / name, tensors, {"model_type": "llama", "tie_word_embeddings": False})
+        save_folder(folder / name, tensors, {"model_type": "llama", "tie_word_embeddings": False})
 
 
 def save_quantized(folder: Path) -> None:
@@ -141,7 +140,7 @@ def save_quantized(folder: Path) -> None:
         for form, (write, entry) in writers.items():
             parts = (write(n, t)[0] if n.endswith("proj.weight") else {n: t} for n, t in tensors.items())
             codes = {n: t for part in parts for n, t in part.items()}
-            save_model(folder / form / name, codes, config | {"quantization_config": entry, "dtype": "bfloat16"})
+            save_folder(folder / form / name, codes, config | {"quantization_config": entry, "dtype": "bfloat16"})
         write_gguf(folder / f"{name}.gguf", seed=seed)
 
 
@@ -198,12 +197,9 @@ def save_mergekit(folder: Path) -> None:
 
 def save_texts(folder: Path) -> None:
     """A tiny Llama with a tokenizer, two experts and adapters, and a file of texts for each."""
-    from tests.helpers.family import TEXTS, move_weights, write_models
+    from tests.helpers.family import write_family
 
-    write_models(folder)
-    for seed, (name, texts) in enumerate(TEXTS.items()):
-        move_weights(folder / "experts" / name / "model.safetensors", seed)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    write_family(folder)
 
 
 def save_rule(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.diffusion import unet
 from tests.helpers.merging import Family, actmat
-from tests.helpers.tinymodels import build
+from tests.helpers.tinymodels import build, made
 
 from actmat.api.merging import plan
 
@@ -19,16 +19,14 @@ COARSE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def models() -> dict[str, Any]:
     """Models that keep nothing, in both dtypes, and in float16 only; of diffusers, without and with norms."""
     from diffusers import WanTransformer3DModel
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, "pad_token_id": 0}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1}
     wan = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 16, "num_layers": 1, "text_dim": 16}
     return {
         "llama": build("llama"),
-        "glm": Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **heads, **experts, topk_group=1)),
+        "glm": made("glm4_moe", **sizes, **heads, **experts, topk_group=1),
         "t5": build("t5"),
         "unet": unet(),
         "wan": WanTransformer3DModel(**wan, freq_dim=16, in_channels=4, out_channels=4),

@@ -105,10 +105,27 @@ def test_a_date_is_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["9" * 400, "9" * 400 + "GB", "9" * 5000, "1." + "1" * 400, "9" * 19, "-1", "\N{SUPERSCRIPT TWO}GB", 10**5000],
-    ids=range(8),
+    [
+        "9" * 400,
+        "9" * 400 + "GB",
+        "9" * 5000,
+        "1." + "1" * 400,
+        "9" * 19,
+        "-1",
+        "\N{SUPERSCRIPT TWO}GB",
+        10**5000,
+        "",
+        "GB",
+        "-1GB",
+        "0",
+        "5 GB free",
+        "1e9",
+        "5XB",
+        "0.1",
+    ],
+    ids=range(16),
 )
-def test_sizes_that_no_machine_has(text: str | int) -> None:
+def test_what_is_no_size_of_any_machine(text: str | int) -> None:
     with pytest.raises(RecipeError, match="A size looks like") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 150

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +110,33 @@ def test_a_disk_that_fills_up_meanwhile(family: Family, small_disk: Path, monkey
     goes_on(family, small_disk / "out", again)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_write_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    real, calls = os.pwrite, []
+def half_written(handle: int, data: memoryview, offset: int, real: Any = os.pwrite) -> int:
+    """Short writes are legal."""
+    return int(real(handle, data[: max(1, len(data) // 2)], offset))
 
-    def pwrite(handle: int, data: memoryview, offset: int) -> int:
-        calls.append(offset)
-        if len(calls) > 50:
+
+@pytest.mark.parametrize(
+    ("call", "real", "number", "says"),
+    [
+        *(("pwrite", half_written, n, "Cannot write to") for n in (errno.ENOSPC, errno.EDQUOT, errno.EIO)),
+        ("preadv", os.preadv, errno.EIO, "reading failed"),
+    ],
+)
+def test_a_write_or_a_read_that_fails(
+    call: str, real: Any, number: int, says: str, family: Family, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def fails_at_last(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > (50 if call == "pwrite" else 100):
             raise OSError(number, os.strerror(number))
-        return real(handle, data[: max(1, len(data) // 2)], offset)  # short writes are legal
+        return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", pwrite)
-        kept = stopped(family, out, says="Cannot write to")
-    assert 0 < kept < 50
+        patch.setattr(os, call, fails_at_last)
+        kept = stopped(family, out, says=says)
+    assert 0 < kept < (50 if call == "pwrite" else TENSORS)
     goes_on(family, out, kept)
 
 
@@ -133,13 +147,19 @@ def test_nothing_is_left_where_nothing_was_finished(family: Family, monkeypatch:
     assert (outcome.code, (family.root / "deep").exists()) == (1, False)
 
 
-def test_a_limit_on_the_size_of_files(family: Family) -> None:
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        refused(family, family.out, says="does not accept a file of this size")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_on_the_size_of_files(family: Family) -> None:
+    with files_of_at_most(1000):
+        refused(family, family.out, says="does not accept a file of this size")
 
 
 def test_a_write_lost_in_the_background_is_told(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,22 +213,6 @@ def test_a_rename_that_fails(family: Family, out: Path, monkeypatch: pytest.Monk
     goes_on(family, out, TENSORS)
 
 
-def test_a_read_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = os.preadv, []
-
-    def preadv(*arguments: Any) -> int:
-        calls.append(arguments)
-        if len(calls) > 100:
-            raise OSError(errno.EIO, "broken")
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", preadv)
-        kept = stopped(family, out, says="reading failed")
-    assert 0 < kept < TENSORS
-    goes_on(family, out, kept)
-
-
 def test_a_bug_on_the_way_keeps_what_is_done(
     family: Family, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,12 +239,8 @@ def test_a_name_that_is_too_long(family: Family) -> None:
 def test_an_export_on_a_full_disk_is_no_bug(family: Family, to: str, size: int) -> None:
     given = lora(family.root / "kohya.safetensors", 1, "kohya")
     before = {p.name for p in family.root.iterdir()}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
+    with files_of_at_most(size):
         done = actmat(["export", str(given), "--to", to, "--out", str(family.root / "out.safetensors")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert done.code == 1, done
     assert "Cannot write to" in done.err
     assert {p.name for p in family.root.iterdir()} == before

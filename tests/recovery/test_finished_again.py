@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.adapters import save_adapter
-from tests.helpers.merging import Q0, Family, actmat, contents, hidden
+from tests.helpers.merging import Q0, Family, actmat, contents, flip, hidden
 
 import actmat as library
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
@@ -78,12 +78,6 @@ def test_the_report_of_a_finished_merge(family: Family) -> None:
     again = library.merge(family.base, family.experts, out=family.out, overwrite=True)
     assert not again.was_finished
     assert again.resumed == 0
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def edited_versions(family: Family) -> None:
@@ -209,17 +203,8 @@ def test_files_that_come_while_the_merge_runs(files_family: Family) -> None:
 
 def test_an_extraction_deletes_no_own_files(tmp_path: Path) -> None:
     files_family = Family.make(tmp_path, layers=1, experts=1)
-    argv = [
-        "extract",
-        "-b",
-        str(files_family.base),
-        "--model",
-        str(files_family.experts[0]),
-        "--out",
-        str(files_family.out),
-        "--rank",
-        "2",
-    ]
+    inputs = ["-b", str(files_family.base), "--model", str(files_family.experts[0])]
+    argv = ["extract", *inputs, "--out", str(files_family.out), "--rank", "2"]
     assert actmat(argv).code == 0
     expected = contents(files_family.out)
     (files_family.out / "MY_NOTES.txt").write_text("x")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.merging import CONFIG, EMBEDDING, Q0, UP0, Family, actmat, contents, hidden
+from tests.helpers.checkpoint_files import edit_json
+from tests.helpers.merging import EMBEDDING, Q0, UP0, Family, actmat, contents, flip, hidden
 
 import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
@@ -89,32 +90,19 @@ def state(shared: Interrupted) -> Interrupted:
     return shared
 
 
-def torn(lines: list[str]) -> list[str]:
-    return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
-
-
-def torn_after_the_brace(lines: list[str]) -> list[str]:
-    return [*lines[:-1], lines[-1].rstrip("\n")]
-
-
-def garbage_in_the_middle(lines: list[str]) -> list[str]:
-    return [*lines[:5], "\x00\x00\x00\n", *lines[6:]]
-
-
-def other_json_in_the_middle(lines: list[str]) -> list[str]:
-    return [*lines[:5], "[1]\n", "7\n", *lines[6:]]
-
-
-def unknown_tensor(lines: list[str]) -> list[str]:
-    return [*lines, json.dumps(json.loads(lines[-1]) | {"name": "no.such.tensor"}) + "\n"]
+def with_sixth(*given: str) -> Callable[[list[str]], list[str]]:
+    """Other lines in place of the sixth."""
+    return lambda lines: [*lines[:5], *(f"{line}\n" for line in given), *lines[6:]]
 
 
 DAMAGE: dict[str, tuple[Callable[[list[str]], list[str]], int]] = {
-    "torn": (torn, 10),
-    "no newline": (torn_after_the_brace, 10),
-    "garbage": (garbage_in_the_middle, 4),
-    "other json": (other_json_in_the_middle, 4),
-    "unknown tensor": (unknown_tensor, 11),
+    "torn": (lambda lines: [*lines[:-1], lines[-1][: len(lines[-1]) // 2]], 10),
+    "no newline": (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], 10),
+    "garbage": (with_sixth("\x00\x00\x00"), 4),
+    "other json": (with_sixth("[1]", "7"), 4),
+    "too deep": (with_sixth("[" * 100_000), 4),
+    "a huge number": (with_sixth('{"name": ' + "1" * 5000 + "}"), 4),
+    "unknown tensor": (lambda ls: [*ls, json.dumps(json.loads(ls[-1]) | {"name": "no.such.tensor"}) + "\n"], 11),
     "header torn": (lambda lines: [lines[0][:9]], 0),
     "header is no object": (lambda lines: ["[]\n", *lines[1:]], 0),
     "empty": (lambda lines: [], 0),
@@ -143,33 +131,27 @@ def test_a_record_with_a_field_of_another_type(state: Interrupted, field: str, v
     if field == "stats" and isinstance(value, dict):
         value = {"error_norm": "x"}
     entry[field] = FIELDS[field] if value == "of another type" else value
-    state.journal.write_text("".join([*lines[:5], json.dumps(entry) + "\n", *lines[6:]]))
+    state.journal.write_text("".join(with_sixth(json.dumps(entry))(lines)))
     assert state.resumed() < len(lines) - 1
     assert contents(state.out) == state.expected
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"name": ' + "1" * 5000 + "}"], ids=["deep", "huge"])
-def test_a_line_that_cannot_be_parsed(state: Interrupted, line: str) -> None:
-    lines = state.lines()
-    state.journal.write_text("".join([*lines[:5], line + "\n", *lines[6:]]))
-    assert state.resumed() == 4
-    assert contents(state.out) == state.expected
+FILES: dict[str, tuple[Callable[[Path], object], int]] = {
+    "damaged bytes": (lambda path: flip(path, -3), 10),
+    "emptied": (lambda path: os.truncate(path, 0), 0),
+    "cut in its header": (lambda path: os.truncate(path, 100), 0),
+    "a byte short": (lambda path: os.truncate(path, path.stat().st_size - 1), 0),
+    "gone": (Path.unlink, 0),
+    "its journal gone": (lambda path: path.with_name(JOURNAL_NAME).unlink(), 0),
+}
+"""What a kill or a disk did to a shard, and how many tensors are taken over; the journal goes before the renames."""
 
 
-def test_damaged_bytes_are_done_again(state: Interrupted) -> None:
-    path = state.partial / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 0xFF
-    path.write_bytes(data)
-    assert state.resumed() == 10
-    assert contents(state.out) == state.expected
-
-
-@pytest.mark.parametrize("size", [0, 100, -1])
-def test_a_shard_of_another_size_is_done_again(state: Interrupted, size: int) -> None:
-    path = state.partial / "model.safetensors"
-    os.truncate(path, path.stat().st_size + size if size < 0 else size)
-    assert state.resumed() == 0
+@pytest.mark.parametrize("damage", FILES)
+def test_what_a_shard_lost_is_done_again(state: Interrupted, damage: str) -> None:
+    edit, kept = FILES[damage]
+    edit(state.partial / "model.safetensors")
+    assert state.resumed() == kept
     assert contents(state.out) == state.expected
 
 
@@ -239,14 +221,6 @@ def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(own: Interrupte
         assert not has_same_inputs(plan, entries, inputs)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", JOURNAL_NAME])
-def test_a_file_that_is_gone(state: Interrupted, name: str) -> None:
-    """A shard, or the journal, as after a kill before the first rename: everything is done again."""
-    (state.partial / name).unlink()
-    assert state.resumed() == 0
-    assert contents(state.out) == state.expected
-
-
 def test_killed_between_the_renames(state: Interrupted) -> None:
     state.journal.unlink()
     previous = state.place / ".out.actmat-previous"
@@ -290,7 +264,7 @@ def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monk
     family = Family.make(tmp_path, layers=1)
     for folder in (family.base, *family.experts):
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
-        (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+        edit_json(folder / "config.json", tie_word_embeddings=True)
     assert actmat(family.argv()).code == 0
     expected = contents(family.out)
     assert json.loads(expected["actmat_manifest.json"])["tensors"][-1]["action"] in ("tie", "merge", "average")
@@ -307,19 +281,13 @@ def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monk
     names = [row["name"] for row in rows if "name" in row]
     assert "lm_head.weight" not in names
     assert len(names) == len(set(names))
-    _flip_last_byte(partial / "model.safetensors", damaged)
+    data = (partial / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    flip(partial / "model.safetensors", header + json.loads(data[8:header])[damaged]["data_offsets"][1] - 1)
     outcome = actmat([a for a in family.argv() if a != "--quiet"])
     assert outcome.code == 0
     assert f"interrupted merge: {len(names) - 1} " in outcome.err
     assert contents(family.out) == expected
-
-
-def _flip_last_byte(path: Path, tensor: str) -> None:
-    data = bytearray(path.read_bytes())
-    header = 8 + int.from_bytes(data[:8], "little")
-    _, stop = json.loads(data[8:header])[tensor]["data_offsets"]
-    data[header + stop - 1] ^= 0xFF
-    path.write_bytes(data)
 
 
 def test_several_outputs_resume_each_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ def write(url: str, content: bytes) -> None:
     found.pipe_file(path, content)
 
 
+def flip(url: str) -> None:
+    write(url, read(url)[:-1] + bytes([read(url)[-1] ^ 1]))
+
+
 def read(url: str) -> bytes:
     found, path = opened(url)
     return bytes(found.cat_file(path))
@@ -174,9 +178,7 @@ def test_a_stopped_upload_looks_unfinished_and_goes_on(
     assert INDEX not in there or stop == -1
     sent = sorted(n for n in there if n.endswith(".safetensors"))
     if sent:
-        content = bytearray(read(f"{url}/{sent[0]}"))
-        content[-1] ^= 1
-        write(f"{url}/{sent[0]}", bytes(content))
+        flip(f"{url}/{sent[0]}")
     with monkeypatch.context() as patched:
         order = Puts(patched)
         done = merge(family, url)
@@ -283,9 +285,7 @@ def test_an_output_in_a_bucket_is_verified(family: Family, memory: str) -> None:
     assert found.code == 0, found.out
     assert "intact" in found.out
     shard = next(n for n in sorted(names(url)) if n.endswith(".safetensors"))
-    content = bytearray(read(f"{url}/{shard}"))
-    content[-1] ^= 1
-    write(f"{url}/{shard}", bytes(content))
+    flip(f"{url}/{shard}")
     write(f"{url}/config.json", b"{}")
     write(f"{url}/extra.txt", b"?")
     said = " ".join(actmat(["verify", url, "--no-inputs"]).out.split())
@@ -329,9 +329,7 @@ def test_an_object_that_changes_midway_is_refused(bucket: str, tmp_path: Path) -
     with open_model(url) as found:
         handle = found.tensors.handle()
         assert torch.equal(found.tensors.read("w.1"), tensors["w.1"])
-        other = bytearray((tmp_path / "model-00001-of-00001.safetensors").read_bytes())
-        other[-1] ^= 1
-        write(f"{url}/model-00001-of-00001.safetensors", bytes(other))
+        flip(f"{url}/model-00001-of-00001.safetensors")
         with pytest.raises(CheckpointError, match=r"00001-of-00001.*changed since it was opened"):
             found.tensors.read("w.0")
     with pytest.raises(CheckpointError, match="changed since it was opened"):

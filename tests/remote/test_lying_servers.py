@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import close_session, constants
 from safetensors.torch import save
-from tests.helpers.serving import serve
+from tests.helpers.serving import Handler, serve
 from torch import Tensor
 
 from actmat.checkpoints.resolve import open_model, open_tensors
@@ -72,15 +71,8 @@ class Liar:
                 f"</IsTruncated>{rows}{self.rows}</ListBucketResult>").encode()  # fmt: skip
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     liar: Liar
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        """Keep the test output clean."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -94,11 +86,10 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self.liar.file(name, self.headers.get("Range", ""))
         return self._send(answer["status"], answer["body"], answer["headers"])
 
+    do_HEAD = do_GET
+
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
+        self.send_head(status, len(body), headers)
         if self.command != "HEAD":
             self.wfile.write(body)
 

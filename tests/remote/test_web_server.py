@@ -208,10 +208,6 @@ def test_pickles_and_hostile_indexes_are_not_opened(server: RangeServer, tmp_pat
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../../secret"}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
         open_tensors(f"{server.url}/m")
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match="the header claims"):
-        open_tensors(f"{server.url}/m")
 
 
 @pytest.mark.parametrize(

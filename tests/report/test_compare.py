@@ -10,19 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_adapter
+from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 from tests.helpers.reports import HOSTILE
+from tests.report.test_manifest import edit
 from tests.tolerances import F64_ORACLE
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.resolve import open_model
-from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.extras.pages.comparison import Difference, MergeComparison, TensorDifference, compare
 from actmat.extras.pages.comparison import merges as merges_module
 from actmat.extras.pages.comparison.merges import PairSums, difference, stored_sums
+from actmat.report.manifest import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +121,7 @@ def test_notes_of_a_recipe_are_no_settings(family: Family, tmp_path: Path) -> No
     outs = []
     for name in ("one", "other"):
         outs.append(shutil.copytree(family.root / "actmat", tmp_path / name))
-        manifest = json.loads((outs[-1] / MANIFEST_NAME).read_text())
-        manifest["recipe"]["notes"] = [f"auto: {name}"]
-        (outs[-1] / MANIFEST_NAME).write_text(json.dumps(manifest))
+        edit(outs[-1], lambda m, n=name: m["recipe"].update(notes=[f"auto: {n}"]))
     assert compare(*outs).settings == ()
 
 
@@ -141,14 +141,8 @@ def test_experts_are_told_by_their_contents(family: Family) -> None:
 def test_without_the_base_distances_are_absolute(family: Family, tmp_path: Path) -> None:
     places = []
     for name in ("actmat", "task_arithmetic"):
-        place = tmp_path / name
-        place.mkdir()
-        for file in (family.root / name).iterdir():
-            (place / file.name).write_bytes(file.read_bytes())
-        manifest = json.loads((place / "actmat_manifest.json").read_text())
-        manifest["base"] |= {"location": str(tmp_path / "gone"), "from_here": "../gone"}
-        (place / "actmat_manifest.json").write_text(json.dumps(manifest))
-        places.append(place)
+        places.append(shutil.copytree(family.root / name, tmp_path / name))
+        edit(places[-1], lambda m: m["base"].update(location=str(tmp_path / "gone"), from_here="../gone"))
     found = compare(*places)
     assert found.relative is None
     assert any("the base was not read" in n and "gone" in n for n in found.notes)
@@ -174,10 +168,7 @@ def test_other_bases_and_experts_are_refused_with_all_differences(family: Family
 
 
 def test_another_set_of_experts_is_refused(family: Family, tmp_path: Path) -> None:
-    third = family.root / "third"
-    third.mkdir()
-    for file in family.experts[1].iterdir():
-        (third / file.name).write_bytes(file.read_bytes())
+    third = shutil.copytree(family.experts[1], family.root / "third")
     family.change(third, lambda t: t[Q0].add_(1))
     argv = ["merge", "-b", str(family.base), "-e", str(family.experts[0]), "-e", str(third), "--quiet"]
     assert actmat([*argv, "--out", str(tmp_path / "out")]).code == 0
@@ -192,10 +183,9 @@ def test_another_set_of_experts_is_refused(family: Family, tmp_path: Path) -> No
 def test_other_tensors_and_shapes_are_refused(family: Family, tmp_path: Path) -> None:
     place = tmp_path / "out"
     merge(family, "average", out=str(place))
-    manifest = json.loads((place / "actmat_manifest.json").read_text())
-    manifest["tensors"] = [r for r in manifest["tensors"] if r["name"] != NORM]
-    next(r for r in manifest["tensors"] if r["name"] == Q0)["shape"] = [4, 16]
-    (place / "actmat_manifest.json").write_text(json.dumps(manifest))
+    rows = read_manifest(place)["tensors"]
+    rows = [r | ({"shape": [4, 16]} if r["name"] == Q0 else {}) for r in rows if r["name"] != NORM]
+    edit(place, lambda m: m.update(tensors=rows))
     with pytest.raises(AlignmentError, match=r"1 tensor\(s\) are only in .*model.norm.weight") as error:
         compare(family.root / "actmat", place)
     assert f"1 tensor(s) have different shapes ({Q0})" in error.value.problems
@@ -274,9 +264,8 @@ def test_equal_full_tensors_of_adapters_are_the_same_and_another_dtype_is_named(
 
 def test_tied_tensors_are_counted_once(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
-    config = json.loads((family.base / "config.json").read_text()) | {"tie_word_embeddings": True}
     for folder in (family.base, *family.experts):
-        (folder / "config.json").write_text(json.dumps(config))
+        edit_json(folder / "config.json", tie_word_embeddings=True)
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
     merge(family, "average")
     merge(family, "task_arithmetic", "--set", "scope=all")
@@ -290,11 +279,8 @@ def made_up(mark: str = "") -> MergeComparison:
     """One tensor; `mark` stands in every text."""
     tensor = TensorDifference(f"w{mark}", (8, 8), ("actmat", f"ties{mark}"), same=False, distance=1.0)
     changed = (Difference(f"x{mark}", "1", f"2{mark}"),)
-    outs, methods, experts = (
-        (f"a/actmat{mark}", f"b/ties{mark}"),
-        ("actmat", f"ties{mark}"),
-        ((f"e{mark}", f"e{mark}"),),
-    )
+    outs, experts = (f"a/actmat{mark}", f"b/ties{mark}"), ((f"e{mark}", f"e{mark}"),)
+    methods = ("actmat", f"ties{mark}")
     return MergeComparison(outs, methods, f"base{mark}", experts, changed, (tensor,))
 
 

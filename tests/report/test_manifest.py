@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fuzz.draw import mutated_json
 from tests.helpers.docs_fixture import write_adapter
-from tests.helpers.merging import Family, actmat
+from tests.helpers.merging import Family, actmat, flip
 
 from actmat.api.merging import merge
 from actmat.errors import CheckpointError, MergeError
@@ -68,11 +68,9 @@ def test_nothing_is_left_unchecked_of_an_untouched_merge(merged: dict[str, Path]
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md", "report.json", "report.html"])
 def test_a_changed_file(out: Path, name: str) -> None:
-    data = bytearray((out / name).read_bytes())
-    data[-2] ^= 1
-    (out / name).write_bytes(data)
+    flip(out / name, -2)
     assert verify(out).problems == (f"file '{name}' of the output has changed since the merge",)
-    (out / name).write_bytes(data + b"\n")
+    (out / name).write_bytes((out / name).read_bytes() + b"\n")
     assert "bytes, the merge wrote" in verify(out).problems[0]
     (out / name).unlink()
     assert "missing" in verify(out).problems[0]

@@ -181,8 +181,8 @@ def test_a_model_without_a_tokenizer_says_where_one_is_missing(place: Path, tmp_
     [
         (["MERGED", "--data", "math=DATA", "--data", "DATA"], "once for all experts"),
         (["MERGED", "--data", "math=DATA", "--data", "math=DATA"], "twice for expert 'math'"),
-        (["MERGED", "--data", "DATA", "--dtype", "int8"], "Did you mean 'model_dtype'? Fields are set with --set"),
         (["MERGED", "--data", "DATA", "--expert", "x"], "names its own base"),
+        (["MERGED", "--base", "BASE"], "names its own base"),
         (["-b", "BASE", "-e", "EXPERT", "--data", "DATA"], "a merged model that exists"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import save_lora
 from tests.helpers.grams import linear_grams
 from tests.helpers.tinymodels import build
 from tests.tolerances import F32_PRODUCT, F32_SOLVE, relative_error
@@ -162,10 +163,7 @@ def test_what_cannot_be_measured_is_refused(case: Case) -> None:
         case.staged(out=other, blocks="layers")
     with pytest.raises(StatisticsError, match="one list of blocks; found none"):
         case.staged(out=other, model=nn.Linear(2, 2))
-    adapter = case.folder / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    save_file({"a.lora_A.weight": torch.ones(1, 2)}, adapter / "adapter_model.safetensors")
+    adapter = save_lora(case.folder / "adapter", {"a": (torch.ones(1, 2), torch.ones(2, 1))})
     batches = {label: case.batches()[label] for label in ("one", "two")}
     with pytest.raises(StatisticsError) as caught:
         case.staged(out=other, experts={"one": case.folder / "one", "lora": adapter}, batches=batches)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.helpers.merging import flip
 from tests.tolerances import F32_PRODUCT, F64_IDENTITY, relative_error
 from torch import Tensor, nn
 
@@ -136,9 +137,7 @@ def test_files_that_do_not_add_up(tmp_path: Path) -> None:
 
 def test_a_damaged_gram_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     file = written(tmp_path / "s", 1) / FILE_NAME
-    raw = bytearray(file.read_bytes())
-    raw[-3] ^= 4
-    file.write_bytes(bytes(raw))
+    flip(file, -3)
     with (
         open_statistics(tmp_path / "s") as found,
         pytest.raises(StatisticsError, match="differs from what was written"),

@@ -13,6 +13,7 @@ from tests.helpers.clip import write_clip
 from tests.helpers.family import TEXTS, experts_of, model_flags
 from tests.helpers.json_layouts import pinned
 from tests.helpers.merging import actmat as run
+from tests.helpers.tinymodels import made
 from tests.tolerances import F32_PRODUCT
 
 import actmat
@@ -135,12 +136,10 @@ def test_images_are_compared_with_the_names_of_their_folders(tmp_path: Path, ima
 
 
 def test_a_classifier_has_its_own_classes(tmp_path: Path, images: Path) -> None:
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+    from transformers import ViTImageProcessor
 
-    torch.manual_seed(0)
-    config = ViTConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32,
-                       patch_size=16, id2label={0: "cat", 1: "dog", 2: "hen"})  # fmt: skip
-    model: Any = ViTForImageClassification(config).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = made("vit", **sizes, image_size=32, patch_size=16, id2label={0: "cat", 1: "dog", 2: "hen"})
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     rows = list(trying.classify(Loaded(model, "base", None, str(tmp_path)), images))
     assert {r.label for r in rows} <= {"cat", "dog", "hen"}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers import family as searched
-from tests.helpers.family import TEXTS, data_flags, data_of, experts_of, model_flags
+from tests.helpers.checkpoint_files import edit_json
+from tests.helpers.family import TEXTS, Told, data_flags, data_of, experts_of, model_flags
 from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -223,18 +224,13 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
 
 
 def test_a_second_search_does_not_load_the_experts_again(family: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Stages(TuneProgress):
-        def doing(self, what: str, total: int = 0) -> None:
-            told.append(what)
-
+    told = Told()
     first = tuned(family, tmp_path / "best", budget=3)
-    second = tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=Stages())
-    assert not [t for t in told if t.startswith(("loading", "asking"))]
+    second = tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=told)
+    assert not [t for t in told.texts if t.startswith(("loading", "asking"))]
     assert second.trials[0].losses == first.trials[0].losses
-    tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=Stages(), new_tokens=2)
-    assert "asking math" in told, "other answers"
+    tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=told, new_tokens=2)
+    assert "asking math" in told.texts, "other answers"
 
 
 def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:
@@ -303,7 +299,7 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     refused = run(["tune", "-b", str(family / "base"), *flags, "--out", str(tmp_path / "best")])
     assert "the prompt given: expected at least 2 inputs" in " ".join(refused.err.split())
     file = shutil.copytree(family / "experts" / "math", tmp_path / "math") / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
+    edit_json(file, rms_norm_eps=0.5)
     with pytest.raises(MergeError, match="rms_norm_eps"):
         actmat.tune(family / "base", [file.parent], data=family / "math.jsonl", out=tmp_path / "best", load=pytest.fail)
 
@@ -332,16 +328,11 @@ def test_experts_whose_tokenizer_has_no_pad_token_are_tuned(family: Path, tmp_pa
     for name in TEXTS:
         place = shutil.copytree(family / "experts" / name, tmp_path / name)
         (place / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    told: list[str] = []
-
-    class Notes(TuneProgress):
-        def note(self, text: str) -> None:
-            told.append(text)
-
+    told = Told()
     found, known = (
         actmat.tune(family / "base", places, out=tmp_path / f"best-{i}", data=data_of(family), budget=2, new_tokens=2,
-                    space={"methods": ["average"], "scales": [0.5, 1.0]}, progress=Notes())
+                    space={"methods": ["average"], "scales": [0.5, 1.0]}, progress=told)
         for i, places in enumerate(([tmp_path / n for n in TEXTS], experts_of(family)))
     )  # fmt: skip
-    assert any("no pad token" in text for text in told)
+    assert any("no pad token" in text for text in told.texts)
     assert found.chosen.losses == pytest.approx(known.chosen.losses)

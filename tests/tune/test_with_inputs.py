@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.family import TEXTS, data_flags, model_flags
+from tests.helpers.checkpoint_files import edit_json
+from tests.helpers.family import TEXTS, Told, data_flags, model_flags
 from tests.helpers.merging import actmat
 from tests.tolerances import F32_FORWARD, relative_error
 
@@ -53,22 +54,12 @@ def adapters(family: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return out, merged(family, out, *adapter_flags(family), *data_flags(family))
 
 
-class Stages(TuneProgress):
-    """Notes the stages."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def doing(self, what: str, total: int = 0) -> None:
-        self.names.append(what)
-
-
 def test_a_call_names_the_kind_of_its_output_and_hears_of_the_stages(family: Path, tmp_path: Path) -> None:
-    experts, stages = {name: family / "adapters" / name for name in TEXTS}, Stages()
+    experts, stages = {name: family / "adapters" / name for name in TEXTS}, Told()
     data, out = {name: texts[0] for name, texts in TEXTS.items()}, tmp_path / "m"
     report = api.merge(family / "base", experts, data=data, to="model", new_tokens=2, out=out, progress=stages)
     assert (report.plan.output, (out / "config.json").is_file()) == ("model", True)
-    assert "merging" in stages.names
+    assert "merging" in stages.texts
 
 
 def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
@@ -310,8 +301,7 @@ def test_chats_go_through_the_template_and_their_last_answer_is_the_right_one(fa
     template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}def{% endif %}"
     shutil.copytree(family / "adapters", tmp_path / "adapters")
     shutil.copytree(family / "base", tmp_path / "base")
-    config = tmp_path / "base" / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    edit_json(tmp_path / "base" / "tokenizer_config.json", chat_template=template)
     rows = [
         {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": " two"}]} for t in TEXTS["math"]
     ]

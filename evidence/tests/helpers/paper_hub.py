@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from evidence.tests.helpers.hub import HubStandIn
 from evidence.tests.helpers.language import HUB_ROWS
+from evidence.tests.helpers.pretrained import made
 
 from actmat_experiments.vision.clip import clip_tasks
 
@@ -262,7 +263,7 @@ def publish_language(paper: PaperHub, data: Path, n: int = 40) -> None:
 def write_olmo(folder: Path, number: int, template: str | None) -> None:
     """OLMo 3 in bfloat16 and in two shards, with a byte-level tokenizer; experts differ by some noise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import Olmo3Config, Olmo3ForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {t: i for i, t in enumerate([*letters, "<|endoftext|>", "<|pad|>"])}
@@ -273,22 +274,11 @@ def write_olmo(folder: Path, number: int, template: str | None) -> None:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", **words)
     wrapped.chat_template = template
     wrapped.save_pretrained(folder)
-    config = Olmo3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=65536,
-        sliding_window=64,
-        eos_token_id=vocabulary["<|endoftext|>"],
-        pad_token_id=vocabulary["<|pad|>"],
-        rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
-        rope_theta=500000,
-    )
-    torch.manual_seed(0)
-    model = Olmo3ForCausalLM(config)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    ids = {"eos_token_id": vocabulary["<|endoftext|>"], "pad_token_id": vocabulary["<|pad|>"]}
+    sizes = {"vocab_size": len(vocabulary), "intermediate_size": 24, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 65536, "sliding_window": 64}
+    model = made("olmo3", rope_scaling=yarn, rope_theta=500000, **ids, **sizes)
     noise = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for weight in model.parameters() if number else ():

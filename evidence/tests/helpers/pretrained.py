@@ -16,22 +16,19 @@ TEXTS = ("trec", "agnews", "mr", "custrev", "mpqa", "subj")
 WORDS = ("river", "stone", "bridge", "window", "garden", "music", "paper", "winter", "orange", "silver")
 
 
-def write_vit(folder: Path) -> Any:
-    """A tiny `Dinov2Model` as a checkpoint."""
-    from transformers import Dinov2Config, Dinov2Model
+def made(kind: str, loader: str = "AutoModelForCausalLM", **fields: Any) -> Any:
+    """The model that transformers makes of a config, with fixed weights."""
+    import transformers
 
     torch.manual_seed(0)
-    model = Dinov2Model(
-        Dinov2Config(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            mlp_ratio=2,
-            image_size=24,
-            patch_size=8,
-            use_mask_token=False,
-        )
-    ).eval()
+    config = transformers.AutoConfig.for_model(kind, hidden_size=16, num_attention_heads=2, **fields)
+    return getattr(transformers, loader).from_config(config).eval()
+
+
+def write_vit(folder: Path) -> Any:
+    """A tiny `Dinov2Model` as a checkpoint."""
+    sizes = {"num_hidden_layers": 2, "mlp_ratio": 2, "image_size": 24, "patch_size": 8}
+    model = made("dinov2", "AutoModel", use_mask_token=False, **sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -78,10 +75,8 @@ def write_bert(folder: Path, kind: str = "Bert") -> Path:
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters), *WORDS]
     (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
     getattr(transformers, f"{kind}TokenizerFast")(str(folder / "vocab.txt")).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokens) + 5, max_position_embeddings=48, **sizes)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+    sizes = {"vocab_size": len(tokens) + 5, "max_position_embeddings": 48, "num_hidden_layers": 1}
+    made(kind.lower(), "AutoModel", intermediate_size=24, **sizes).save_pretrained(folder)
     return folder
 
 
@@ -112,7 +107,7 @@ def write_wheel(path: Path, files: dict[str, bytes], folder: str) -> Wheel:
 def write_llama(folder: Path) -> Path:
     """A tiny Llama whose tokenizer has one token per character, and those of the chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     special = ["<unk>", "<|im_start|>", "<|im_end|>"]
     characters = [chr(c) for c in range(32, 127)]
@@ -120,29 +115,20 @@ def write_llama(folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    words = {"unk_token": "<unk>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        pad_token_id=2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>"],
+        model_input_names=["input_ids", "attention_mask"], **words,
+    ).save_pretrained(folder)  # fmt: skip
+    small_decoder("llama", len(vocabulary), num_hidden_layers=1).save_pretrained(folder)
     return folder
+
+
+def small_decoder(kind: str, words: int, **fields: Any) -> Any:
+    """A decoder for the tokenizer of `write_llama`."""
+    ids = {"pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"vocab_size": words, "intermediate_size": 24, "num_key_value_heads": 1}
+    return made(kind, tie_word_embeddings=True, **ids, **sizes, **fields)
 
 
 def write_gguf(checkpoint: Path, path: Path, head: torch.Tensor | None = None) -> None:
