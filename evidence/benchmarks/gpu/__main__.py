@@ -1,4 +1,4 @@
-"""Everything about one device in at most eight minutes: rates, conformance, layers, merges from disk to disk.
+"""Everything about one device in at most eight minutes: rates, conformance, layers, merges with and without inputs.
 
     python -m benchmarks.gpu                                   # cuda:0
     python -m benchmarks.gpu --device cpu:0 --quick            # rehearsal: a simulated device, tiny shapes
@@ -30,6 +30,7 @@ from benchmarks.provenance import EVIDENCE
 PARTS: dict[str, tuple[list[str], int]] = {
     "rates": (["rates"], 30),
     "conformance": (["conformance"], 30),
+    "inputs": (["inputs"], 200),
     "layer of 7B": (["layers", "--model", "7b"], 60),
     "layer of 70B": (["layers", "--model", "70b"], 90),
     "merges of 1.1B": (["merges", "--size", "1.1b"], 180),

@@ -20,7 +20,7 @@ from benchmarks.common import relative_error
 from benchmarks.gpu.rows import arguments, clear_peak, give, peak_bytes, seconds_of, torch_device
 
 EXPERTS = 3
-METHODS = ("actmat_ridge", "actmat", "tsv", "dc_merge")
+METHODS = ("actmat_ridge", "actmat", "ct_merging", "tsv", "dc_merge")
 SHAPES = {
     "7b": {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1},
     "70b": {(1024, 8192): 2, (8192, 8192): 2, (28672, 8192): 2, (8192, 28672): 1},

@@ -25,7 +25,7 @@ def agreement(
     progress: TuneProgress | None = None,
     new_tokens: int = 32,
     model_class: str | None = None,
-    model_dtype: str = "float32",
+    model_dtype: str = "auto",
 ) -> tuple[AgreementRow, ...]:
     """Answers that a merge on disk kept of each of its experts, on a few inputs of the expert's task.
 

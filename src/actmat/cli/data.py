@@ -24,7 +24,8 @@ AROUND = "Text around prompts, {} in their place."
 TemplateFlag = Annotated[list[str] | None, typer.Option("--template", metavar="NAME=TEXT", help=AROUND)]
 ModelClass = Annotated[str | None, Setting("Transformers class that loads the model; default: the config's.")]
 ModelDtype = Annotated[
-    Literal["float32", "bfloat16", "float16", "float64"], Setting("Dtype of the models while they run.")
+    Literal["auto", "float32", "bfloat16", "float16", "float64"],
+    Setting("Dtype of the models while they run; `auto` is float32 on the CPU, elsewhere the checkpoint's."),
 ]
 
 
@@ -59,7 +60,7 @@ class InputFlags(ReadingFlags):
     template: TemplateFlag = None
     new_tokens: Annotated[int | None, Setting("Tokens of an answer; default: 32, of 'tune' 16.", low=0)] = None
     model_class: ModelClass = None
-    model_dtype: ModelDtype = "float32"
+    model_dtype: ModelDtype = "auto"
     keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
     tune_scale: Annotated[bool, Setting("Choose the scale by the inputs.")] = False
 

@@ -155,11 +155,11 @@ def merge_by(asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, 
         return merge_with_inputs(recipes, data, check, settings, run, progress)
 
 
-def plan_by(asked: InputFlags, recipe: Recipe, *, json: bool, quiet: bool) -> None:
+def plan_by(asked: InputFlags, recipe: Recipe, device: str, *, json: bool, quiet: bool) -> None:
     """Print what a merge by inputs would measure and hold."""
     from actmat.extras.tune.with_inputs import plan_inputs
 
-    lines = plan_inputs(recipe, *_inputs(asked))
+    lines = plan_inputs(recipe, *_inputs(asked), device)
     if json:
         print_result("plan", {"plans": [], "inputs": [line.strip() for line in lines]})
     elif not quiet:

@@ -42,7 +42,7 @@ class Loading:
     ] = None
     device: Annotated[str, Flag(help="Device the model runs on: cpu, cuda, cuda:N or mps.")] = "cpu"
     model_class: ModelClass = None
-    model_dtype: ModelDtype = "float32"
+    model_dtype: ModelDtype = "auto"
 
     def load(self, model: str) -> Loaded:
         """Load the model at a location."""

@@ -42,7 +42,7 @@ class QuestionFlags:
         str | None, Setting("Around prompts of --self, or a class of CLIP; {} is the place; default: a photo of a {}.")
     ] = None
     model_class: ModelClass = None
-    model_dtype: ModelDtype = "float32"
+    model_dtype: ModelDtype = "auto"
 
     def check(self) -> None:
         """Raise if there is no query, or a flag that no query uses."""

@@ -122,8 +122,8 @@ def _plan(job: Job, stages: Stages) -> Result:
     from actmat.extras.tune.with_inputs import plan_inputs
     from actmat.recipe.arguments import make_arguments
 
-    recipe, _ = make_arguments(fields.pop("base"), fields.pop("experts"), fields)
-    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings()))}
+    recipe, run = make_arguments(fields.pop("base"), fields.pop("experts"), fields)
+    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings(), run.device))}
 
 
 def _merge(job: Job, stages: Stages) -> Result:

@@ -107,12 +107,12 @@ class MemoryMerge:
                 merged[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         return copy.deepcopy(base, merged)
 
-    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
+    def load(self, *, model_class: str | None = None, dtype: str = "auto", device: str = "cpu") -> Loaded:
         """Load the model, ready to run; a merged adapter is applied to its base.
 
         Args:
             model_class: transformers class; default: the config's architecture.
-            dtype, device: dtype and device of the model.
+            dtype, device: dtype and device of the model, see `dtype_on`.
 
         Raises:
             StatisticsError: transformers or PEFT cannot load it.

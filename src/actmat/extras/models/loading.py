@@ -30,6 +30,7 @@ from actmat.foreign import in_one_line
 
 POOLING = "add_pooling_layer"
 """Argument of transformers encoders."""
+AUTO_DTYPE = "auto"
 LONGEST = 200
 """Characters of a library's message that are repeated in an error of ours."""
 
@@ -88,7 +89,7 @@ def load_model(
     base: str | None = None,
     adapters_base: str | None = None,
     model_class: str | None = None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "cpu",
 ) -> Loaded:
     """Load a model, or an adapter on its base; raises if the checkpoint lacks parameters of the model.
@@ -98,7 +99,7 @@ def load_model(
         base: base of the adapter at `location`; default: the one named in its config.
         adapters_base: like `base`, but ignored for a model.
         model_class: transformers class, such as `AutoModelForCausalLM`; default: the config's architecture.
-        dtype, device: dtype and device of the model.
+        dtype, device: dtype and device of the model, see `dtype_on`.
 
     Raises:
         StatisticsError: it cannot be loaded, or a base is given for a model.
@@ -116,12 +117,23 @@ def load_model(
     if adapter is not None:
         with named_base(adapter, checkpoint), locate(checkpoint) as under:
             config = require_model(under).config or {}
-    model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
+    model = _load(
+        checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype_on(device, dtype)
+    )
     if adapter is not None:
         path, revision = local_files(adapter)
         with quiet_peft() as peft:
             model = peft.PeftModel.from_pretrained(model, path, **revision)
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
+
+
+def dtype_on(device: str, dtype: str) -> str:
+    """The dtype of a model that runs: `auto` is float32 on the CPU, elsewhere the checkpoint's own.
+
+    >>> dtype_on("cpu", "auto"), dtype_on("cuda:0", "auto"), dtype_on("cuda:0", "float16")
+    ('float32', 'auto', 'float16')
+    """
+    return "float32" if dtype == AUTO_DTYPE and device == "cpu" else dtype
 
 
 def can_switch(location: str) -> bool:
@@ -218,7 +230,7 @@ def load_tensors(
     config: Mapping[str, Any],
     adapter: Mapping[str, Any] | None = None,
     model_class: str | None = None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "cpu",
 ) -> Loaded:
     """Load a model from tensors in memory; the counterpart of `load_model`.
@@ -254,7 +266,7 @@ def load_tensors(
             raise StatisticsError(_unnamed(location))
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         parsed = extra("transformers").AutoConfig.from_pretrained(folder)
-    model = _load(location, architecture, dtype, config=parsed, state_dict=dict(tensors))
+    model = _load(location, architecture, dtype_on(device, dtype), config=parsed, state_dict=dict(tensors))
     return Loaded(model.to(device).eval(), location, None, files)
 
 
@@ -279,7 +291,11 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     try:
         with _silent(transformers):
             model, info = kind.from_pretrained(
-                path, dtype=torch_dtype(dtype), output_loading_info=True, **revision, **more
+                path,
+                dtype=dtype if dtype == AUTO_DTYPE else torch_dtype(dtype),
+                output_loading_info=True,
+                **revision,
+                **more,
             )
     except (OSError, ValueError) as error:
         raise StatisticsError(

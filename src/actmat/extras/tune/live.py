@@ -31,7 +31,7 @@ class Loader:
 
     base: str
     model_class: str | None = None
-    dtype: str = "float32"
+    dtype: str = "auto"
     device: str = "cpu"
     given: Callable[[str], Loaded] | None = None
     loaded: Mapping[str, Loaded] = field(default_factory=dict)

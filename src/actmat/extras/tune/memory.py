@@ -11,6 +11,7 @@ from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices import check_device, open_devices, parse_devices
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
+from actmat.extras.models.loading import AUTO_DTYPE, dtype_on
 from actmat.settings import RunSettings
 
 USABLE = 0.9
@@ -79,11 +80,17 @@ def plan_memory(
     Raises:
         RecipeError: a limit that is no size, or a device that is not there.
     """
-    model = sum(s.numel * torch_dtype(dtype).itemsize for s in specs.values() if s.is_floating)
     device, _ = model_device(run.device)
+    model = model_bytes(specs, dtype_on(device, dtype))
     limit, source = _limit(run, device)
     disk = (0 if factors else merges * model) + statistics * gram_bytes(specs)
     return MemoryPlan(limit, source, device, model, model if factors else COPIES * model, disk)
+
+
+def model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
+    """Weights of a model in a dtype, or as they are stored."""
+    sizes = {s.name: s.itemsize if dtype == AUTO_DTYPE else torch_dtype(dtype).itemsize for s in specs.values()}
+    return sum(s.numel * sizes[s.name] for s in specs.values() if s.is_floating)
 
 
 def gram_bytes(specs: Mapping[str, TensorSpec]) -> int:

@@ -33,7 +33,7 @@ class TuneSettings:
     budget: int | None = None
     least_agreement: float = 0.0
     model_class: str | None = None
-    model_dtype: str = "float32"
+    model_dtype: str = "auto"
     device: str = "cpu"
     new_tokens: int = 16
     predict: Predict | Mapping[str, Predict] = default_predict

@@ -48,7 +48,7 @@ class InputSettings:
     reading: DataOptions = field(default_factory=lambda: DataOptions("", max_samples=SAMPLES))
     new_tokens: int = 32
     model_class: str | None = None
-    model_dtype: str = "float32"
+    model_dtype: str = "auto"
     keep_statistics: bool = False
     template: str | Mapping[str, str] | None = None
     loaded: Mapping[str, Loaded] = field(default_factory=dict)

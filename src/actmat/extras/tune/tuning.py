@@ -14,6 +14,7 @@ from typing import Any
 from actmat.checkpoints.writing.staging import OutputLock, check_output_path, disk_errors
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import SAMPLES, DataOptions, by_expert, prepare_data
+from actmat.extras.models.loading import dtype_on
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.asking import ExpertData, ask_experts
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
@@ -91,7 +92,7 @@ def tune_recipe(
         ]
         fitted = space.fitted(-(-min(sizes) // 4), to_adapters=inputs.are_adapters)
         device, note = model_device(run.device)
-        settings = dataclasses.replace(settings, device=device)
+        settings = dataclasses.replace(settings, device=device, model_dtype=dtype_on(device, settings.model_dtype))
         work = stack.enter_context(_work_folder(out, run))
         searching = _Search(recipe, inputs, fitted, settings, run, progress, work)
         if note:

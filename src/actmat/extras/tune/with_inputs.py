@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.answers import FEW, GUESSES, verdict, with_answers
@@ -30,11 +30,11 @@ from actmat.extras.collect.collect import bound, measured
 from actmat.extras.collect.data import SELF
 from actmat.extras.collect.files import merge_statistics
 from actmat.extras.collect.measures import Measurement, Settings
-from actmat.extras.models.loading import Loaded, can_switch
+from actmat.extras.models.loading import Loaded, can_switch, dtype_on
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.inputs import completed
 from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
-from actmat.extras.tune.memory import gram_bytes, model_device
+from actmat.extras.tune.memory import gram_bytes, model_bytes, model_device
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
@@ -181,7 +181,7 @@ def count_folds(data: Mapping[str, DataRows], specs: Mapping[str, TensorSpec], *
         specs: of the base.
         are_factors: merges are judged as adapters.
     """
-    if max(gram_bytes(specs), 0 if are_factors else _model_bytes(specs, "float32")) > SMALL_BYTES:
+    if max(gram_bytes(specs), 0 if are_factors else model_bytes(specs, "float32")) > SMALL_BYTES:
         return 1
     return 4 if min((len(rows.rows) for rows in data.values()), default=0) >= FEW else 2
 
@@ -193,10 +193,6 @@ def _specs_under(given: Located, stack: contextlib.ExitStack) -> Mapping[str, Te
         place = next((e.config.base_model for e in given.experts if isinstance(e, Adapter)), None)
         base = locate_in(stack, place or given.recipe.experts[0].path)
     return {} if isinstance(base, Adapter) else base.specs  # loading says what a file without a base cannot do
-
-
-def _model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
-    return sum(s.numel * torch_dtype(dtype).itemsize for s in specs.values() if s.is_floating)
 
 
 def merge_by_arguments(
@@ -246,7 +242,7 @@ def merge_by_arguments(
         return merge_with_inputs([recipe], data, check, settings, run, watching)[0]
 
 
-def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, device: str) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -269,8 +265,9 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings) 
         size, matrices = format_size(gram_bytes(specs)), sum(len(s.shape) == 2 for s in specs.values())
         inputs = f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,"
         lines += [inputs, "  removed after the merge"]
-    model = format_size(_model_bytes(specs, settings.model_dtype))
-    return [*lines, f"  memory: one model of {model} at a time; nothing was run"]
+    place, _ = model_device(device)
+    model = format_size(model_bytes(specs, dtype_on(place, settings.model_dtype)))
+    return [*lines, f"  memory: one model of {model} at a time, on {place}; nothing was run"]
 
 
 def kinds_of(recipes: Sequence[Recipe], given: Located) -> frozenset[str]:
