@@ -67,7 +67,8 @@ def lost_problems(expert: Deltas, label: str, lost: Sequence[str], untrained: Co
         return []
     stored = {} if expert.adapter is None else expert.adapter.extras
     names = [stored.get(n, n) for n in lost]
-    others = [n for n in expert.model.specs if n not in {*names, *untrained}]
+    held = expert.model.specs if expert.needs_base else expert.specs
+    others = [n for n in held if n not in {*names, *untrained}]
     flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, others)]
     shape = "x".join(map(str, expert.specs[lost[0]].shape)) or "a scalar"
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
