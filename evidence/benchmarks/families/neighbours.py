@@ -221,6 +221,21 @@ class Family:
             given.append({k: v for k, v in settings.items() if v and k != "transformers_version" and k[0] != "_"})
         return json.dumps(given, sort_keys=True, default=str)
 
+    def stack(self, base: Path, expert: Path) -> Path:
+        """The stack of two layers."""
+        out = self.folder / "stack" / f"{base.name}-{expert.name}"
+        actmat.merge(f"{base}[0:1] + {expert}[0:1]", [], out=out, overwrite=True, durable=False)
+        return out
+
+    def _verdict_of_stacks(self, side: str, plain: Path, changed: Path) -> str:
+        try:
+            if self.answers(plain) == self.answers(changed):
+                return "harmless"
+        except Exception:  # noqa: BLE001 - whatever the class says of the change
+            return "unusable"
+        texts = {(folder / "config.json").read_text() for folder in (plain, changed)}
+        return "said" if side == "expert" and len(texts) > 1 else "silent"
+
     def verdict(self, command: str, side: str, neighbour: Neighbour, changed: Path) -> str:
         """What becomes of a change."""
         base = changed if side == "base" else self.folder / "base"
@@ -236,6 +251,10 @@ class Family:
             return "said"
         if neighbour.kind == "names" and doing == done:
             return "harmless"
+        if command == "stack":  # the output may have the change, or have what the change removes
+            return self._verdict_of_stacks(
+                side, self.stack(self.folder / "base", self.folder / "one"), self.stack(base, expert)
+            )
         try:
             return "harmless" if self.answers(changed) == self.answers(self.folder / ORIGINAL[side]) else "silent"
         except Exception:  # noqa: BLE001 - whatever the class says of the change

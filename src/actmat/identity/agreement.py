@@ -19,7 +19,7 @@ from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
 from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
-from actmat.layout.ties import is_output_head
+from actmat.layout.ties import is_output_head, may_have_head, ties_embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,20 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     agreed = agree_configs(written, configs, output.config_from, output.fix)
     agreed = _with_labels(agreed, base, written, configs, output)
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
+    headless = [
+        f"'{e.label}'"
+        for e in full
+        if e.config is not None
+        and ties_embeddings(base.config)
+        and may_have_head(e.config)
+        and not ties_embeddings(e.config)
+        and not any(map(is_output_head, e.model.specs))
+    ]
+    if headless:
+        note = (
+            f"config.json of {first_of(headless)} unties an output head that no file has: its token table stands for it"
+        )
+        agreed = replace(agreed, notes=(*agreed.notes, note))
     if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
         bare = ["the base"] if base.config is None else bare
         note = f"no config.json of {first_of(bare)} is there to be compared. Fix: give the folder of the model"

@@ -239,13 +239,13 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
         return
-    for holder in known:
-        lacking = {row: token for row, token in at[holder.label].items() if token not in keeper.tokens}
-        if not lacking:
-            continue
-        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(lacking.items())]
-        yield (
-            f"{words_of(holder.label)} has {len(lacking)} tokens that the written tokenizer, of {words_of(written)}, "
-            f"lacks: {first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' "
-            "writes another tokenizer"
-        )
+    fix = "'--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
+    for holder in (h for h in known if h is not keeper):
+        for one, other in ((holder, keeper), (keeper, holder)):
+            lone = {row: token for row, token in at[one.label].items() if token not in other.tokens}
+            shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(lone.items())]
+            owners = f"{words_of(holder.label)} has", f"the written tokenizer, of {words_of(written)},"
+            if lone and one is holder:
+                yield f"{owners[0]} {len(lone)} tokens that {owners[1]} lacks: {first_of(shown, SHOWN)}. {fix}"
+            elif lone:
+                yield f"{owners[1]} has {len(lone)} tokens that {words_of(holder.label)} lacks: {first_of(shown, SHOWN)}"
