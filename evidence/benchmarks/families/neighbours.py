@@ -227,7 +227,8 @@ class Family:
         actmat.merge(f"{base}[0:1] + {expert}[0:1]", [], out=out, overwrite=True, durable=False)
         return out
 
-    def _verdict_of_stacks(self, side: str, plain: Path, changed: Path) -> str:
+    def _verdict_of_stacks(self, side: str, changed: Path) -> str:
+        plain = self.stack(self.folder / "base", self.folder / "one")
         try:
             if self.answers(plain) == self.answers(changed):
                 return "harmless"
@@ -252,9 +253,7 @@ class Family:
         if neighbour.kind == "names" and doing == done:
             return "harmless"
         if command == "stack":  # the output may have the change, or have what the change removes
-            return self._verdict_of_stacks(
-                side, self.stack(self.folder / "base", self.folder / "one"), self.stack(base, expert)
-            )
+            return self._verdict_of_stacks(side, self.stack(base, expert))
         try:
             return "harmless" if self.answers(changed) == self.answers(self.folder / ORIGINAL[side]) else "silent"
         except Exception:  # noqa: BLE001 - whatever the class says of the change
@@ -268,7 +267,7 @@ COMMANDS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "stack": lambda base, one, two: actmat.plan(f"{base}[0:1] + {one}[0:1]", []),
     "export": lambda base, one, two: export_remarks([("base", open_model(base)), ("model", open_model(one))]),
 }
-EXPORTED = ("config.json", "tokens", "tokenizer_config.json")
+EXPORTED = ("config.json", "tokens")
 """Kinds of changes that an export compares before it reads tensors: the rest is no part of its file."""
 
 

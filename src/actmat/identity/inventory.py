@@ -36,7 +36,7 @@ HARMLESS = re.compile(
 )
 """Entries of settings by which nothing is computed, or that are compared elsewhere."""
 _KINDS = ("_class", "_type")
-"""Ends of entries that name classes."""
+"""Ends of entries that name classes, of which a fast one gives the same."""
 _WHOLE = re.compile(
     r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/"
     r"|.*\.(gguf|llamafile)$"
@@ -159,11 +159,8 @@ class Inventory:
         if not isinstance(value, Mapping):
             return {"its code" if path.endswith(".py") else "its content": value or hash_file(file)}
         plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in value.items()}
-        # a class and its fast form give the same
-        plain = {
-            k: v.removesuffix("Fast") if isinstance(v, str) and k.endswith(_KINDS) else v for k, v in plain.items()
-        }
-        return {k: v for k, v in plain.items() if not HARMLESS.search(k)}
+        kinds = {k: v.removesuffix("Fast") for k, v in plain.items() if k.endswith(_KINDS) and isinstance(v, str)}
+        return {k: v for k, v in {**plain, **kinds}.items() if not HARMLESS.search(k)}
 
     def tables(self) -> list[str]:
         """Token embeddings by name; else output heads, as of speech recognition; else matrices with a row per token."""
