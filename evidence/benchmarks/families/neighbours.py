@@ -221,6 +221,22 @@ class Family:
             given.append({k: v for k, v in settings.items() if v and k != "transformers_version" and k[0] != "_"})
         return json.dumps(given, sort_keys=True, default=str)
 
+    def stack(self, base: Path, expert: Path) -> Path:
+        """The stack of two layers."""
+        out = self.folder / "stack" / f"{base.name}-{expert.name}"
+        actmat.merge(f"{base}[0:1] + {expert}[0:1]", [], out=out, overwrite=True, durable=False)
+        return out
+
+    def _verdict_of_stacks(self, side: str, changed: Path) -> str:
+        plain = self.stack(self.folder / "base", self.folder / "one")
+        try:
+            if self.answers(plain) == self.answers(changed):
+                return "harmless"
+        except Exception:  # noqa: BLE001 - whatever the class says of the change
+            return "unusable"
+        texts = {(folder / "config.json").read_text() for folder in (plain, changed)}
+        return "said" if side == "expert" and len(texts) > 1 else "silent"
+
     def verdict(self, command: str, side: str, neighbour: Neighbour, changed: Path) -> str:
         """What becomes of a change."""
         base = changed if side == "base" else self.folder / "base"
@@ -236,6 +252,8 @@ class Family:
             return "said"
         if neighbour.kind == "names" and doing == done:
             return "harmless"
+        if command == "stack":  # the output may have the change, or have what the change removes
+            return self._verdict_of_stacks(side, self.stack(base, expert))
         try:
             return "harmless" if self.answers(changed) == self.answers(self.folder / ORIGINAL[side]) else "silent"
         except Exception:  # noqa: BLE001 - whatever the class says of the change
@@ -249,7 +267,7 @@ COMMANDS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "stack": lambda base, one, two: actmat.plan(f"{base}[0:1] + {one}[0:1]", []),
     "export": lambda base, one, two: export_remarks([("base", open_model(base)), ("model", open_model(one))]),
 }
-EXPORTED = ("config.json", "tokens", "tokenizer_config.json")
+EXPORTED = ("config.json", "tokens")
 """Kinds of changes that an export compares before it reads tensors: the rest is no part of its file."""
 
 

@@ -32,11 +32,7 @@ def test_a_change_that_is_not_compared_is_silent(tmp_path: Path, monkeypatch: py
     assert family.verdict("merge", "base", change, tmp_path / "one") == "silent"
 
 
-SILENT = {"GroupViTModel": [f"{c}, base: config.json, text_config.eos_token_id: removed" for c in ("extract", "merge")]}
-"""Known faults: ids of tokens that the base does not state, and by which this class pools."""
-
-
-def test_the_result_has_sixty_classes_and_the_known_silent_row() -> None:
+def test_the_result_has_many_classes_and_no_silent_row() -> None:
     rows = [row for row in read_result("neighbours")["rows"] if "verdicts" in row]
-    assert len(rows) >= 60
-    assert {row["class"]: row["silent"] for row in rows if row["silent"]} == SILENT
+    assert len(rows) >= 170
+    assert [row["class"] for row in rows if row["silent"]] == []

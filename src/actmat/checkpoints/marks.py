@@ -23,10 +23,9 @@ def with_marks(base: Model, experts: Mapping[str, Model]) -> Model:
     """
     if base.config is not None or not experts:
         return base
-    held = {
-        label: {n: e.tensors.read(n) for n, s in e.specs.items() if s.numel <= 1 and n not in base.specs}
-        for label, e in experts.items()
-    }
+    parts = {n.partition(".")[0] for e in experts.values() for n, s in e.specs.items() if s.numel > 1}
+    lone = {n for e in experts.values() for n in e.specs if n.partition(".")[0] not in parts and n not in base.specs}
+    held = {label: {n: e.tensors.read(n) for n in e.specs if n in lone} for label, e in experts.items()}
     first, *others = held.values()
     marks = {n: t for n, t in first.items() if all(n in other and _equal(t, other[n]) for other in others)}
     notes = [f"lacks {_quoted(marks)}, which all experts hold alike: written to the output"] if marks else []

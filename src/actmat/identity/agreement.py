@@ -19,7 +19,7 @@ from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
 from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
-from actmat.layout.ties import is_output_head
+from actmat.layout.ties import is_output_head, may_have_head, ties_embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,11 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     agreed = agree_configs(written, configs, output.config_from, output.fix)
     agreed = _with_labels(agreed, base, written, configs, output)
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
+    untied = [e for e in full if e.config and may_have_head(e.config) and not ties_embeddings(e.config)]
+    headless = [f"'{e.label}'" for e in untied if not any(map(is_output_head, e.model.specs))]
+    if headless and ties_embeddings(base.config):
+        note = f"config.json of {first_of(headless)} unties an output head that it does not store: it is taken as tied"
+        agreed = replace(agreed, notes=(*agreed.notes, note))
     if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
         bare = ["the base"] if base.config is None else bare
         note = f"no config.json of {first_of(bare)} is there to be compared. Fix: give the folder of the model"
@@ -115,7 +120,9 @@ def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]
     """A note on settings of tokenizers that headers of weight files hold and that differ; they are written as one."""
     settings = {i.label: dict(i.folder.header_settings()) for i in every}
     if output.kind == "file":
-        folders = [i for i in every if not settings[i.label] and i.source is not None and tokenizer_file(i.source)]
+        folders = [
+            i for i in every if not settings[i.label] and (i.template or (i.source and tokenizer_file(i.source)))
+        ]
         settings |= {i.label: {HEADER_TEMPLATE: i.template or ""} for i in folders}
     holders = [(label, held) for label, held in settings.items() if held or output.kind == "file"]
     (first, ours), *others = holders or [("", {})]

@@ -31,10 +31,12 @@ OF_WORDS = ("vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.code
 _UNREAD = re.compile(r"(?i)(^|/)(readme|licen[sc]e|notice|citation|use_policy|requirements)[^/]*$|\.(md|rst|html)$")
 """Files that no program reads with a model."""
 HARMLESS = re.compile(
-    r"^_|_(class|type|version)$|^(name_or_path|chat_template|added_tokens_decoder|tokenizer_file|model_max_length"
+    r"^_|_version$|^(name_or_path|chat_template|added_tokens_decoder|tokenizer_file|model_max_length"
     r"|special_tokens_map_file|is_local|local_files_only|backend|clean_up_tokenization_spaces|from_slow|auto_map)$"
 )
 """Entries of settings by which nothing is computed, or that are compared elsewhere."""
+_KINDS = ("_class", "_type")
+"""Ends of entries that name classes, of which a fast one gives the same."""
 _WHOLE = re.compile(
     r"(pytorch_|tf_|flax_|diffusion_pytorch_|rust_)?model\b|consolidated|(onnx|original|openvino|coreml|gguf)/"
     r"|.*\.(gguf|llamafile)$"
@@ -157,7 +159,8 @@ class Inventory:
         if not isinstance(value, Mapping):
             return {"its code" if path.endswith(".py") else "its content": value or hash_file(file)}
         plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in value.items()}
-        return {k: v for k, v in plain.items() if not HARMLESS.search(k)}
+        kinds = {k: v.removesuffix("Fast") for k, v in plain.items() if k.endswith(_KINDS) and isinstance(v, str)}
+        return {k: v for k, v in {**plain, **kinds}.items() if not HARMLESS.search(k)}
 
     def tables(self) -> list[str]:
         """Token embeddings by name; else output heads, as of speech recognition; else matrices with a row per token."""

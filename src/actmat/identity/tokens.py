@@ -88,11 +88,10 @@ def tokenizer_file(files: Source) -> str | None:
 
 
 class TokenReader:
-    """Reads the tokens of inputs; every file is read once, and equal tokenizers are parsed once."""
+    """Reads the tokens of inputs; equal tokenizers are parsed once."""
 
     def __init__(self) -> None:
         self._parsed: dict[bytes, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
-        self._by_path: dict[Path, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
@@ -102,9 +101,7 @@ class TokenReader:
         Raises:
             CheckpointError: a file is damaged.
         """
-        if (path := files.fetch(first)) in self._by_path:
-            return self._by_path[path]
-        text = read_bytes(path)
+        text = read_bytes(path := files.fetch(first))
         added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
         decoder = config.get("added_tokens_decoder")
         seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
@@ -130,7 +127,7 @@ class TokenReader:
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
                     named.setdefault(token, int(row))
             self._parsed[seen] = {**named, **tokens} if tokens else {}, {k: data[k] for k in RULES if k in data}
-        return self._by_path.setdefault(path, self._parsed[seen])
+        return self._parsed[seen]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,13 +236,12 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
         return
-    for holder in known:
-        lacking = {row: token for row, token in at[holder.label].items() if token not in keeper.tokens}
-        if not lacking:
-            continue
-        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(lacking.items())]
-        yield (
-            f"{words_of(holder.label)} has {len(lacking)} tokens that the written tokenizer, of {words_of(written)}, "
-            f"lacks: {first_of(shown, SHOWN)}. '--set vocabulary=union' gives each its row, '--set files_from=NAME' "
-            "writes another tokenizer"
-        )
+    fix = ". '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
+    ours = f"the written tokenizer, of {words_of(written)},"
+    for holder in (h for h in known if h is not keeper):
+        theirs = words_of(holder.label)
+        for a, b, said in ((holder, keeper, (theirs, ours, fix)), (keeper, holder, (ours, theirs, ""))):
+            lone = sorted((row, token) for row, token in at[a.label].items() if token not in b.tokens)
+            shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone], SHOWN)
+            if lone:
+                yield f"{said[0]} has {len(lone)} tokens that {said[1]} lacks: {shown}{said[2]}"

@@ -37,16 +37,12 @@ def missing_problems(
         text = f"tensor '{first.name}' {shape} is {who}"
         if len(names) > 1:
             text = f"{len(names)} tensors '{pattern}' are {who}, such as '{first.name}' {shape}"
-        stranger = next((beside[p] for n in names if (p := _place(n)) in beside), None)
-        if stranger is not None:
+        near = [beside[p] for n in names if (p := _place(n)) in beside]
+        near += [shaped[k] for n in names if (k := _form(specs[n])) in shaped]
+        if near:
             text += (
-                f"; it has '{stranger}' there. Does it store them in another layout, or is it of another architecture? "
-                "Fix: save it in the base's layout, with the library that wrote the base"
-            )
-        elif twin := next((shaped[k] for n in names if (k := _form(specs[n])) in shaped), None):
-            text += (
-                f"; it has '{twin}' of this shape, which the base lacks. Is it the same tensor by another name, or "
-                "another architecture? Fix: save it with the library that wrote the base"
+                f"; it has '{near[0]}', which the base lacks. Is it the same by another name or in another layout, or "
+                "of another architecture? Fix: save it in the base's layout, with the library that wrote the base"
             )
         elif len(names) > 1 and len(others) > len(present):
             text += "; most of its own names are not in the base. Is it of another architecture?"
@@ -67,7 +63,8 @@ def lost_problems(expert: Deltas, label: str, lost: Sequence[str], untrained: Co
         return []
     stored = {} if expert.adapter is None else expert.adapter.extras
     names = [stored.get(n, n) for n in lost]
-    others = [n for n in expert.model.specs if n not in {*names, *untrained}]
+    held = expert.model.specs if expert.needs_base else expert.specs
+    others = [n for n in held if n not in {*names, *untrained}]
     flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, others)]
     shape = "x".join(map(str, expert.specs[lost[0]].shape)) or "a scalar"
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

@@ -146,9 +146,8 @@ class _Match:
         missing = [base.specs[n] for n in roles if self.sources[n] is None]
         others = {n: self.expert.specs[n] for n in (*self.lost, *self.untrained)}
         problems = missing_problems(missing, present, others, self.label, self.expert.location)
-        problems = problems or lost_problems(
-            self.expert, self.label, self.lost, self.untrained
-        )  # which may be the missing ones
+        if not problems:  # else the lost ones may be the missing ones by other names
+            problems = lost_problems(self.expert, self.label, self.lost, self.untrained)
         return [*(p for of_tensor in misfits for p in of_tensor), *problems]
 
 

@@ -22,30 +22,27 @@ def join_components(source: Source, components: Mapping[str, Model], top: Config
 
     Args:
         source: files of the folder.
-        components: by the names of their folders.
+        components: by the names of their folders; an empty one for a model whose tensors keep their names.
         top: config beside those of the components: the class of the whole, and the configs of its schedulers.
         form: name of the format.
     """
     pieces: dict[str, tuple[Piece]] = {}
     specs: dict[str, TensorSpec] = {}
+    aliases: dict[str, str] = {}
     for number, (component, model) in enumerate(components.items()):
-        for spec in model.specs.values():
-            name = f"{component}.{spec.name}"
-            pieces[name] = whole(spec, number)
-            specs[name] = replace(spec, name=name, file=f"{component}/{spec.file}")
+        start, below = (component and f"{component}{mark}" for mark in "./")
+        pieces |= {start + n: whole(spec, number) for n, spec in model.specs.items()}
+        specs |= {start + n: replace(s, name=start + n, file=below + s.file) for n, s in model.specs.items()}
+        aliases |= {start + a: start + n for a, n in model.tensors.aliases.items()}
     tensors = [model.tensors for model in components.values()]
-    aliases = {f"{c}.{a}": f"{c}.{n}" for c, model in components.items() for a, n in model.tensors.aliases.items()}
-    files = [file for model in components.values() for file in model.tensors.identity()]
-    handle = handle_of(source, form, files)
+    handle = handle_of(source, form, [file for part in tensors for file in part.identity()])
     folders = {component: model.folder for component, model in components.items()}
     folder = ModelFolder(
         {**top, COMPONENTS: {component: dict(f.config or {}) for component, f in folders.items()}},
         written={f"{component}/{path}": c for component, f in folders.items() for path, c in f.written.items()},
         files=(source,),
-        merged=tuple(f"{component}/{name}" for component, f in folders.items() for name in f.merged),
-        notes=tuple(
-            replace(n, text=f"component '{part}': {n.text}") for part, folder in folders.items() for n in folder.notes
-        ),
+        merged=tuple(f"{component}/{name}".lstrip("/") for component, f in folders.items() for name in f.merged),
+        notes=tuple(replace(n, text=f"component '{part}': {n.text}") for part, f in folders.items() for n in f.notes),
         absent=tuple(f"{component}.{name}" for component, f in folders.items() for name in f.absent),
     )
     return Model(Composed(tensors, pieces, specs, aliases, location=source.location, handle=handle), folder)

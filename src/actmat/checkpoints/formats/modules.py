@@ -17,13 +17,12 @@ from typing import Any
 
 from actmat.bounds import parse_json, read_bytes
 from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.composed import Composed, Piece, whole
 from actmat.checkpoints.formats.joined import join_components
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.model import Format, Model
 from actmat.checkpoints.side_files import MODULES, OWN, ROUTER, SideFiles, is_weights
-from actmat.checkpoints.source import Source, handle_of
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
 _INSIDE = (SAFETENSORS, TORCH_FILES)
@@ -128,8 +127,7 @@ def _open(source: Source) -> Model:
     Raises:
         CheckpointError: weights of a module cannot be read.
     """
-    flat = _with_encoder(source)
-    source = flat or source
+    source = _with_encoder(source) or source
     form = _form_of(source)
     with ExitStack() as stack:
         parts = {} if form is None else {"": stack.enter_context(form.open(source))}
@@ -145,27 +143,15 @@ def _open(source: Source) -> Model:
                     )
                 parts[folder] = stack.enter_context(form.open(inner))
         stack.pop_all()
-    if flat is None:  # a router has no encoder of its own
-        return join_components(source, parts, {"_class_name": "SentenceTransformer"}, SENTENCE_MODULES.name)
-    if not isinstance(source, _Flat):
-        return parts[""] if len(parts) == 1 else _joined(source, parts)
-    model = _joined(source, parts)
-    return replace(model, folder=replace(model.folder, texts=_texts(source)))
-
-
-def _joined(source: Source, parts: dict[str, Model]) -> Model:
-    """The model of an encoder and its modules; closing it closes them."""
-    encoder, prefixes = parts[""], [f"{folder}." * bool(folder) for folder in parts]
-    rows = [(n, p, s) for n, (p, m) in enumerate(zip(prefixes, parts.values(), strict=True)) for s in m.specs.values()]
-    pieces: dict[str, tuple[Piece]] = {prefix + spec.name: whole(spec, n) for n, prefix, spec in rows}
-    specs = {p + s.name: replace(s, name=p + s.name, file=f"{p[:-1]}/{s.file}" if p else s.file) for _, p, s in rows}
-    tensors = [model.tensors for model in parts.values()]
-    files = [file for part in tensors for file in part.identity()]
-    handle = handle_of(source, "modules", files)
-    merged = [f"{folder}/{n}" if folder else n for folder, m in parts.items() for n in m.folder.merged]
-    folder = replace(encoder.folder, merged=tuple(merged), parts={p: p[:-1] for p in prefixes if p})
-    aliases = encoder.tensors.aliases
-    return Model(Composed(tensors, pieces, specs, aliases, location=source.location, handle=handle), folder)
+    model = join_components(source, parts, {"_class_name": "SentenceTransformer"}, SENTENCE_MODULES.name)
+    if "" not in parts:  # a router has no encoder of its own
+        return model
+    if len(parts) == 1 and not isinstance(source, _Flat):
+        return parts[""]
+    texts = _texts(source) if isinstance(source, _Flat) else {}
+    prefixes = {f"{name}.": name for name in parts if name}
+    of_encoder = replace(parts[""].folder, merged=model.folder.merged, parts=prefixes, texts=texts)
+    return replace(model, folder=of_encoder)
 
 
 SENTENCE_MODULES = Format("modules", (MODULES,), _claims, _open)

@@ -136,8 +136,8 @@ class _ConfigStack:
         entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._rules_on_numbers())}
         self._refuse_unknown(entries)
         out = {k: self.size if k in DEPTH_KEYS else v for k, v in self.first.items()}
-        if depth_of(out) is None and "num_hidden_layers" in self.lead.filled:
-            out["num_hidden_layers"] = self.size
+        if depth_of(out) is None:
+            out |= {k: self.size for k in DEPTH_KEYS if k in self.lead.filled}
         short = {**out, **{k: v for k, v in entries.items() if out.get(k) is not None}}
         # entries that the class has turned into others, such as a pattern into a list
         turned = [k for k in out if k not in self.lead.filled and (_PER_LAYER.search(k) or _NUMBERS.search(k))]
