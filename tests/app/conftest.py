@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.helpers import checkpoint_files
 from tests.helpers.family import family
 from tests.helpers.hub import HubStandIn, served

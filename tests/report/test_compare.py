@@ -1,6 +1,5 @@
 """Two merges compared: distances against dense oracles, what differs in recipes, which merges are refused."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
