@@ -22,7 +22,7 @@ from tests.tolerances import F64_IDENTITY
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.extras.pages.html import render_html, write_html
-from actmat.extras.pages.html.charts import HeatCell, HeatMap, Strip, kind_of
+from actmat.extras.pages.html.charts import HeatCell, HeatMap, Line, Strip, curve, kind_of, layer_lines
 from actmat.extras.pages.html.environment import dotted, environment, listed
 from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over, residuals
 from actmat.extras.pages.html.scales import (
@@ -30,6 +30,7 @@ from actmat.extras.pages.html.scales import (
     diverging,
     number,
     percent,
+    positive_axis,
     range_axis,
     residual_level,
     residual_text,
@@ -90,6 +91,7 @@ def test_it_asks_nothing_of_the_network_and_runs_no_script(page: Page) -> None:
 
 
 def test_figures_have_names_and_tables_beside_them(page: Page) -> None:
+    assert len(page.all("svg", class_="plot")) == 1
     assert len(page.all("svg", class_="strip")) == 3 + 8
     for svg in page.all("svg"):
         assert svg.attributes["role"] == "img"
@@ -250,6 +252,8 @@ def test_the_matrices_of_the_largest_residual_are_listed(page: Page) -> None:
 
 def test_sizes_are_ratios_in_words(page: Page) -> None:
     assert "times one expert's and 0.8 times their sum's." in text_of(page, "size")
+    lines = [p.attributes["class"] for p in page.all("path", class_="line") if "section" in p.parents]
+    assert [c for c in lines if c and "merged" in c]
 
 
 def test_the_recipe_on_the_page_makes_the_same_merge(page: Page) -> None:
@@ -297,6 +301,14 @@ def test_heat_maps_use_their_scale() -> None:
     assert spread([0.5, 0.7]) is spread([]) is None
 
 
+@given(st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=9))
+def test_axes_hold_all_values_with_few_labels(values: list[float]) -> None:
+    axis = positive_axis(values)
+    assert axis.low == 0 < max(values) <= axis.high * (1 + 1e-9)
+    assert 2 <= len(axis.ticks) <= 6
+    assert [axis.position(t) for t in (axis.low, axis.high)] == [0, 1]
+
+
 @pytest.mark.parametrize("values", [[0.466, 0.708], [1.0], [-2.0, 3.0], [0.0, 0.0], [1e-9, 2e-9]])
 def test_a_range_has_round_ends_around_its_values(values: list[float]) -> None:
     axis = range_axis(values)
@@ -338,6 +350,18 @@ def test_the_overall_cosine_is_that_of_the_matrices_side_by_side() -> None:
 
 
 # Drawing
+
+
+def test_matrices_outside_the_layers_stand_apart() -> None:
+    assert curve([(0, 0.5), (2, 0.25)]) == "M0 0.5000L2 0.2500"
+    plot = layer_lines([Line("e0", "math", [1.0, 2.0, 4.0])], ["0", "1", "other"], positive_axis([4.0]), label="x")
+    page = drawn("charts.html", "plot", plot)
+    key, shown = page.all("path", class_="line")
+    assert (key.attributes["d"], page.one("ul", class_="legend").text.strip()) == ("M0 1H4", "math")
+    assert shown.attributes["d"] == "M0.5 0.7500L1.5 0.5000"
+    assert (page.one("path", class_="dot").attributes["d"] or "").count("M") == 3
+    tips = [e.text for e in page.all("rect", class_="hit")]
+    assert tips == ["layer 0: math 1", "layer 1: math 2", "outside the layers: math 4"]
 
 
 def test_strips_leave_holes_where_there_is_no_matrix() -> None:

@@ -1,4 +1,4 @@
-"""Geometry of figures: plots, and heat maps over layers, drawn by the template `charts.html`.
+"""Geometry of figures: lines over layers and heat maps, drawn by the template `charts.html`.
 
 Plot areas are SVG stretched to the page width. Labels are page text next to them, so that they keep their size on any
 screen and on paper. Coordinates run from 0 to 1, or count cells.
@@ -36,6 +36,8 @@ class Plot:
         x_ticks, x_title: labels of the horizontal axis.
         paths: paths in drawing order.
         names: class and name of each line, for the legend.
+        wide: width of the area in units of its height.
+        hits: a tooltip per unit of width.
     """
 
     label: str
@@ -44,6 +46,8 @@ class Plot:
     x_title: str
     paths: Sequence[Drawn]
     names: Sequence[tuple[str, str]]
+    wide: int = 1
+    hits: Sequence[str] = ()
 
     @property
     def y_ticks(self) -> Ticks:
@@ -58,6 +62,30 @@ def layer_ticks(columns: Sequence[str]) -> Ticks:
     if columns[-1] == "other" and wide - 1 not in ticks:
         ticks = [*(i for i in ticks if i < wide - 1 - wide / 10), wide - 1]
     return [((i + 0.5) / wide, columns[i]) for i in ticks]
+
+
+class Line(NamedTuple):
+    """One line: class, name and a value per layer."""
+
+    style: str
+    name: str
+    values: Sequence[float]
+
+
+def layer_lines(lines: Sequence[Line], columns: Sequence[str], axis: Axis, *, label: str) -> Plot:
+    """Lines over layers with a dot at each value."""
+    paths = []
+    for line in lines:
+        points = [(i + 0.5, axis.top(v)) for i, v in enumerate(line.values)]
+        along = points[:-1] if columns[-1] == "other" else points  # 'other' is not the next layer
+        paths += [Drawn(curve(along), f"line {line.style}"), Drawn(dots(points), f"dot {line.style}")]
+    hits = [
+        f"{'outside the layers' if column == 'other' else 'layer ' + column}: "
+        + ", ".join(f"{line.name} {number(line.values[i])}" for line in lines)
+        for i, column in enumerate(columns)
+    ]
+    names = [(line.style, line.name) for line in lines]
+    return Plot(label, axis, layer_ticks(columns), "layer", paths, names, len(columns), hits)
 
 
 def curve(points: Iterable[Point]) -> str:

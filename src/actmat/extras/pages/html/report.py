@@ -231,12 +231,19 @@ def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
     whole = [math.hypot(*(getattr(m, field) for m in diagnosis.measures)) for field in fields]
     expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(len(diagnosis.experts))
     total, merged, mean = ([math.hypot(*(getattr(m, f) for m in ms)) for ms in layers.values()] for f in fields)
+    lines = [
+        charts.Line("gray", "sum of the experts", total),
+        charts.Line("merged thick", "merged", merged),
+        charts.Line("gray dash", "their mean", mean),
+    ]
     bars = [("merged", whole[1], "merged solid"), ("sum of the experts", whole[0], "share"),
             ("their mean", whole[2], "share"), ("one expert, on average", expert, "share")]  # fmt: skip
     longest = max(n for _, n, _ in bars) or 1.0
+    axis = scales.positive_axis([*total, *merged, *mean])
     numbers = zip(layers, total, merged, mean, strict=True)
     return {
         "bars": [(name, n / longest, scales.number(n), style) for name, n, style in bars],
         "ratios": [(whole[1] / n, words) for n, words in ((expert, "one expert's"), (whole[0], "their sum's")) if n],
+        "plot": charts.layer_lines(lines, list(map(_label, layers)), axis, label="Norms of the change by layer"),
         "table": [[_title(depth), *map(scales.number, row)] for depth, *row in numbers],
     }
