@@ -136,10 +136,10 @@ def test_a_choice_between_the_borders_says_what_it_gave(models: Path, monkeypatc
     monkeypatch.setattr(automatic, "HOT", 0.3)
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert plan.recipe.method == "tsv"
-    assert "(+2.0 points over the average on 3 bases, +1.0 on the worst); actmat tune" in plan.recipe.notes[-1]
+    assert "(+2.0 points over the average on 3 bases, +1.0 on the worst); try: --data self" in plan.recipe.notes[-1]
     monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): replace(chosen, sets=1)})
     note = actmat.plan(models / "base", pair(models, "adapters")).recipe.notes[-1]
-    assert "(+2.0 points over the average on the one base that tests it); actmat tune" in note
+    assert "(+2.0 points over the average on the one base that tests it); try: --data self" in note
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
     assert (given.method, given.space) == (choice_for("changes", "decoder").method, "core")
     weighted = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3]).recipe
