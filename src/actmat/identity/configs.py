@@ -373,12 +373,12 @@ def _patched(
     """The config with the entries of an expert in those parts that differ."""
     out = copy.deepcopy(dict(config))
     for pair in (p for p in pairs if p.base and p.expert):
-        own = [d.at for d in differences if d.label == pair.label and d.at[: len(pair.at)] == pair.at]
-        if own:
+        places = [d.at for d in differences if d.label == pair.label and d.at[: len(pair.at)] == pair.at]
+        if places:
             part = out
             for key in pair.at:
                 part = part[key]
-            entries = _with_entries(pair.base, pair.expert, {key for at in own for key in at})
+            entries = _with_entries(pair.base, pair.expert, {key for at in places for key in at})
             for key in pair.base:
                 part.pop(key, None)
             part.update(entries)

@@ -31,10 +31,10 @@ def chat_template(files: Source | None, read: ReadJson = read_object, name: str 
         if files is not None and TEMPLATE in names:
             return files.fetch(TEMPLATE).read_text(encoding="utf-8", errors="replace").strip()
         for file in ("chat_template.json", "tokenizer_config.json"):
-            if files is None or file not in names or not (found := read(files.fetch(file)).get("chat_template")):
+            if files is None or file not in names or not (template := read(files.fetch(file)).get("chat_template")):
                 continue
-            if name is not None and isinstance(found, list):
-                of_name = (t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == name)
-                found = next(of_name, None)
-            return (found if isinstance(found, str) else json.dumps(found)).strip() if found else None
+            if name is not None and isinstance(template, list):
+                of_name = (t.get("template") for t in template if isinstance(t, Mapping) and t.get("name") == name)
+                template = next(of_name, None)
+            return (template if isinstance(template, str) else json.dumps(template)).strip() if template else None
     return None

@@ -161,11 +161,11 @@ def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: 
         problems.append("the merge aligned vocabularies, so rows of the output and of the base do not correspond")
     if "norm_cap" in recipe.get("postprocess", {}):
         problems.append("the merge limited its delta (norm_cap)")
-    found: Counter[str] = Counter()
+    forms: Counter[str] = Counter()
     for row in manifest["tensors"]:
-        found.update([f"merged by {row['method']}" for _ in [0] if row.get("method") and _shares(row, given) is None])
-        found.update(f"with '{name}'" for name in ("post", "space") if row.get(name))
-    problems += [f"{plural(n, 'tensor')} {how}" for how, n in found.items()]
+        forms.update([f"merged by {row['method']}" for _ in [0] if row.get("method") and _shares(row, given) is None])
+        forms.update(f"with '{name}'" for name in ("post", "space") if row.get(name))
+    problems += [f"{plural(n, 'tensor')} {how}" for how, n in forms.items()]
     if problems:
         raise CheckpointError(
             f"{location}: --against compares with W_0 + sum_t c_t D_t ({SUMS}; one expert by any method that adds it "
@@ -224,12 +224,12 @@ class _SumComparison:
         if not terms or not self._out.specs[name].is_floating:
             self._compare_copy(name)
             return
-        found = self._sum(name, terms)
-        self._tensors.append(found)
-        if not found.is_sum:
+        total = self._sum(name, terms)
+        self._tensors.append(total)
+        if not total.is_sum:
             self._problems.append(
-                f"tensor '{name}' of the output is not W_0 + sum_t c_t D_t: {found.differing} entries differ, by up to "
-                f"{found.deviation:.3g} or {found.units:.3g} units of the last place; rounding gives {found.most:.3g}"
+                f"tensor '{name}' of the output is not W_0 + sum_t c_t D_t: {total.differing} entries differ, by up to "
+                f"{total.deviation:.3g} or {total.units:.3g} units of the last place; rounding gives {total.most:.3g}"
             )
 
     def _compare_copy(self, name: str) -> None:

@@ -184,8 +184,8 @@ def _flux() -> NamedShapes:
             yield f"{name}.{side}_mlp.2", Parts((f"{path}.ff{end}.net.2",))
     for n in range(38):
         name, path = f"single_blocks.{n}", f"single_transformer_blocks.{n}"
-        own = tuple(f"{path}.{x}" for x in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
-        yield f"{name}.linear1", Parts(own, (1, 1, 1, 4))
+        separate = tuple(f"{path}.{x}" for x in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
+        yield f"{name}.linear1", Parts(separate, (1, 1, 1, 4))
         yield f"{name}.linear2", Parts((f"{path}.proj_out",))
         yield f"{name}.modulation.lin", Parts((f"{path}.norm.linear",))
 

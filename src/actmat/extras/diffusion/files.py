@@ -86,14 +86,14 @@ def _look(recipe: Recipe, held: Held) -> FileMerge | None:
     if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
-        with locate_inputs(recipe, held) as given:
-            headers = tuple(stored_of(e).folder.header for e in given.experts)
-            base = given.base or given.experts[0]
+        with locate_inputs(recipe, held) as inputs:
+            headers = tuple(stored_of(e).folder.header for e in inputs.experts)
+            base = inputs.base or inputs.experts[0]
             if recipe.base or isinstance(base, Model):
                 is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
                 is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
                 return FileMerge(False, headers) if is_file and is_model else None
-            stored = {e.layout if isinstance(e, Adapter) else "peft" for e in given.experts}
+            stored = {e.layout if isinstance(e, Adapter) else "peft" for e in inputs.experts}
             layouts = stored if recipe.adapter.layout == "same" else {recipe.adapter.layout}
             return FileMerge(True, headers) if layouts <= IN_ONE_FILE else None
     except MergeError:  # the merge reports the error
@@ -146,7 +146,7 @@ def _as_file(report: MergeReport, out: Path, merge: FileMerge, overwrite: bool) 
     if merge.is_lora:
         metadata = kept_metadata(merge.headers, {s.name: s for s in report.plan.specs})
         said = {k: sorted({m[k] for m in merge.headers if k in m}) for k in OF_MODEL}
-        other = [f"{k} ({' and '.join(found)})" for k, found in said.items() if len(found) > 1]
+        other = [f"{k} ({' and '.join(values)})" for k, values in said.items() if len(values) > 1]
         text = f"header metadata differ, and are not written: {'; '.join(other)}. Are these adapters of one model?"
         notes = (*report.plan.notes, *([Note("warning", "", text)] if other else []))
         report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, notes=notes))

@@ -192,8 +192,8 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
         strange = [
             n for n, m in adapter.modules.items() if not any(original_of(a, adapter.layout, m) for a in ARCHITECTURES)
         ]
-        own = [n for n in strange if is_denoiser(adapter, adapter.modules[n])]
-        first = next(iter([*own, *adapter.modules]), "")
+        of_denoiser = [n for n in strange if is_denoiser(adapter, adapter.modules[n])]
+        first = next(iter([*of_denoiser, *adapter.modules]), "")
         return {}, [
             f"its {len(adapter.modules)} modules, such as '{first}', have no name in the layout '{layout}': they are "
             f"not all of one supported architecture ({known})"
@@ -226,8 +226,8 @@ def convert_lora(
     """
     adapter = source if isinstance(source, Adapter) else adapter_of(hold_model(source), metadata or {})
     converted, problems = in_layout(adapter, layout, metadata)
-    if found := [*adapter.problems, *problems]:
-        raise CheckpointError(f"{adapter.location}: cannot be written in the layout '{layout}'.", found)
+    if wrong := [*adapter.problems, *problems]:
+        raise CheckpointError(f"{adapter.location}: cannot be written in the layout '{layout}'.", wrong)
     out: dict[str, Tensor] = {}
     for name, module in converted.modules.items():
         a, b = (converted.weights.read(n) for n in (module.a, module.b))
@@ -334,9 +334,9 @@ class _LayoutConversion:
                 )
 
     def _add_text(self, module: AdapterModule) -> None:
-        found = text_of(self._of, self._adapter.layout, module)
-        assert found is not None, "the architecture has all names"
-        text, path = found
+        place = text_of(self._of, self._adapter.layout, module)
+        assert place is not None, "the architecture has all names"
+        text, path = place
         rows = [BlockPiece(module, range(module.shape[0]), 0)]
         if self._layout == "kohya":
             flat = path.replace(".", "_")

@@ -72,11 +72,11 @@ def list_file_modules(weights: Tensors, metadata: Mapping[str, str]) -> tuple[Li
     scales = _Scales(weights, groups, configs)
     modules: dict[str, AdapterModule] = {}
     for module, group in groups.items():
-        found = _pair(module, group, weights.specs, scales)
-        if isinstance(found, str):
-            problems.append(found)
+        pair = _pair(module, group, weights.specs, scales)
+        if isinstance(pair, str):
+            problems.append(pair)
         else:
-            modules[module] = found
+            modules[module] = pair
     for part, config in configs.items():
         own = (m.path for m in modules.values() if m.part == part)
         problems += [f"metadata '{METADATA_KEY}': {p}" for p in config.targets.problems(own)]
@@ -135,8 +135,8 @@ def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str])
         by_part.setdefault(part, {})[name] = value
     out = {}
     for part, own in by_part.items():
-        out[part], found = parse_adapter_config({"peft_type": "LORA", **own})
-        problems += [f"metadata of {part or 'the adapter'}: {p}" for p in found]
+        out[part], wrong = parse_adapter_config({"peft_type": "LORA", **own})
+        problems += [f"metadata of {part or 'the adapter'}: {p}" for p in wrong]
         notes += unknown_note(f"metadata of {part or 'the adapter'}", unknown_fields(own))
     return out
 

@@ -94,7 +94,7 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
     >>> modules[0].family, modules[0].part, modules[0].path
     ('LoHa', 'unet', 'mid_block_fc')
     """
-    found: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     problems = []
     for name, spec in specs.items():
         match = _NAME.fullmatch(name)
@@ -107,9 +107,9 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
         elif match["role"] not in ("on_input", "alpha") and (not spec.is_floating or spec.dtype.startswith("float8")):
             problems.append(unreadable(spec))
         else:
-            found.setdefault(match["module"], {})[match["role"]] = name
+            groups.setdefault(match["module"], {})[match["role"]] = name
     modules = []
-    for module, names in found.items():
+    for module, names in groups.items():
         prefix = next(p for p in KOHYA_PREFIXES if module.startswith(p))
         group = Group(module, names, {n: specs[n] for n in names.values()})
         family = next((f for start, f in _FAMILIES.items() if any(r.startswith(start) for r in names)), "")
@@ -145,8 +145,8 @@ class _Decomposed(Change):
     reads_base = True
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        own = "" if shape[0] == self.count else f"its dora_scale has {self.count} entries"
-        return self.change.misfit(shape) or own
+        reason = "" if shape[0] == self.count else f"its dora_scale has {self.count} entries"
+        return self.change.misfit(shape) or reason
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         changed_PI = base_PI + self.change.rows(tensors, base_PI, first, last)
@@ -161,18 +161,18 @@ def _change(module: LycorisModule, target: str, weights: Tensors) -> Change | st
     scaling = _scaling(module, weights)
     if isinstance(scaling, str):
         return scaling
-    found: Change | str
+    change: Change | str
     if module.family == "LoHa":
-        found = loha_change(_without(group, "alpha", "dora_scale"), target, scaling)
+        change = loha_change(_without(group, "alpha", "dora_scale"), target, scaling)
     elif module.family == "LoKr":
-        found = lokr_change(_without(group, "alpha", "dora_scale"), target, scaling)
+        change = lokr_change(_without(group, "alpha", "dora_scale"), target, scaling)
     elif module.family == "(IA)^3":
-        found = _ia3(group, target, weights)
+        change = _ia3(group, target, weights)
     else:
-        found = _plain(group, target, scaling)
+        change = _plain(group, target, scaling)
     magnitude = group.names.get("dora_scale")
-    if isinstance(found, str) or magnitude is None:
-        return found
+    if isinstance(change, str) or magnitude is None:
+        return change
     shape = group.shape("dora_scale")
     count = shape[0] if shape else 1
     if math.prod(shape) != count:
@@ -180,7 +180,7 @@ def _change(module: LycorisModule, target: str, weights: Tensors) -> Change | st
             f"module '{group.module}': dora_scale {shape} scales inputs, which is not supported; expected one "
             "magnitude per output (O x 1 x ...). Fix: fold the file into its base with LyCORIS"
         )
-    return _Decomposed(target, (*found.stored, magnitude), found, magnitude, count)
+    return _Decomposed(target, (*change.stored, magnitude), change, magnitude, count)
 
 
 def _without(group: Group, *roles: str) -> Group:

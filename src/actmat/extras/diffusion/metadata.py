@@ -87,12 +87,12 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
 def _read_object(text: str | None) -> dict[str, Any] | None:
     """A JSON object in metadata, empty for no text; None if it cannot be read."""
     try:
-        found = parse_json(text or "{}")
+        value = parse_json(text or "{}")
     except ValueError:
         return None
-    if found is None:
+    if value is None:
         return {}
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 _ALPHA = re.compile(r'"(?P<key>\w*alpha)"\s*:\s*"?(?P<value>[\d.]+)')
@@ -106,11 +106,11 @@ def alpha_notes(metadata: Mapping[str, str], ranks: Collection[int]) -> tuple[st
     'the metadata of its header say lora_alpha = 8, and'
     """
     text = json.dumps({k: v for k, v in metadata.items() if k.endswith("alpha")}) + " ".join(metadata.values())
-    found = next((m for m in _ALPHA.finditer(text) if {m["value"].removesuffix(".0")} != set(map(str, ranks))), None)
-    if found is None or not ranks:
+    odd = next((m for m in _ALPHA.finditer(text) if {m["value"].removesuffix(".0")} != set(map(str, ranks))), None)
+    if odd is None or not ranks:
         return ()
     return (
-        f"the metadata of its header say {found['key']} = {found['value']}, and it has no alpha tensors: its scale is "
+        f"the metadata of its header say {odd['key']} = {odd['value']}, and it has no alpha tensors: its scale is "
         f"1 here, as in the loaders of such files. If it was trained with alpha / rank (rank {min(ranks)}), give it "
         "that as its weight (-w)",
     )
@@ -221,11 +221,11 @@ def distilled_warning(location: str, metadata: Mapping[str, str]) -> tuple[str, 
     "is called 'lightning', as distilled adapters"
     """
     texts = [PurePath(location).name, *(str(metadata.get(key, "")) for key in _NAMED_IN)]
-    found = next((m[1] for text in texts if (m := DISTILLED.search(text.lower())) is not None), None)
-    if found is None:
+    word = next((m[1] for text in texts if (m := DISTILLED.search(text.lower())) is not None), None)
+    if word is None:
         return ()
     return (
-        f"is called '{found}', as distilled adapters are, which replace guidance and most sampling steps. "
+        f"is called '{word}', as distilled adapters are, which replace guidance and most sampling steps. "
         "They work at full weight only: scaled, or merged by a method that cuts or rotates deltas, one may fail. Fix: "
         "load it alongside the merge of the others, or add it unchanged (-m task_arithmetic -o scaling=1)",
     )

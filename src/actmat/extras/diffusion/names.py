@@ -103,13 +103,13 @@ def parse_factor(name: str) -> FactorName | None:
     'unet.mid_block.attn1.to_out.0'
     """
     bare = unwrapped(name)
-    found = next((m for p in _FACTORS if (m := p.fullmatch(bare)) is not None), None)
+    match = next((m for p in _FACTORS if (m := p.fullmatch(bare)) is not None), None)
     side: Side = "alpha"
-    if found is not None:
-        side = _SIDES[found["side"]]
-    elif (found := _ALPHA.fullmatch(bare)) is None:
+    if match is not None:
+        side = _SIDES[match["side"]]
+    elif (match := _ALPHA.fullmatch(bare)) is None:
         return None
-    module = found["module"]
+    module = match["module"]
     for prefix, part in KOHYA_PREFIXES.items():
         if module.startswith(prefix) and "." not in module:
             path = module[len(prefix) :]
@@ -118,7 +118,7 @@ def parse_factor(name: str) -> FactorName | None:
             return FactorName(module, KOHYA_PREFIXES["lora_te3_"] if is_t5 else part, path, side, True)
     if (comfy := _COMFY.match(module)) is not None:
         return FactorName(module, comfy["part"], module[comfy.end() :], side, False, True)
-    leaf = found.groupdict().get("leaf")
+    leaf = match.groupdict().get("leaf")
     if side == "alpha":
         module = module.removesuffix("_lora").removesuffix(".lora_linear_layer").removesuffix(".lora")
         module, _, last = module.replace(".processor.", ".").rpartition(".")
@@ -146,8 +146,8 @@ def find_modules(
     specs: Mapping[str, TensorSpec], modules: Sequence[AdapterModule]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Flat module name -> base tensors that it may change; and problems."""
-    found, problems = find_flat_names(specs, [m.inside for m in modules], modules[0].part if modules else "")
-    return {m.name: [found[m.inside]] if m.inside in found else [] for m in modules}, problems
+    places, problems = find_flat_names(specs, [m.inside for m in modules], modules[0].part if modules else "")
+    return {m.name: [places[m.inside]] if m.inside in places else [] for m in modules}, problems
 
 
 def find_flat_names(
@@ -162,9 +162,9 @@ def find_flat_names(
     >>> find_flat_names(specs, ["mid_block_proj_in"])
     ({'mid_block_proj_in': 'unet.mid_block.proj_in.weight'}, [])
     """
-    wanted, own = set(flat), _PREFIXES.get(part, ())
-    if own and any(name.startswith(own) for name in specs):
-        specs = {name: spec for name, spec in specs.items() if name.startswith(own)}
+    wanted, prefixes = set(flat), _PREFIXES.get(part, ())
+    if prefixes and any(name.startswith(prefixes) for name in specs):
+        specs = {name: spec for name, spec in specs.items() if name.startswith(prefixes)}
     is_usual = not any(int(m[1]) % 3 for n in specs if (m := _DOWNSAMPLER.search(n)) is not None)
     by_prefix: dict[str, dict[str, list[str]]] = {}
     for name, spec in specs.items():

@@ -24,11 +24,11 @@ def models_of(adapter: Adapter, metadata: Mapping[str, str]) -> frozenset[str]:
     """Names of the models that an adapter may be of; empty if nothing tells."""
     if other := _other_model(adapter, metadata):
         return frozenset({other})
-    if found := _fitting(adapter, metadata):
-        return frozenset(a.name for a in found)
-    own = [m for m in adapter.modules.values() if is_denoiser(adapter, m)]
-    is_known = any(original_of(a, adapter.layout, m) for a in ARCHITECTURES for m in own)
-    return frozenset({"another model"}) if own and not is_known else frozenset()
+    if fitting := _fitting(adapter, metadata):
+        return frozenset(a.name for a in fitting)
+    of_denoiser = [m for m in adapter.modules.values() if is_denoiser(adapter, m)]
+    is_known = any(original_of(a, adapter.layout, m) for a in ARCHITECTURES for m in of_denoiser)
+    return frozenset({"another model"}) if of_denoiser and not is_known else frozenset()
 
 
 def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[ImageArchitecture | None, str]:
@@ -77,15 +77,15 @@ def _said(metadata: Mapping[str, str]) -> str:
 
 def _fitting(adapter: Adapter, metadata: Mapping[str, str]) -> list[ImageArchitecture]:
     """Architectures that have all modules, as far as widths and metadata tell them apart."""
-    own = [m for m in adapter.modules.values() if is_denoiser(adapter, m)]
+    of_denoiser = [m for m in adapter.modules.values() if is_denoiser(adapter, m)]
     texts = [m for m in adapter.modules.values() if not is_denoiser(adapter, m)]
-    fitting = [a for a in ARCHITECTURES if own or texts]
-    fitting = [a for a in fitting if all(original_of(a, adapter.layout, m) for m in own)]
+    fitting = [a for a in ARCHITECTURES if of_denoiser or texts]
+    fitting = [a for a in fitting if all(original_of(a, adapter.layout, m) for m in of_denoiser)]
     fitting = [a for a in fitting if all(text_of(a, adapter.layout, m) is not None for m in texts)]
     said = _said(metadata)
     for keep in (
         lambda a: any(word in said for word in a.words),
-        lambda a: a.widths & _widths(own, a.component),
+        lambda a: a.widths & _widths(of_denoiser, a.component),
         lambda a: adapter.layout != "kohya" or all(m.name.startswith(tuple(t.kohya for t in a.texts)) for m in texts),
         lambda a: not a.kohya_is_diffusers or not _looks_like_xl(adapter),
     ):

@@ -128,8 +128,8 @@ def _pieces_of_model(tensors: Tensors, pattern: GgufFile, type: str) -> list[_Pi
         elif type == "q8_0" and len(tensor.shape) > 1 and tensor.shape[-1] % 32:
             problems.append(f"'{name}' has rows of {tensor.shape[-1]}, not a multiple of q8_0's block of 32: use f16")
         else:
-            own = "F32" if len(tensor.shape) < 2 else TYPES[type]
-            pieces.append(_piece(tensor.name, own, tensor.shape, _values(tensors, spec.name, pattern, tensor)))
+            stored_as = "F32" if len(tensor.shape) < 2 else TYPES[type]
+            pieces.append(_piece(tensor.name, stored_as, tensor.shape, _values(tensors, spec.name, pattern, tensor)))
     tied = tensors.aliases.keys()
     extra = [n for n in tensors.specs if n not in names.values() and n not in tied and "rotary_emb" not in n]
     problems += [f"'{name}' has no counterpart in the pattern {pattern.location}" for name in extra]
@@ -164,10 +164,10 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
             continue
         factor = module.scaling * module.rank / alpha
         order = rows_in_file(pattern.gguf, entry)
-        own = "F16" if type == "f16" else "F32"  # factors are small, and ranks do not fill blocks
+        stored_as = "F16" if type == "f16" else "F32"  # factors are small, and ranks do not fill blocks
         a, b = _factor(adapter, module.a, 1.0, None), _factor(adapter, module.b, factor, order)
-        pieces.append(_piece(f"{entry.name}.lora_a", own, (module.rank, module.shape[1]), a))
-        pieces.append(_piece(f"{entry.name}.lora_b", own, (module.shape[0], module.rank), b))
+        pieces.append(_piece(f"{entry.name}.lora_a", stored_as, (module.rank, module.shape[1]), a))
+        pieces.append(_piece(f"{entry.name}.lora_b", stored_as, (module.shape[0], module.rank), b))
     if problems:
         raise AlignmentError(
             f"{adapter.location} cannot be written as a llama.cpp adapter. Fix: merge it into its base "

@@ -213,11 +213,11 @@ class RoutedTokens:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        found = self._rows([a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)])
-        self._kept.append(found)
-        if found is None:
+        rows = self._rows([a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)])
+        self._kept.append(rows)
+        if rows is None:
             return None
-        kept, n_rows = found
+        kept, n_rows = rows
         for name in self._stacks[module]:
             self.tokens[name] = self.tokens.get(name, 0) + (n_rows if kept is None else int(kept.sum()))
         self._scopes.push(MaskScope())

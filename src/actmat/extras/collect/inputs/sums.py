@@ -45,10 +45,10 @@ class ParameterIndex:
 
     def linear_map(self, weight: Tensor, *, out_axis: int) -> LinearMap | None:
         """The linear map of a 2-D weight, `O I` for `out_axis` 0, `I O` for 1; None if some inputs are missing."""
-        found = self._owner(weight)
-        if found is None or weight.ndim != 2:
+        owner = self._owner(weight)
+        if owner is None or weight.ndim != 2:
             return None
-        name, parameter, offset = found
+        name, parameter, offset = owner
         if parameter.ndim not in (2, 3) or not parameter.is_contiguous():
             return None
         expert = None
@@ -68,15 +68,15 @@ class ParameterIndex:
 
     def whole(self, weight: Tensor) -> str | None:
         """Name of the parameter that has this weight's memory and shape."""
-        found = self._owner(weight)
-        return found[0] if found is not None and found[2] == 0 and found[1].shape == weight.shape else None
+        owner = self._owner(weight)
+        return owner[0] if owner is not None and owner[2] == 0 and owner[1].shape == weight.shape else None
 
     def stack(self, weight: Tensor) -> tuple[str, int] | None:
         """Name and number of experts, if the weight is a whole stack."""
-        found = self._owner(weight)
-        if found is None or weight.ndim != 3 or found[2] != 0 or weight.numel() != found[1].numel():
+        owner = self._owner(weight)
+        if owner is None or weight.ndim != 3 or owner[2] != 0 or weight.numel() != owner[1].numel():
             return None
-        return found[0], weight.shape[0]
+        return owner[0], weight.shape[0]
 
     def _owner(self, weight: Tensor) -> tuple[str, Tensor, int] | None:
         """Name and parameter in whose memory the weight begins, and the offset in elements."""
