@@ -88,10 +88,11 @@ def tokenizer_file(files: Source) -> str | None:
 
 
 class TokenReader:
-    """Reads the tokens of inputs; equal tokenizers are parsed once."""
+    """Reads the tokens of inputs, each file once; equal tokenizers are parsed once."""
 
     def __init__(self) -> None:
         self._parsed: dict[bytes, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
+        self._of_file: dict[Path, tuple[Mapping[str, int], Mapping[str, Any]]] = {}
         self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
@@ -101,7 +102,9 @@ class TokenReader:
         Raises:
             CheckpointError: a file is damaged.
         """
-        text = read_bytes(path := files.fetch(first))
+        if (path := files.fetch(first)) in self._of_file:
+            return self._of_file[path]
+        text = read_bytes(path)
         added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
         decoder = config.get("added_tokens_decoder")
         seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
@@ -127,6 +130,7 @@ class TokenReader:
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
                     named.setdefault(token, int(row))
             self._parsed[seen] = {**named, **tokens} if tokens else {}, {k: data[k] for k in RULES if k in data}
+        self._of_file[path] = self._parsed[seen]
         return self._parsed[seen]
 
 
