@@ -155,17 +155,21 @@ def names_in_memory(base: Model) -> tuple[dict[str, str], str]:
     return {s.name: n for n, s in single.items() if s.index is None and s.stop is None}, why
 
 
-def computed_names(config: Mapping[str, Any] | None) -> set[str]:
-    """Ends of names that only buffers have in the class of transformers that a config names; empty without one.
+def names_of_class(config: Mapping[str, Any] | None) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Of the class of transformers that a config names: ends of names of buffers only, and names of one parameter.
 
-    They are the last two parts: releases move buffers, as `rotary_emb.inv_freq` out of the layers.
+    Ends are the last two parts: releases move buffers, as `rotary_emb.inv_freq` out of the layers. A second name of a
+    parameter leads to its first, and the first to the second. Both are empty without a class.
     """
     if config is None or (model := _in_memory(config)[0]) is None:
-        return set()
+        return (), {}
     buffers, parameters = (
         {".".join(n.rsplit(".", 2)[-2:]) for n, _ in of} for of in (model.named_buffers(), model.named_parameters())
     )
-    return {f".{end}" for end in buffers - parameters}
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    pairs = [(n, m) for n, p in every if (m := first.setdefault(id(p), n)) != n]
+    return tuple(f".{end}" for end in buffers - parameters), {**{m: n for n, m in pairs}, **dict(pairs)}
 
 
 def _whole(spec: TensorSpec) -> TensorOnDisk:

@@ -12,7 +12,7 @@ from actmat.checkpoints.model import Model
 from actmat.errors import MergeError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.layout.components import parts_of, single_file_of
-from actmat.layout.in_memory import Beginnings, computed_names, find_beginnings, names_in_memory, replace_beginning
+from actmat.layout.in_memory import Beginnings, find_beginnings, names_in_memory, names_of_class, replace_beginning
 from actmat.layout.renamed import rename_legacy
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
@@ -191,14 +191,14 @@ def _match_expert(base: Model, expert: Deltas, label: str, spellings: Mapping[st
             f"'{first}' is '{renamed[first]}' there"
         )
     extra = [n for n in expert.specs if n not in used]
-    lost = _trained(expert, extra, used) if extra else ()
+    lost = _trained(base, expert, extra, used) if extra else ()
     if untrained := tuple(n for n in extra if n not in lost):
         shown = f"{len(untrained)} tensors that the base lacks: {first_of(untrained)}"
         notes.append(f"expert '{label}' has {shown}; a model computes them, or has them twice")
     return _Match(label, expert, sources, stored, lost, untrained, notes, ambiguous)
 
 
-def _trained(expert: Deltas, extra: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
+def _trained(base: Model, expert: Deltas, extra: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
     """Those of an expert's tensors that training changes: no second names of one that is used, no buffers."""
     layouts = resolve_layout(expert.specs, expert.config)
     ties = {**layouts.ties, **({} if expert.needs_base else expert.model.tensors.aliases)}
@@ -206,8 +206,16 @@ def _trained(expert: Deltas, extra: Sequence[str], used: Collection[str]) -> tup
     trained = [n for n, layout in layouts_of.items() if layout.role is not Role.BUFFER and ties.get(n) not in used]
     if single_file_of(expert.specs) is not None:  # its numbers outside all modules are of the noise schedule
         trained = [n for n in trained if "." in n or len(expert.specs[n].shape) > 1]
-    buffers = computed_names(expert.config) if trained and not expert.needs_base else ()
-    return tuple(n for n in trained if not n.endswith(tuple(buffers)))
+    buffers, twins = names_of_class(base.config if expert.needs_base else expert.config) if trained else ((), {})
+    twice = {n for n in trained if twins.get(n) in used and _stored_alike(expert, n, twins[n])}
+    return tuple(n for n in trained if n not in twice and (expert.needs_base or not n.endswith(buffers)))
+
+
+def _stored_alike(expert: Deltas, name: str, twin: str) -> bool:
+    """True if two tensors that an expert stores in full have the same values."""
+    places = expert.stored.extras if expert.stored is not None else {}
+    first, second = (expert.model.tensors.read(places.get(n, n)) for n in (name, twin))
+    return first.shape == second.shape and bool((first == second).all())
 
 
 def _as_loaded(base: Model, expert: Deltas, lost: Sequence[str]) -> dict[str, str]:
