@@ -19,6 +19,7 @@ from actmat.checkpoints.resolve import open_tensors
 from actmat.cli.inspect import inspect
 from actmat.experts.locate import locate
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.names import first_factor
 from fuzz.harness import Files
 
 
@@ -56,10 +57,10 @@ def read_all(place: Path | str) -> None:
 
 
 def form_factors(folder: Path) -> bool:
-    """Form the factors of an adapter; True if it has no problems. A file without tensors is none."""
+    """Form the factors of an adapter; True if it has no problems. A file without factors is none."""
     with locate(folder) as adapter:
         if not isinstance(adapter, Adapter):
-            assert not adapter.specs
+            assert first_factor(adapter.specs) is None
             return False
         for module in () if adapter.problems else adapter.modules.values():
             adapter.factors(module, torch.float32)
