@@ -1,6 +1,7 @@
 """One suite for all readings and sinks: the formula in float64, rounded once, in range, hashed, unchanged bits kept."""
 
 import abc
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +14,13 @@ from tests.helpers.samples import Samples
 from tests.helpers.sessions import run_here
 from torch import Tensor
 
+import actmat
+from actmat.engine.deltas import RegionDeltas
 from actmat.engine.record import Record
 from actmat.errors import NumericalError
 from actmat.methods import get_method
 from actmat.planning.item import Item, Strategy, WriteKind
+from actmat.progress import Progress
 
 Q, K, UP = (f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"))
 EXACT = {"compute_dtype": "float64", "dtype": "float64"}
@@ -224,3 +228,22 @@ class TestExtracted(MergeConformance):
         assert len(units) == len(results)
         record = next(r for result in results for _, r in result.records if r.name == UP)
         self.assert_unchanged((item, record, {}), base[UP])
+
+
+def test_deltas_of_a_region_go_before_garbage_is_collected(models: Path, tmp_path: Path) -> None:
+    """They hold the factors of all experts."""
+
+    class Alive(Progress):
+        most = 0
+
+        def tensor(self, name: str, nbytes: int) -> None:
+            self.most = max(self.most, sum(isinstance(o, RegionDeltas) for o in gc.get_objects()))
+
+    watch, adapters = Alive(), [models / "adapters" / name for name in ("math", "code")]
+    gc.collect()
+    gc.disable()
+    try:
+        actmat.merge(None, adapters, method="actmat", out=tmp_path / "out", threads=1, durable=False, progress=watch)
+    finally:
+        gc.enable()
+    assert watch.most <= 1

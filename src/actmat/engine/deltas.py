@@ -45,11 +45,14 @@ class LazySequence(Sequence[Tensor]):
     def __getitem__(self, t: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, t: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(t, slice):
-            return [self._make(i) for i in range(*t.indices(self._count))]
-        return self._make(range(self._count)[t])
+            return [self._get(i) for i in range(*t.indices(self._count))]
+        return self._get(range(self._count)[t])
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self._make(t) for t in range(self._count))
+        return (self._get(t) for t in range(self._count))
+
+    def _get(self, t: int) -> Tensor:
+        return self._make(t)
 
 
 class RegionDeltas(LazySequence):
@@ -72,7 +75,7 @@ class RegionDeltas(LazySequence):
     def __init__(
         self, reader: ItemReader, region: Region, base_raw: BaseEntries | None, strategy: Strategy = "each"
     ) -> None:
-        super().__init__(reader.n_experts, self._get)
+        self._count = reader.n_experts  # no bound method is held: such a cycle keeps factors until it is collected
         self.reader, self.region, self.base_raw = reader, region, base_raw
         self.stages: dict[Any, Any] | None = None
         self._given: set[int] = set()
