@@ -1,6 +1,7 @@
 """Sessions of units: measures without outputs, findings, and the device that a unit computes on."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,29 @@ def test_findings_of_units_add_up(tmp_path: Path) -> None:
     assert (total.count(Q0), total.count(NORM), total.count(UP0)) == (4, 1, 0)
     assert not total.fatal
     assert total.problems() == []
+
+
+def test_findings_of_all_kinds_add_up_and_decide() -> None:
+    one, other = Findings(tolerated=True), Findings(tolerated=True)
+    one.nonfinite["a", "the base"] += 2
+    other.nonfinite["a", "the base"] += 1
+    other.nonfinite["b", "expert 'x'"] += 5
+    one.add(other)
+    assert (one.count("a"), one.count("b"), one.fatal) == (3, 5, False)
+    assert other.count("a") == 1, "what is added stays as it was"
+    tied, foreign = Findings(tolerated=True), Findings(tolerated=True)
+    tied.broken_ties.append("two tensors differ")
+    foreign.foreign_statistics.append("another model")
+    for finding in (tied, foreign):
+        total = Findings(tolerated=True)
+        total.add(one)
+        assert not total.fatal
+        total.add(finding)
+        assert total.fatal
+    strict = Findings(tolerated=False)
+    strict.add(one)
+    assert strict.fatal
+    assert pickle.loads(pickle.dumps(strict)) == strict
 
 
 def test_after_a_failure_a_session_only_reads(tmp_path: Path) -> None:
