@@ -1,5 +1,6 @@
 """Manifests written row by row: the text and the hashes that a manifest in memory would have."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -19,7 +20,7 @@ from actmat.planning.model import InputSummary
 from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
-from actmat.report.totals import recorded_totals
+from actmat.report.totals import totals_of
 from actmat.run.output import JournalRecords
 
 VALUES = st.recursive(
@@ -83,6 +84,6 @@ def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:
 
 
 def test_totals() -> None:
-    rows = [{"name": n, "action": "merge", "unchanged": n == "a", "nonfinite": 3} for n in "ab"]
-    found = recorded_totals({"tensors": rows})
+    records = {n: dataclasses.replace(record(n, 1), unchanged=n == "a", nonfinite=3) for n in "ab"}
+    found = totals_of(plan_of(["a", "b"], [{}]), records)
     assert (found.unchanged, found.nonfinite, found.norms) == (1, 6, None)

@@ -28,7 +28,6 @@ from actmat.report.words import (
     plan_traffic,
     plural,
     size_finding,
-    warnings_of,
 )
 from actmat.system import usable_cores
 
@@ -137,10 +136,7 @@ def print_summary(report: MergeReport) -> None:
     print_answers(report)
     _print_notes(plan, "warning")
     if report.was_finished:
-        checked = "all its tensors and inputs are intact"
-        if isinstance(report.out, str):
-            checked = "its file sizes are right ('actmat verify' checks the content)"
-        console.print(f"  already complete from an earlier run of the same command; {checked}")
+        console.print("  already complete from an earlier run of the same command; 'actmat verify' checks its content")
         _print_report_size(report)
         _print_findings(report)
         return
@@ -201,7 +197,7 @@ def answers_table(rows: Sequence[AgreementRow]) -> Table:
 
 def _print_report_size(report: MergeReport) -> None:
     """Print warnings about the size of the merged delta and the cut of a rank, except after a diagnosis."""
-    for warning in warnings_of(report.totals, report.plan) if report.diagnosis is None else ():
+    for warning in report.warnings if report.diagnosis is None else ():
         # at a URL: diagnose the recipe
         where = f" {shlex.quote(str(report.out))}" if isinstance(report.out, Path) else ""
         if (severity := next((c.severity for c in SIZE_CHECKS if c.code == warning.code), None)) is None:
@@ -287,7 +283,7 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "nonfinite": totals.nonfinite,
         "relative_error": totals.relative_error,
         "size": size_data(totals.norms, plan),
-        "warnings": list(map(str, warnings_of(totals, plan))),
+        "warnings": list(map(str, report.warnings)),
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
+from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.model import Diagnosis
+from actmat.engine.record import Record
 from actmat.errors import Note, format_size
 from actmat.foreign import terminal
 from actmat.planning.model import Item, MergePlan, count_actions
@@ -125,10 +127,14 @@ def size_finding(norms: Norms | None, plan: MergePlan) -> tuple[str, str] | None
     return None if warning is None or warning[0] in plan.recipe.mute else warning
 
 
-def warnings_of(totals: Totals, plan: MergePlan) -> list[Note]:
-    """Warnings on all problems that the totals of a merge show, without muted codes."""
-    findings = (*totals.findings, size_finding(totals.norms, plan), truncation_warning(totals.relative_error))
-    return [Note("warning", code, words) for code, words in filter(None, findings) if code not in plan.recipe.mute]
+def warnings_of(plan: MergePlan, records: Mapping[str, Record], totals: Totals) -> tuple[Note, ...]:
+    """Warnings on all problems that the records of a merge show, without muted codes."""
+    findings = (
+        *identity_findings(plan, records),
+        size_finding(totals.norms, plan),
+        truncation_warning(totals.relative_error),
+    )
+    return tuple(Note("warning", code, words) for code, words in filter(None, findings) if code not in plan.recipe.mute)
 
 
 def are_image_files(places: Iterable[str]) -> bool:
