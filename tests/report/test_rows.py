@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
+from actmat.diagnostics.totals import totals_of
 from actmat.engine.record import Record
 from actmat.errors import OutputError
 from actmat.experts.deltas import DeltaSource
@@ -20,7 +21,6 @@ from actmat.planning.model import InputSummary
 from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
-from actmat.report.totals import totals_of
 from actmat.run.output import JournalRecords
 
 VALUES = st.recursive(

@@ -64,7 +64,7 @@ def _remarks(report: MergeReport) -> list[str]:
     lost = report.totals.relative_error
     remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
     if report.diagnosis is not None:
-        return remarks + [c.code for c in report.diagnosis.checks if c.verdict == "found"]
+        return remarks + [f.code for f in report.diagnosis.findings if not f.muted]
     remarks += [f"warning {w.code}" for w in report.warnings]
     bad = report.totals.nonfinite
     return remarks + ([f"{bad} NaN or Inf entries treated as unchanged"] if bad else [])

@@ -17,13 +17,13 @@ from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_n
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.diagnostics.model import write_whole
+from actmat.diagnostics.totals import Totals
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
 from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
-from actmat.report.totals import Totals
 
 
 def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
@@ -65,8 +65,7 @@ def build_manifest(
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
             None for an output in a bucket.
-        fingerprint: of the plan, by which the same call knows the output.
-        seconds: wall time of the run that finished it.
+        fingerprint, seconds: of the plan, by which the same call knows the output; wall time of the run.
         totals: of the records.
         files: copied from the inputs.
     """

@@ -20,6 +20,8 @@ from actmat.checkpoints.writing.staging import Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
+from actmat.diagnostics.totals import totals_of
+from actmat.diagnostics.warnings import warnings_of
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Writer
 from actmat.engine.record import Record
@@ -33,8 +35,6 @@ from actmat.planning.model import Item
 from actmat.planning.writes import settled_plan
 from actmat.report.card import model_card
 from actmat.report.manifest import build_manifest, write_manifest
-from actmat.report.totals import totals_of
-from actmat.report.words import warnings_of
 from actmat.run.resume import MergeReport
 from actmat.run.run import Run
 from actmat.settings import RunSettings

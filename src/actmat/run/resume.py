@@ -13,11 +13,11 @@ from actmat.checkpoints.remote import staging_folder, staging_for, storage_of
 from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.answers import verdict
 from actmat.diagnostics.model import REPORT_NAME, AgreementRow, Diagnosis, read_diagnosis
+from actmat.diagnostics.totals import Totals
 from actmat.errors import Note, OutputError
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 from actmat.planning import MergePlan
 from actmat.report.manifest import read_manifest
-from actmat.report.totals import Totals
 from actmat.report.words import size_words
 from actmat.run.places import present_output
 from actmat.run.run import Run
@@ -56,10 +56,6 @@ class MergeReport:
         of_merge = verdict(self.answers) or size_words(self.totals.norms)
         said = [of_merge, *map(str, self.warnings)]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
-
-    def _repr_html_(self) -> str:
-        diagnosis = "" if self.diagnosis is None else self.diagnosis._repr_html_()
-        return str(html_table(repr(self), (), ())) + diagnosis + self.plan._repr_html_()
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:

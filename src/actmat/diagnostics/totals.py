@@ -51,12 +51,13 @@ LEAST_NORM = 1e-150
 
 
 def totals_of(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
-    """Totals of a merge. Sizes are measured on a sample, those of merged factors exactly."""
+    """Totals of the items that have a record. Sizes are measured on a sample, those of merged factors exactly."""
     unchanged = nonfinite = vanished = 0
     errors: list[tuple[float, float]] = []
     squares: list[list[float]] = []
-    for item in (i for i in plan.items if i.tied_to is None):
-        record = records[item.name]
+    for item in plan.items:
+        if (record := records.get(item.name)) is None:  # tied to another, or a copy in a merge that is only measured
+            continue
         nonfinite += record.nonfinite
         size = record.stats if item.is_module and "sum_norm" in record.stats else record.size
         is_same = record.unchanged and item.action in ("merge", "average")
