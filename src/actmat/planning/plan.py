@@ -447,7 +447,6 @@ def _plan(
         device_memory=room.memory,
         versions=versions_of(items),
         statistics=tuple(statistics.to_json()),
-        statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
 
 
