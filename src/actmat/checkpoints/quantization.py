@@ -11,6 +11,7 @@ from typing import Any
 
 from actmat import plugins
 from actmat.checkpoints.base import TensorSpec
+from actmat.errors import first_names
 
 NF4, FP4 = (f".quant_state.bitsandbytes__{code}" for code in ("nf4", "fp4"))
 SUFFIXES = {
@@ -42,7 +43,7 @@ def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     for spec in specs.values():
         by_scheme.setdefault(scheme_of(spec, specs), []).append(spec.name)
     by_scheme.pop("", None)
-    signs += [f"{len(n)} tensors look quantized ({scheme}), such as {n[0]!r}" for scheme, n in by_scheme.items()]
+    signs += [f"tensors look quantized ({scheme}): {first_names(n)}" for scheme, n in by_scheme.items()]
     return [f"{'; '.join(signs)}. {FIX}{plugins.hint('actmat.codecs')}"] if signs else []
 
 
