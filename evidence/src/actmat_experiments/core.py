@@ -8,6 +8,7 @@ from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.on_data import output_energy
+from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import TensorLayout
@@ -19,14 +20,17 @@ from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
 __all__ = [
+    "AdamState",
     "MergeMethod",
     "Model",
     "RunSettings",
     "Statistics",
     "TensorLayout",
+    "adam_step",
     "all_methods",
     "check_device",
     "collect",
+    "entropy",
     "get_method",
     "in_one_line",
     "locate_inputs",
