@@ -141,16 +141,16 @@ NODES = (1, 8, 64)
 
 
 @cache
-def gigaflops(rows: int, width: int) -> float:
-    """Rate of `actmat_ridge` on matrices of these proportions, on one thread, in 1e9 planned operations per second."""
+def seconds_of(rows: int, width: int) -> float:
+    """Time of `actmat_ridge` on a matrix, on one thread, by the rate of operations at a quarter of its sides."""
     from actmat.methods import get_method
 
     rule = get_method("actmat_ridge")
     deltas = [torch.randn(rows // 4, width // 4) for _ in range(3)]
     options = rule.resolve_options({})
-    planned = rule.cost.flops((rows // 4, width // 4), 3, options)
+    planned = rule.cost.operations((rows // 4, width // 4), 3, options)
     with torch_threads(1):
-        return planned / timed(lambda: rule.merge(deltas), 1) / 1e9
+        return rule.cost.operations((rows, width), 3, options) * timed(lambda: rule.merge(deltas), 1) / planned
 
 
 def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
@@ -160,8 +160,7 @@ def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
     totals, times = plan["totals"], []
     for item in plan["items"]:
         of_matrix = item["action"] == "merge" and len(item["shape"]) == 2
-        rate = gigaflops(*item["shape"]) if of_matrix else 1.0
-        times.append(item["cost"]["flops"] / rate / 1e9)
+        times.append(seconds_of(*item["shape"]) if of_matrix else 0.0)
     times.sort(reverse=True)
     per_node = node_memory_b // totals["peak_bytes_one_worker"]
     rows = []

@@ -78,7 +78,6 @@ def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
     assert q["cost"]["read_bytes"] == 3 * 64 * 4
     assert q["cost"]["write_bytes"] == 64 * 4
     assert q["cost"]["host_bytes"] > 0
-    assert q["cost"]["flops"] > 0
     assert (rows[EMBEDDING]["action"], rows[NORM]["action"]) == ("average", "average")
     assert all(row["reason"] for row in rows.values())
     assert totals["read_bytes"] == sum(r["cost"]["read_bytes"] for r in rows.values())

@@ -179,29 +179,6 @@ class PlanChecks:
     weights_problem: Callable[[Options, Sequence[float]], str | None] | None = None
 
 
-FlopsOf = Callable[[Sequence[int], int, Options], float]
-
-
-def passes(count: Callable[[int], int] = lambda n_experts: n_experts) -> FlopsOf:
-    """Operations of a method that makes `count(n_experts)` passes over the entries of a tensor.
-
-    >>> passes()((8, 4), 3, {})
-    96
-    """
-    return lambda shape, n_experts, options: count(n_experts) * math.prod(shape)
-
-
-def products(per_expert: float, once: float = 0.0) -> FlopsOf:
-    """Operations of a method that takes as long as so many products of an `O x I` matrix with one of its short side.
-
-    A thin singular value decomposition of a square matrix counts six.
-
-    >>> products(2, once=1)((8, 4), 3, {})
-    1792.0
-    """
-    return lambda shape, n_experts, options: 2.0 * math.prod(shape) * min(shape) * (per_expert * n_experts + once)
-
-
 @dataclass(frozen=True, slots=True)
 class MethodCost:
     """Memory and operations of a call: functions of shapes.
@@ -210,12 +187,22 @@ class MethodCost:
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result, which is all by default. `shape` ends in `O, I`
             for matrices.
-        flops: `(shape, n_experts, options) -> operations`, by which units are ordered and times are estimated within a
-            factor of two; of one matrix `O I`, or of a tensor of any shape. Default: a pass per expert.
-        spectrum: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix whose spectrum is computed;
-            0 for none. Default: the short side.
+        products: `options -> (per expert, once)`, the time of a call in products of the matrix with a square one of
+            side `N`, of which a thin singular value decomposition takes six. Default: none, a pass per expert.
+        side: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix that is solved or decomposed.
+            Default: the short side.
     """
 
     workspace: Callable[[Sequence[int], int, Options], int] = _size
-    flops: FlopsOf = field(default_factory=passes)
-    spectrum: Callable[[Sequence[int], int, Options], int] = lambda shape, n_experts, options: min(shape[-2:])
+    products: Callable[[Options], tuple[float, float]] = lambda options: (0, 0)
+    side: Callable[[Sequence[int], int, Options], int] = lambda shape, n_experts, options: min(shape[-2:])
+
+    def operations(self, shape: Sequence[int], n_experts: int, options: Options) -> float:
+        """Floating-point operations of a call on `*batch O I`, or on a tensor of any shape: within a factor of two.
+
+        >>> MethodCost(products=lambda options: (2, 1)).operations((8, 4), 3, {})
+        1888
+        """
+        per_expert, once = self.products(options)
+        in_products = 2 * self.side(shape, n_experts, options) * (per_expert * n_experts + once)
+        return math.prod(shape) * (n_experts + in_products)

@@ -99,7 +99,6 @@ def _full_item(
         cost=ItemCost(
             read_bytes=sum(s.nbytes for s in having),
             write_bytes=output.nbytes,
-            flops=output.numel * len(stored),
             host_bytes=24 * output.numel,
         ),
     )

@@ -178,14 +178,9 @@ class MergePlan(Plain):
         return sum(s.size for s in self.shards)
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations of all items, leading terms."""
-        return sum(i.cost.flops for i in self.items)
-
-    @property
     def seconds(self) -> float:
-        """Time of one worker on a typical core, from counts of operations and bytes; a guide, not a measurement."""
-        return nominal_seconds(self.flops, self.read_bytes + self.write_bytes)
+        """Time of one worker on a typical core, from shapes and bytes; a guide, not a measurement."""
+        return sum(map(nominal_seconds, self.items))
 
     @property
     def process_bytes(self) -> int:
@@ -230,7 +225,6 @@ class MergePlan(Plain):
         totals = {
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,
-            "flops": self.flops,
             "seconds_one_worker": self.seconds,
             "peak_bytes_one_worker": self.peak_bytes(1),
             "peak_bytes_two_workers": self.peak_bytes(2),

@@ -25,7 +25,6 @@ from actmat.methods.contract import MergeMethod
 from actmat.planning.cost import (
     base_itemsize,
     distinct_regions,
-    estimate_flops,
     factored_region_bytes,
     library_bytes,
     module_bytes,
@@ -213,10 +212,9 @@ class Costs:
         if item.is_module:
             assert item.reading is not None, "a module is read by its factors"
             peak = module_bytes(item, self._width)
-            return item.reading, ItemCost(flops=estimate_flops(item), host_bytes=peak), ""
+            return item.reading, ItemCost(host_bytes=peak), ""
         if key not in self._known:
-            reading, cost, words = place(item, self._recipe, self.room)
-            self._known[key] = reading, dataclasses.replace(cost, flops=estimate_flops(item)), words
+            self._known[key] = place(item, self._recipe, self.room)
         return self._known[key]
 
 
@@ -256,7 +254,7 @@ def _eigensolver_bytes(region: Region, item: Item) -> int:
     if method.acts_on != "matrix":
         return 0
     shapes = region.layout.matrix_shapes(region.shape)
-    return 16 * max(method.cost.spectrum(shape[-2:], n_experts, call.options) for shape in shapes) ** 2
+    return 16 * max(method.cost.side(shape[-2:], n_experts, call.options) for shape in shapes) ** 2
 
 
 def _host_bytes_beside_device(region: Region, item: Item, width: int) -> int:

@@ -16,7 +16,7 @@ from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Combination, Merged, MethodCost, PlanChecks, passes
+from actmat.methods.facets import Access, Combination, Merged, MethodCost, PlanChecks
 
 
 def merge(
@@ -142,7 +142,6 @@ KARCHER = MergeMethod(
         baseless=lambda options, n_experts: not options.get("include_base", False) and options.get("of") != "deltas",
     ),
     cost=MethodCost(
-        flops=passes(lambda n_experts: n_experts**2),
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     combine=combine,

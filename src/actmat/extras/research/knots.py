@@ -25,7 +25,7 @@ from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection
 from actmat.linalg.singular import SpectrumMean, isotropic, join_parts, orthogonalized_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost, products
+from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
 KnotsRule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
@@ -250,7 +250,7 @@ KNOTS = MergeMethod(
     "matrix",
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
-    cost=MethodCost(workspace=_workspace, flops=products(4, once=8)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (4, 8)),
     survey=replace(
         SURVEY,
         applies=_is_surveyed,

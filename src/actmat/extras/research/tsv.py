@@ -27,7 +27,7 @@ from actmat.linalg.svd import (
 )
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
-from actmat.methods.facets import Access, Merged, MethodCost, products
+from actmat.methods.facets import Access, Merged, MethodCost
 
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
@@ -115,6 +115,6 @@ TSV = MergeMethod(
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE), factored=True),
     access=Access(one_pass=True),
-    cost=MethodCost(workspace=_workspace, flops=products(4, once=10)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (4, 10)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )
