@@ -190,7 +190,7 @@ def test_values_survive_yaml_and_json() -> None:
     assert make_recipe(recipe.model_dump(mode="json")) == recipe
     text = recipe_yaml(recipe)
     assert "weight: [0.0, 0.5, 1.0]" in text
-    assert "match: '*mlp*'" in text
+    assert "match:\n    - '*mlp*'" in text
     assert isinstance(recipe.experts[1].weight, tuple)
     assert isinstance(recipe.experts[1].weight[0], Entry)
     assert [format_value(v) for v in recipe.weights] == ["0 to 0.5 to 1 over depth", "by pattern"]

@@ -75,7 +75,7 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
         return interpolated(value, place)
     for entry in value:
         within = _within(entry, name, place)
-        if within is not None and any(compile_pattern(p)(name) for p in entry.patterns):
+        if within is not None and any(compile_pattern(p)(name) for p in entry.match):
             return interpolated(entry.value, within) if isinstance(entry.value, tuple) else entry.value
     raise LookupError(name)
 
@@ -114,7 +114,7 @@ def patterns_in(values: Mapping[str, Value]) -> list[tuple[str, str]]:
         if isinstance(value, tuple)
         for entry in value
         if isinstance(entry, Entry)
-        for pattern in entry.patterns
+        for pattern in entry.match
     ]
 
 

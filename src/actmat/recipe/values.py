@@ -31,10 +31,6 @@ def listed(value: Any) -> Any:
 
 
 Patterns = Annotated[tuple[str, ...], BeforeValidator(listed)]
-OneOrMore = Annotated[
-    str | tuple[str, ...],
-    BeforeValidator(lambda value: value[0] if isinstance(value, list | tuple) and len(value) == 1 else value),
-]
 
 
 def _held_by_float32(value: float) -> float:
@@ -70,18 +66,13 @@ class Gradient(Strict):
 class Entry(Strict):
     """A value for the tensors that match; the first entry that matches a tensor decides."""
 
-    match: OneOrMore = Field(default="*", description="patterns on tensor names, as in `rules`; default: all")
+    match: Patterns = Field(default=("*",), description="patterns on tensor names, as in `rules`; default: all")
     layers: tuple[int, int] | Literal["before", "after"] | None = Field(
         default=None,
         description="only these layers, [start, stop], or tensors outside the layers: embeddings ('before') or "
         "the rest ('after'); default: all tensors",
     )
     value: Any = Field(description="a number, or a gradient: a list over the depth, or over `layers`")
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The patterns of `match`."""
-        return (self.match,) if isinstance(self.match, str) else self.match
 
     @model_validator(mode="before")
     @classmethod
