@@ -207,9 +207,6 @@ class CallTemplate:
         Raises:
             LookupError: a value has no entry for the tensor; names the value.
         """
-        return self._at(name, place) if self.varies else (self._fixed, "")
-
-    def _at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
         options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
         scale = self._one(self.scale, "'scale'", name, place)
         weights = self.weights.at(name, place) if self.weights is not None else None
@@ -276,11 +273,6 @@ class CallTemplate:
                 "the same for all tensors: give plain numbers in place of gradients and entries"
             )
         return [f"method '{self.method.name}': {p}" for p in dict.fromkeys(problems)]
-
-    @cached_property
-    def _fixed(self) -> MethodCall:
-        """The call of all tensors, if nothing varies."""
-        return self._at("", NOWHERE)[0]
 
     def _option(self, option: str, name: str, place: TensorPlace) -> Any:
         if option not in self._own_names:

@@ -44,7 +44,7 @@ of parts follow from them, and must be the same on all machines."""
 
 def region_peak_bytes(region: Region, item: Item, reading: Reading, width: int) -> int:
     """Peak of one call on deltas that are read in this way, in bytes; `width`: of an entry of the compute dtype."""
-    call, n_experts = _call(item), len(item.sources)
+    call, n_experts = call_of(item), len(item.sources)
     method = get_method(call.method)
     by_matrix = method.acts_on == "matrix"
     matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
@@ -78,7 +78,7 @@ def base_itemsize(item: Item) -> int:
 
 def library_bytes(item: Item) -> int:
     """Bytes that the linear algebra library keeps on the host for the method of an item."""
-    call = _call(item)
+    call = call_of(item)
     return MATRIX_BYTES if get_method(call.method).acts_on == "matrix" or call.post else 0
 
 
@@ -114,7 +114,7 @@ def factored_region_bytes(region: Region, item: Item, width: int) -> int:
 
 def module_bytes(item: Item, width: int) -> int:
     """Peak of the merge of a module of adapters: its factors, and its dense deltas where the method takes them."""
-    call, n_experts = _call(item), len(item.sources)
+    call, n_experts = call_of(item), len(item.sources)
     method = get_method(call.method)
     peak = factored_bytes(item.shape, sum(item.module.ranks))
     if not item.is_factored:
@@ -153,6 +153,7 @@ def _operations(item: Item, call: MethodCall) -> float:
     return total + 2.0 * item.numel * (decomposed + truncated)
 
 
-def _call(item: Item) -> MethodCall:
+def call_of(item: Item) -> MethodCall:
+    """The method of an item that has one."""
     assert item.call is not None, "only items with a method"
     return item.call

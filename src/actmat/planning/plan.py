@@ -34,6 +34,7 @@ from actmat.planning.full_tensors import mean_items, problems_of_full_tensors
 from actmat.planning.implied import (
     adapter_problems,
     implied_targets,
+    labeled_adapters,
     output_layout,
     packing_problems,
     stack_problems,
@@ -43,22 +44,13 @@ from actmat.planning.item import Item, Reading, Target, Write
 from actmat.planning.metadata import merged_metadata
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
-from actmat.planning.notes import all_notes, method_notes, negative_means, storage_notes
+from actmat.planning.notes import all_notes
 from actmat.planning.post import in_space
 from actmat.planning.problems import base_problems, check, factor_output_problems, idle_problems, input_problems
 from actmat.planning.regions import cut
 from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
-from actmat.planning.storage import (
-    files_left_out,
-    left_out_note,
-    named_base_notes,
-    output_dtypes,
-    part_notes,
-    stems_of,
-    trained_on_codes_notes,
-    unknown_note,
-)
+from actmat.planning.storage import files_left_out, left_out_note, output_dtypes, stems_of
 from actmat.planning.targets import resolve_roles, targets_of
 from actmat.planning.work import HOST, Costs, DeviceRoom, module_region, works_on_factors
 from actmat.planning.writes import (
@@ -164,8 +156,8 @@ def build_plan(
     written = _write(recipe, base, _items(recipe, decided), scope, chooser)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     costs = Costs(recipe, base, HOST if is_extracted else room)
-    items = (*map(costs.add, written.items), *scope.whole)
-    check(_problems_of_items(recipe, experts, items, has_base=base is not None))
+    items = tuple(map(costs.add, [*written.items, *scope.whole]))
+    check(weight_problems({f"{i.name}.bias": i.write.bias for i in items}))
     return _plan(recipe, base, experts, scope, dataclasses.replace(written, items=items), statistics, costs.room)
 
 
@@ -175,8 +167,8 @@ def _scope_of_base(
     """Tensors of a base, and their counterparts."""
     layouts, of_roles = resolve_roles(recipe, base.specs, base.config)
     chooser.names = base.specs
-    hits = {name: chooser.keeps(name) for name in base.specs}
-    kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
+    hits = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
+    kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items()}
     aligned = targets_of(base, experts, recipe.labels, layouts, kept)
     copied = {**aligned.absent, **kept}
     written = OutputChoice(
@@ -189,19 +181,19 @@ def _scope_of_base(
     agreed = agree([("base", base), *zip(recipe.labels, experts, strict=True)], written)
     problems = [
         *input_problems(recipe, base, experts),
+        *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *statistics.kind_problems([e.needs_base for e in experts]),
         *agreed.problems,
         *of_roles,
         *aligned.problems,
     ]
-    extracted_kept = {n: hit for n, hit in hits.items() if hit is not None}
     return _Scope(
         aligned.targets,
         layouts,
         problems,
-        notes=(*part_notes(base), *unknown_note(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
+        notes=(*agreed.notes, *aligned.notes, *chooser.unused_entries()),
         copied=copied,
-        kept=extracted_kept if isinstance(recipe.output, ExtractedOutput) else {},
+        kept=hits if isinstance(recipe.output, ExtractedOutput) else {},
         warnings=agreed.warnings,
         ignored=aligned.ignored,
         configs=agreed.configs,
@@ -233,7 +225,7 @@ def _scope_of_adapters(
     whole, of_whole, whole_notes = mean_items(recipe, adapters, chooser, kept, dtype)
     problems = [
         *agreed.problems,
-        *adapter_problems(recipe, stored),
+        *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *of_names,
         *stack_problems(recipe.labels, adapters),
         *packing_problems(list(zip(recipe.labels, adapters, strict=True))),
@@ -377,17 +369,6 @@ def _written_whole(item: Item, specs: Mapping[str, TensorSpec]) -> Item:
     return dataclasses.replace(item, write=write)
 
 
-def _problems_of_items(
-    recipe: Recipe, experts: Sequence[Deltas], items: Sequence[Item], *, has_base: bool
-) -> list[str]:
-    """Problems of adapters among the experts of a model, and of the biases of modules."""
-    pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
-    if not pairs or not has_base:
-        return weight_problems({f"{i.name}.bias": i.write.bias for i in items})
-    chosen = recipe.model_copy(update={"experts": tuple(e for e, _ in pairs)})
-    return adapter_problems(chosen, [a for _, a in pairs])
-
-
 def _plan(
     recipe: Recipe,
     base: Model | None,
@@ -402,17 +383,8 @@ def _plan(
     is_model = base is not None and not isinstance(recipe.output, ExtractedOutput)
     left_out = files_left_out(recipe, base, experts) if is_model else {}
     metadata, texts = merged_metadata(base, experts, recipe.labels) if is_model and base is not None else ({}, [])
-    of_storage: list[str] = []
-    if base is not None:
-        of_storage = [
-            *storage_notes(recipe, base, experts),
-            *trained_on_codes_notes(recipe, base, experts),
-            *named_base_notes(recipe, base, experts),
-        ]
-    decisions = [*scope.notes, *of_storage, *written.notes, *texts, *method_notes(items, len(experts))]
-    decisions += [*statistics.notes_on(items), *(ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu")]
-    decisions += left_out_note(left_out)
-    likely = (*negative_means(items), *scope.warnings)
+    decisions = [*scope.notes, *written.notes, *texts, *statistics.notes_on(items), *left_out_note(left_out)]
+    decisions += (ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu")
     ignored = scope.ignored or ((),) * len(experts)
     return MergePlan(
         recipe=recipe,
@@ -431,7 +403,7 @@ def _plan(
         metadata=metadata,
         adapter_config=written.config,
         kept=scope.kept,
-        notes=all_notes(recipe, base, experts, decisions, likely),
+        notes=all_notes(recipe, base, experts, items, decisions, scope.warnings),
         configs=scope.configs if is_model else {},
         files=scope.files if is_model or written.config is not None else {},
         left_out={path: why.text for path, why in left_out.items()},

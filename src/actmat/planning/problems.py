@@ -11,6 +11,7 @@ from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.planning.choose import Chooser
+from actmat.planning.implied import labeled_adapters
 from actmat.planning.item import MethodCall, Target
 from actmat.planning.post import factor_problems, space_input_problems
 from actmat.recipe import Recipe
@@ -39,9 +40,9 @@ def input_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> li
 
 def base_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas], chooser: Chooser) -> Iterator[str]:
     """Problems of a recipe that merges into a base."""
-    labeled = list(zip(recipe.labels, experts, strict=True))
-    yield from space_input_problems(recipe, [label for label, e in labeled if e.adapter is None])
-    yield from factor_problems(recipe, [(label, e.adapter) for label, e in labeled if e.adapter is not None])
+    pairs = zip(recipe.labels, experts, strict=True)
+    yield from space_input_problems(recipe, [label for label, expert in pairs if expert.adapter is None])
+    yield from factor_problems(recipe, labeled_adapters(recipe, experts))
     yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs))
 
 

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.gram import PANELLED_FROM, add_gram, mirror
+from actmat.linalg.gram import PANELLED_FROM, add_gram, column_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
@@ -129,14 +129,6 @@ class Reduced:
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
 
 
-def gram_of_rows(a_RI: Tensor) -> Tensor:
-    """`A^T A`, `I I`."""
-    gram_II = a_RI.new_zeros(a_RI.shape[-1], a_RI.shape[-1])
-    add_gram(gram_II, a_RI)
-    mirror(gram_II)
-    return gram_II
-
-
 def root_of(delta: LowRank) -> Tensor:
     """`R(b) a`, `R I`, from the QR decomposition of `b`: its Gram matrix is that of `b a`."""
     root_RI: Tensor = torch.linalg.qr(delta.b_OR).R @ delta.a_RI
@@ -171,7 +163,7 @@ class PrimalMoments:
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram(self.gram_II, factor_RI, weight)
             same = factor_RI is delta_OI  # then their product is symmetric
-            products_OR = gram_of_rows(delta_OI.mT) if same else delta_OI @ factor_RI.mT
+            products_OR = column_gram(delta_OI.mT) if same else delta_OI @ factor_RI.mT
             self.left_OI.addmm_(products_OR, factor_RI, alpha=weight)
             return
         term_II = self._term
@@ -248,7 +240,7 @@ class StackedMoments:
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         dtype = self.a_NI.dtype
         if self._form == "dual":
-            gram_NN = gram_of_rows(self.a_NI.mT)
+            gram_NN = column_gram(self.a_NI.mT)
             for index, root in enumerate(self._roots):
                 here = slice(index * self._rows, (index + 1) * self._rows)
                 if root:
