@@ -269,7 +269,7 @@ class MergeMethod:
     def why_dense(
         self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
     ) -> str | None:
-        """The reason why low-rank deltas cannot be merged in factored form, or None. Errors as `LowRankForm`."""
+        """The reason why low-rank deltas cannot be merged in factored form, or None."""
         if self.lowrank is None:
             kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
             return f"{self.name} {kind}"

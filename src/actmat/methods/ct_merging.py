@@ -70,7 +70,7 @@ def _merge(deltas: Sequence[MatrixForm], *, k: int, common: int, rtol: float) ->
     sizes_M = torch.cat([part.s_K.new_full(part.s_K.shape, _rms(part.s_K)) for part in (shared, *parts)])
     left_OM, right_MI, retries = orthogonalized_sum(left_OM, sizes_M, right_IM, accuracy)
     retries += joint.retries + shared.retries + tuple(name for part in parts for name in part.retries)
-    return OneMatrix(left_OM @ right_MI, {"common_min": n_common}, retries, [part.way for part in parts])
+    return OneMatrix(left_OM @ right_MI, {"common_min": n_common}, retries)
 
 
 def _untied(s_K: Tensor, wanted: int) -> int:

@@ -111,7 +111,7 @@ def _merge(
     left_TOK = left.factor_MN.view(-1, count, size).transpose(0, 1)
     scaled_OJ = (left_TOK @ merged_KKT.permute(2, 0, 1)).transpose(0, 1).reshape(-1, count * size)
     retries = left.retries + right.retries + tuple(name for part in parts for name in part.retries)
-    return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries, [p.way for p in parts])
+    return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries)
 
 
 def _top(core_JJ: Tensor, entries: int, rtol: float) -> Tensor:

@@ -123,8 +123,8 @@ class LowRankForm:
     Args:
         merge: takes the needs and options of the dense merge.
         why_not: `(options, n_experts, weights) -> reason` for which `merge` does not apply, in one sentence without a
-            full stop, or None if it applies; `merge` raises ValueError exactly if there is a reason. May raise
-            RecipeError for weights that no form takes. None: it applies under all options.
+            full stop, or None if it applies; `merge` raises ValueError exactly if there is a reason. None: it applies
+            under all options.
         keeps_row_space: every row of the result lies in the span of the rows of all deltas, so that maps which are
             packed into one tensor and merged separately still share their rows.
         meets_all: of `options`; experts with linearly independent row spaces are all reproduced exactly, so that

@@ -22,8 +22,8 @@ from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.svd import svd_workspace
 from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
+from actmat.planning.choose import has_spectrum
 from actmat.planning.item import Item, MethodCall, Reading
-from actmat.planning.post import has_spectrum
 from actmat.planning.regions import CHUNK, Region
 
 BASELINE_BYTES = 300_000_000

@@ -27,6 +27,7 @@ from actmat.experts.lora.modules import AdapterLayout
 from actmat.identity.agreement import OutputChoice, agree
 from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
+from actmat.methods.spaces import space_words
 from actmat.methods.user import method_version
 from actmat.planning.calls import depth_factors
 from actmat.planning.choose import Chooser, Decision, weight_problems
@@ -40,17 +41,15 @@ from actmat.planning.implied import (
     stack_problems,
     with_blocks,
 )
-from actmat.planning.item import Item, Reading, Target, Write
-from actmat.planning.metadata import merged_metadata
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
 from actmat.planning.notes import all_notes
-from actmat.planning.post import in_space
 from actmat.planning.problems import base_problems, check, factor_output_problems, idle_problems, input_problems
 from actmat.planning.regions import cut
 from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
-from actmat.planning.storage import files_left_out, left_out_note, output_dtypes, stems_of
+from actmat.planning.storage import files_left_out, left_out_note, merged_metadata, output_dtypes, stems_of
 from actmat.planning.targets import resolve_roles, targets_of
 from actmat.planning.work import HOST, Costs, DeviceRoom, module_region, works_on_factors
 from actmat.planning.writes import (
@@ -327,7 +326,7 @@ def _item(recipe: Recipe, target: Target, decision: Decision) -> Item:
         target = dataclasses.replace(target, sources=(), twins=())
     else:
         pairs = zip(recipe.labels, target.sources, strict=True)
-        call, words = in_space(call, [label for label, s in pairs if s is not None and s.kind == "stored"])
+        call, words = _in_space(call, [label for label, s in pairs if s is not None and s.kind == "stored"])
         reason += words
         is_module = target.module is not None
         if works_on_factors(call, target):
@@ -336,6 +335,20 @@ def _item(recipe: Recipe, target: Target, decision: Decision) -> Item:
             why = get_method(call.method).why_dense(call.options, len(recipe.experts), call.weights)
             reading, reason = Reading("held", batched=True), f"{reason}; on dense deltas: {why}"
     return Item(target, decision.action, reason, Write("sum"), call, reading)
+
+
+def _in_space(call: MethodCall, stored: Sequence[str]) -> tuple[MethodCall, str]:
+    """The call in its space, or in the full one if experts store the tensor whole; and the words for the plan.
+
+    Args:
+        stored: names of the experts that store it.
+    """
+    words = ""
+    if call.space != "full" and stored:
+        words = f", in the full space: trained in full in {', '.join(stored)}"
+        call = dataclasses.replace(call, space="full")
+    words += space_words(call.space, get_method(call.method), call.options)
+    return call, words + (f", then {', '.join(p.name for p in call.post)}" if call.post else "")
 
 
 def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Scope, chooser: Chooser) -> _Written:

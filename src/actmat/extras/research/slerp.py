@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actmat.linalg.chunks import empty_result, prepend
+from actmat.linalg.chunks import empty_result
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Fraction, MergeMethod
@@ -34,7 +34,7 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_abov
     Source:
         K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
     """
-    basis = prepend(given_base("slerp", base), deltas)
+    basis = [given_base("slerp", base), *deltas]
     combination = combine(inner_products(basis), t=t, linear_above=linear_above)
     return Merged(weighted_sum(basis, combination.coefficients, empty_result(deltas)), combination.stats)
 

@@ -21,7 +21,6 @@ from actmat.linalg.svd import (
     ThinSVD,
     accuracy_of,
     orthogonal_svd,
-    part_stats,
     svd_workspace,
     thin_svd,
 )
@@ -77,8 +76,8 @@ def merge(
     rank_T = torch.stack([p.rank.clamp_max(slots) for p in parts])
     ranks = {"rank_min": int(rank_T.min()), "rank_max": int(rank_T.max())}
     retries += tuple(name for part in parts for name in part.retries)
-    stats = {"k": slots, **ranks, **part_stats(p.way for p in parts), **retry_stats(retries)}
-    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), stats)
+    merged_OI = left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype)
+    return Merged(merged_OI, {"k": slots, **ranks, **retry_stats(retries)})
 
 
 def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> int:

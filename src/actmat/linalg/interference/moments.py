@@ -37,16 +37,13 @@ MomentForm = Literal["primal", "dual", "stacked"]
 class Spectrum:
     """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix.
 
-    All of them, or those above `above` times the largest: then from a Krylov basis of `basis` vectors. `refused` is the
-    reason why all were computed although a part would have been enough.
+    All of them, or those above `above` times the largest.
     """
 
     values_N: Tensor
     vectors_NN: Tensor | None
     retries: Retries = ()
     above: float | None = None
-    basis: int = 0
-    refused: str = ""
 
 
 @dataclass(slots=True)
@@ -89,7 +86,7 @@ class Reduced:
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
         if self._spectrum is None or self._spectrum.above is not None:
-            self._spectrum = self._full(self._gram.double(), "")
+            self._spectrum = self._full(self._gram.double())
         return self._spectrum
 
     def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
@@ -102,17 +99,16 @@ class Reduced:
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         wide_NN, dtype = self._gram.double(), self._gram.dtype
-        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
-        if isinstance(part, str):
-            self._spectrum = self._full(wide_NN, part)
+        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else None
+        if part is None:
+            self._spectrum = self._full(wide_NN)
         else:
-            vectors = part.vectors_NK.to(dtype)
-            self._spectrum = Spectrum(part.values_K, vectors, above=rtol, basis=part.basis)
+            self._spectrum = Spectrum(part.values_K, part.vectors_NK.to(dtype), above=rtol)
         return self._spectrum
 
-    def _full(self, wide_NN: Tensor, refused: str) -> Spectrum:
+    def _full(self, wide_NN: Tensor) -> Spectrum:
         values_N, vectors_NN, retries = eigh(wide_NN)
-        return Spectrum(values_N, vectors_NN.to(self.dtype), retries, refused=refused)
+        return Spectrum(values_N, vectors_NN.to(self.dtype), retries)
 
     def coordinates(self, rows_XI: Tensor, count: int) -> Tensor:
         """Rows in the `count` leading eigenvectors of `S`, `X K`: their component in the space that a cut-off keeps."""
