@@ -109,7 +109,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
     if said:
         return finding(
             f"The merged delta is {' and '.join(said)} matrices. Look at the rank and the cut-off there, and at the "
-            "scale; solver=stacked or --set compute_dtype=float64 tell whether rounding is to blame",
+            "scale; --set compute_dtype=float64 tells whether rounding is to blame",
             gone + burst,
         )
     return clear("no merged delta has collapsed or exploded")
