@@ -64,8 +64,8 @@ class Chooser:
                 options = {**recipe.options, **rule.options} if same else rule.options
                 scale = recipe.scale if rule.scale is None else rule.scale
                 call = self._call(rule.method or recipe.method, options, scale, where, available, same=same)
-            self._rules.append((self._patterns(rule.match, where), call, "keep" if rule.keep else "merge"))
-        self._keep = self._patterns(recipe.keep, "keep: ")
+            self._rules.append((_compiled(rule.match), call, "keep" if rule.keep else "merge"))
+        self._keep = _compiled(recipe.keep)
 
     def keeps(self, name: str) -> str | None:
         """The pattern by which the recipe keeps the base's tensor `name`, or None."""
@@ -250,8 +250,6 @@ class Chooser:
         except MergeError as error:
             self.problems.extend(where + p for p in error.problems)
             return None
-        for of, text in dict.fromkeys([*self._weights.patterns(), *template.patterns()]):
-            self._patterns((text,), f"{where}{of}: ")
         missing = [k for k in method.needs_statistics if k not in available]
         if missing:
             self.problems.append(
@@ -273,17 +271,12 @@ class Chooser:
         self.problems.extend(where + p for p in space_problems(self.recipe.space, method, template.options, n_experts))
         return template
 
-    def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:
-        out = []
-        for text in texts:
-            try:
-                out.append((text, compile_pattern(text)))
-            except MergeError as error:
-                self.problems.extend(where + p for p in error.problems if where + p not in self.problems)
-        return out
-
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
         return next((text for text, matches in patterns if matches(name)), None)
+
+
+def _compiled(patterns: Sequence[str]) -> list[tuple[str, Callable[[str], bool]]]:
+    return [(text, compile_pattern(text)) for text in patterns]
 
 
 def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:

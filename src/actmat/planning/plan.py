@@ -25,6 +25,7 @@ from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.identity.agreement import OutputChoice, agree
+from actmat.identity.configs import InputAgreement
 from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
 from actmat.methods.spaces import space_words
@@ -76,23 +77,20 @@ class _Scope:
         layouts: of the tensors that a model stores.
         copied: targets that are copied from the base -> reason.
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
+        agreed: configs and files of the inputs.
         ignored: per expert, its tensors that the base does not have and no training changes.
-        configs: path in the output -> config that is written there in place of the base's.
-        files: path in the output -> label of the expert whose file is written there.
         adapters: experts of an output without a base, with names of one form; `dtype`, `form`: of that output.
         whole: items of tensors that they trained in full.
     """
 
     targets: Sequence[Target]
     layouts: LayoutMap
+    agreed: InputAgreement
     problems: Sequence[str]
     notes: Sequence[str]
     copied: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
     ignored: Sequence[tuple[str, ...]] = ()
-    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
     adapters: Sequence[Adapter] = ()
     form: AdapterLayout = "peft"
     dtype: str = ""
@@ -143,12 +141,10 @@ def build_plan(
     problems: list[str] = []
     decided = [_decide(target, scope, chooser, statistics, problems, experts) for target in scope.targets]
     calls = {t.name: d.call for t, d in decided} | {i.name: i.call for i in scope.whole}
-    problems = [*scope.problems, *problems, *chooser.problems, *weight_problems(calls)]
+    problems = [*scope.agreed.problems, *scope.problems, *problems, *chooser.problems, *weight_problems(calls)]
     if base is None:
         known = [*(t.spec.name for t in scope.targets), *scope.kept, *(n for a in scope.adapters for n in a.extras)]
         problems += factor_output_problems(recipe, scope.adapters, calls, known, chooser)
-    else:
-        problems += base_problems(recipe, base, experts, chooser)
     merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
     problems = problems or list(idle_problems(recipe.labels, merged))
     check(problems, RecipeError if chooser.problems else AlignmentError)
@@ -182,21 +178,19 @@ def _scope_of_base(
         *input_problems(recipe, base, experts),
         *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *statistics.kind_problems([e.needs_base for e in experts]),
-        *agreed.problems,
         *of_roles,
         *aligned.problems,
+        *base_problems(recipe, base, experts, chooser),
     ]
     return _Scope(
         aligned.targets,
         layouts,
+        agreed,
         problems,
-        notes=(*agreed.notes, *aligned.notes, *chooser.unused_entries()),
+        notes=(*aligned.notes, *chooser.unused_entries()),
         copied=copied,
         kept=hits if isinstance(recipe.output, ExtractedOutput) else {},
-        warnings=agreed.warnings,
         ignored=aligned.ignored,
-        configs=agreed.configs,
-        files=agreed.files,
     )
 
 
@@ -223,7 +217,6 @@ def _scope_of_adapters(
     dtype = recipe.dtype or widest([a.dtype for a in adapters])
     whole, of_whole, whole_notes = mean_items(recipe, adapters, chooser, kept, dtype)
     problems = [
-        *agreed.problems,
         *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *of_names,
         *stack_problems(recipe.labels, adapters),
@@ -238,11 +231,10 @@ def _scope_of_adapters(
     return _Scope(
         targets,
         layouts,
+        agreed,
         problems,
-        notes=(*agreed.notes, *name_notes, *whole_notes),
-        warnings=agreed.warnings,
+        notes=(*name_notes, *whole_notes),
         kept=kept,
-        files=agreed.files,
         adapters=adapters,
         form=output_layout(recipe, adapters),
         dtype=dtype,
@@ -396,7 +388,14 @@ def _plan(
     is_model = base is not None and not isinstance(recipe.output, ExtractedOutput)
     left_out = files_left_out(recipe, base, experts) if is_model else {}
     metadata, texts = merged_metadata(base, experts, recipe.labels) if is_model and base is not None else ({}, [])
-    decisions = [*scope.notes, *written.notes, *texts, *statistics.notes_on(items), *left_out_note(left_out)]
+    decisions = [
+        *scope.agreed.notes,
+        *scope.notes,
+        *written.notes,
+        *texts,
+        *statistics.notes_on(items),
+        *left_out_note(left_out),
+    ]
     decisions += (ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu")
     ignored = scope.ignored or ((),) * len(experts)
     return MergePlan(
@@ -416,9 +415,9 @@ def _plan(
         metadata=metadata,
         adapter_config=written.config,
         kept=scope.kept,
-        notes=all_notes(recipe, base, experts, items, decisions, scope.warnings),
-        configs=scope.configs if is_model else {},
-        files=scope.files if is_model or written.config is not None else {},
+        notes=all_notes(recipe, base, experts, items, decisions, scope.agreed.warnings),
+        configs=scope.agreed.configs if is_model else {},
+        files=scope.agreed.files if is_model or written.config is not None else {},
         left_out={path: why.text for path, why in left_out.items()},
         device=room.device,
         device_memory=room.memory,

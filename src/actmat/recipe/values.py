@@ -22,6 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from actmat.errors import RecipeError
+from actmat.layout.patterns import compile_pattern
+
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
 
 
@@ -30,7 +33,15 @@ def listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(listed)]
+def _compilable(pattern: str) -> str:
+    try:
+        compile_pattern(pattern)
+    except RecipeError as error:
+        raise ValueError(error.sentence) from None
+    return pattern
+
+
+Patterns = Annotated[tuple[Annotated[str, AfterValidator(_compilable)], ...], BeforeValidator(listed)]
 
 
 def _held_by_float32(value: float) -> float:
@@ -155,7 +166,9 @@ def _entries(value: Any) -> tuple[Entry, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"an entry of the list: {where + ': ' if where else ''}{first['msg']}") from None
+        raise ValueError(
+            f"an entry of the list: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 Weight = Annotated[float | tuple[float, ...] | tuple[Entry, ...], BeforeValidator(read_value)]
