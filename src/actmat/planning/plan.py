@@ -46,7 +46,14 @@ from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
 from actmat.planning.notes import all_notes
-from actmat.planning.problems import base_problems, check, factor_output_problems, idle_problems, input_problems
+from actmat.planning.problems import (
+    base_problems,
+    check,
+    factor_output_problems,
+    idle_problems,
+    input_problems,
+    integer_problems,
+)
 from actmat.planning.regions import cut
 from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
@@ -160,6 +167,7 @@ def _scope_of_base(
     recipe: Recipe, base: Model, experts: Sequence[Deltas], statistics: ExpertStatistics, chooser: Chooser
 ) -> _Scope:
     """Tensors of a base, and their counterparts."""
+    check(input_problems(recipe, base, experts))  # codes of a quantizer have other shapes and names, too
     layouts, of_roles = resolve_roles(recipe, base.specs, base.config)
     chooser.names = base.specs
     hits = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
@@ -175,11 +183,11 @@ def _scope_of_base(
     )
     agreed = agree([("base", base), *zip(recipe.labels, experts, strict=True)], written)
     problems = [
-        *input_problems(recipe, base, experts),
         *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *statistics.kind_problems([e.needs_base for e in experts]),
         *of_roles,
         *aligned.problems,
+        *integer_problems(base, experts, recipe.labels, [t for t in aligned.targets if t.name not in copied]),
         *base_problems(recipe, base, experts, chooser),
     ]
     return _Scope(
@@ -423,7 +431,6 @@ def _plan(
         device_memory=room.memory,
         versions=versions_of(items),
         statistics=tuple(statistics.to_json()),
-        statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
 
 
