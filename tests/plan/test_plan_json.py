@@ -139,12 +139,8 @@ def test_ties_are_items_of_their_own(inputs: Path) -> None:
     assert again.by_name[EMBEDDING].target.tied == ("lm_head.weight",)
 
 
-def test_totals_are_those_of_the_plan(example: MergePlan) -> None:
-    totals = example.to_json()["totals"]
-    again = MergePlan.from_json(example.to_json())
-    assert totals["seconds_one_worker"] == again.seconds > again.write_bytes / 5e8
-    assert totals["write_bytes"] == again.write_bytes == sum(totals["shards"].values())
-    assert totals["peak_bytes_one_worker"] == again.peak_bytes(1)
+def test_the_time_is_at_least_that_of_the_traffic(example: MergePlan) -> None:
+    assert example.seconds > example.write_bytes / 5e8
 
 
 def test_what_decides_the_bytes_is_in_the_fingerprint(example: MergePlan) -> None:

@@ -164,7 +164,6 @@ def test_options_of_single_experts() -> None:
             {"method": "slerp", "options": {"t": [{"match": "*.mlp.*", "value": 1}]}},
             "no entry that matches tensor 'head",
         ),
-        ({"experts": [{"path": "e", "weight": [{"match": "x[", "value": 1}, {"value": 1}]}], "method": "ties"}, "x\\["),
         (
             {"method": "ties", "options": {"trim": "global", "density": {"gradient": [0, 1]}}},
             "measures the whole model",

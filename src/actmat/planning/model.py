@@ -217,18 +217,9 @@ class MergePlan(Plain):
         return content.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes the same plan; totals are added for readers."""
-        totals = {
-            "read_bytes": self.read_bytes,
-            "write_bytes": self.write_bytes,
-            "seconds_one_worker": self.seconds,
-            "peak_bytes_one_worker": self.peak_bytes(1),
-            "peak_bytes_two_workers": self.peak_bytes(2),
-            "peak_device_bytes": self.peak_device_bytes,
-            "shards": {s.file: s.size for s in self.shards},
-        }
+        """Plain data, from which `from_json` makes the same plan."""
         fields: dict[str, Any] = PLAN.dump_python(self, mode="json", exclude_defaults=True)
-        return {"actmat_plan": FORMAT, **fields, "totals": totals}
+        return {"actmat_plan": FORMAT, **fields}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
@@ -240,7 +231,7 @@ class MergePlan(Plain):
         layout = data.get("actmat_plan") if isinstance(data, Mapping) else data
         if layout != FORMAT:
             raise RecipeError(f"expected a plan of layout {FORMAT}, found {layout!r}")
-        fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
+        fields = {k: v for k, v in data.items() if k != "actmat_plan"}
         try:
             return PLAN.validate_python(fields)
         except ValidationError as error:
