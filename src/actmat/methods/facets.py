@@ -188,9 +188,10 @@ class MethodCost:
             peak, on top of the given deltas and including its result, which is all by default. `shape` ends in `O, I`
             for matrices.
         products: `options -> (per expert, once)`, the time of a call in products of the matrix with a square one of
-            side `N`, of which a thin singular value decomposition takes six. Default: none, a pass per expert.
-        side: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix that is solved or decomposed.
-            Default: the short side.
+            side `N`, or of its short side; a thin singular value decomposition takes six. Default: none, but a pass per
+            expert.
+        side: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix whose spectrum is computed; 0 for
+            none. Default: the short side.
     """
 
     workspace: Callable[[Sequence[int], int, Options], int] = _size
@@ -204,5 +205,6 @@ class MethodCost:
         1888
         """
         per_expert, once = self.products(options)
-        in_products = 2 * self.side(shape, n_experts, options) * (per_expert * n_experts + once)
+        side = self.side(shape, n_experts, options) or min(shape[-2:])
+        in_products = 2 * side * (per_expert * n_experts + once)
         return math.prod(shape) * (n_experts + in_products)

@@ -79,15 +79,19 @@ def _descent_workspace(shape: Sequence[int]) -> int:
 
 
 def side(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> int:
-    """Side `N` of the matrix that is solved or decomposed; of a descent, of the one that it multiplies by."""
+    """Side `N` of the matrix whose spectrum is computed; 0 for a ridge, which is solved, and for a descent."""
+    if isinstance(rule, Adam) or _is_solved(rule):
+        return 0
     rows, width = shape[-2:]
-    if has_grams or isinstance(rule, Adam):
-        return width
-    return min(width, n_experts * rule.estimator.rows(rows, width))
+    return width if has_grams else min(width, n_experts * rule.estimator.rows(rows, width))
 
 
 def products(rule: InterferenceRule | Adam) -> tuple[float, float]:
     """Products with a matrix of side `N` per expert, for the sums, and once, for a solve, a spectrum or a descent."""
     if isinstance(rule, Adam):
         return 3, rule.steps
-    return 1.3, 2 if rule.solver == "auto" and rule.spectral.kind == "tikhonov" else 5.5
+    return 1.3, 2 if _is_solved(rule) else 5.5
+
+
+def _is_solved(rule: InterferenceRule) -> bool:
+    return rule.solver == "auto" and rule.spectral.kind == "tikhonov"
