@@ -5,13 +5,13 @@
 `w_t` holds the user's weight and the normalizer, `v_t` only the user's weight. Two forms hold the same information:
 
 * primal: `S` and `B` themselves;
-* stacked: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all
-  rows together are fewer than `I`, and the only form that does not square.
+* dual: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all rows
+  together are fewer than `I`.
 
 Both end as a `Reduced` problem, the only input of the solver.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced Gram matrix
-(`I` primal, `T R` dual, `min(T R, I)` stacked), `X` any number of rows, `K` leading eigenvectors.
+(`I` primal, `T R` dual), `X` any number of rows, `K` leading eigenvectors.
 """
 
 from __future__ import annotations
@@ -23,38 +23,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.gram import PANELLED_FROM, add_gram, mirror
+from actmat.linalg.gram import PANELLED_FROM, add_gram, column_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
-from actmat.linalg.lapack import Retries, economy_svd, eigh
+from actmat.linalg.lapack import Retries, eigh
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.scaling import scaled
 
-MomentForm = Literal["primal", "dual", "stacked"]
+MomentForm = Literal["primal", "dual"]
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix.
+    """Eigenvalues (ascending) and eigenvectors (columns) of a reduced Gram matrix.
 
-    All of them, or those above `above` times the largest: then from a Krylov basis of `basis` vectors. `refused` is the
-    reason why all were computed although a part would have been enough.
+    All of them, or those above `above` times the largest.
     """
 
     values_N: Tensor
-    vectors_NN: Tensor | None
+    vectors_NN: Tensor
     retries: Retries = ()
     above: float | None = None
-    basis: int = 0
-    refused: str = ""
 
 
 @dataclass(slots=True)
 class Reduced:
     """`D* = N + (left - N right^T) G right` with `G` a function of the symmetric `gram`; `right` None: the identity.
 
-    Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A. Stacked (A = U s V^T): left = M U,
-    gram = diag(s^2), right = diag(s) V^T.
+    Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A.
     One state belongs to one thread: the spectrum is computed when first used, and kept.
     """
 
@@ -73,12 +69,12 @@ class Reduced:
 
     def trace(self) -> float:
         """`tr(S)`, the same in all forms, summed in float64."""
-        diagonal = self.spectrum().values_N if self.gram_NN is None else self.gram_NN.diagonal()
-        return float(diagonal.double().sum())
+        return float(self.gram.diagonal().double().sum())
 
     @property
-    def _gram(self) -> Tensor:
-        assert self.gram_NN is not None, "the stacked form is made with its spectrum"
+    def gram(self) -> Tensor:
+        """The Gram matrix, until the problem is spent."""
+        assert self.gram_NN is not None, "the problem is solved once if it is consumed"
         return self.gram_NN
 
     def spectrum(self) -> Spectrum:
@@ -89,7 +85,7 @@ class Reduced:
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
         if self._spectrum is None or self._spectrum.above is not None:
-            self._spectrum = self._full(self._gram.double(), "")
+            self._spectrum = self._full(self.gram.double())
         return self._spectrum
 
     def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
@@ -101,18 +97,17 @@ class Reduced:
         have = self._spectrum
         if have is not None and (have.above is None or have.above <= rtol):
             return have
-        wide_NN, dtype = self._gram.double(), self._gram.dtype
-        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
-        if isinstance(part, str):
-            self._spectrum = self._full(wide_NN, part)
+        wide_NN, dtype = self.gram.double(), self.gram.dtype
+        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else None
+        if part is None:
+            self._spectrum = self._full(wide_NN)
         else:
-            vectors = part.vectors_NK.to(dtype)
-            self._spectrum = Spectrum(part.values_K, vectors, above=rtol, basis=part.basis)
+            self._spectrum = Spectrum(part.values_K, part.vectors_NK.to(dtype), above=rtol)
         return self._spectrum
 
-    def _full(self, wide_NN: Tensor, refused: str) -> Spectrum:
+    def _full(self, wide_NN: Tensor) -> Spectrum:
         values_N, vectors_NN, retries = eigh(wide_NN)
-        return Spectrum(values_N, vectors_NN.to(self.dtype), retries, refused=refused)
+        return Spectrum(values_N, vectors_NN.to(self.dtype), retries)
 
     def coordinates(self, rows_XI: Tensor, count: int) -> Tensor:
         """Rows in the `count` leading eigenvectors of `S`, `X K`: their component in the space that a cut-off keeps."""
@@ -121,20 +116,11 @@ class Reduced:
             spectrum = self.spectrum()
         scaled = rows_XI if self.right_NI is None else rows_XI @ self.right_NI.mT
         last = slice(spectrum.values_N.numel() - count, None)
-        vectors = spectrum.vectors_NN
-        scaled = scaled[:, last] if vectors is None else scaled @ vectors[:, last]
+        scaled = scaled @ spectrum.vectors_NN[:, last]
         if self.right_NI is None:
             return scaled
-        # eigenvectors of S: A^T u / s (dual), diag(s) v^T / s (stacked: the rows of `right` carry s already)
+        # eigenvectors of S: A^T u / s
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
-
-
-def gram_of_rows(a_RI: Tensor) -> Tensor:
-    """`A^T A`, `I I`."""
-    gram_II = a_RI.new_zeros(a_RI.shape[-1], a_RI.shape[-1])
-    add_gram(gram_II, a_RI)
-    mirror(gram_II)
-    return gram_II
 
 
 def root_of(delta: LowRank) -> Tensor:
@@ -171,7 +157,7 @@ class PrimalMoments:
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram(self.gram_II, factor_RI, weight)
             same = factor_RI is delta_OI  # then their product is symmetric
-            products_OR = gram_of_rows(delta_OI.mT) if same else delta_OI @ factor_RI.mT
+            products_OR = column_gram(delta_OI.mT) if same else delta_OI @ factor_RI.mT
             self.left_OI.addmm_(products_OR, factor_RI, alpha=weight)
             return
         term_II = self._term
@@ -215,14 +201,13 @@ class PrimalMoments:
         return Reduced(self.left_OI, self.gram_II, None, "primal", len(self.gram_II), self.gram_II.dtype)
 
 
-class StackedMoments:
+class DualMoments:
     """`A` and `M` for `rows = O`, filled expert by expert; `like` has the width `I`, dtype and device."""
 
-    def __init__(self, form: MomentForm, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
-        self._form = form
+    def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
         self._rows = factor_rows
         self._filled = 0
-        self._from_gram = form == "dual" and n_experts * factor_rows >= PANELLED_FROM
+        self._from_gram = n_experts * factor_rows >= PANELLED_FROM
         self._roots: list[float] = []
         self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
         self.m_ON = like.new_empty(rows, n_experts * factor_rows)
@@ -244,19 +229,11 @@ class StackedMoments:
         scaled(self.a_NI[filled], gram_exponent / 2, out=self.a_NI[filled])
 
     def reduced(self) -> Reduced:
-        """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
+        """The problem in the `A A^T` form."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
-        dtype = self.a_NI.dtype
-        if self._form == "dual":
-            gram_NN = gram_of_rows(self.a_NI.mT)
-            for index, root in enumerate(self._roots):
-                here = slice(index * self._rows, (index + 1) * self._rows)
-                if root:
-                    torch.mul(gram_NN[here, here], 1 / root, out=self.m_ON[:, here])
-            return Reduced(self.m_ON, gram_NN, self.a_NI, "dual", len(self.a_NI), dtype)
-        svd = economy_svd(self.a_NI)
-        order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
-        s = svd.s_R[order]
-        left = self.m_ON @ svd.u_MR[:, order]
-        right = s.unsqueeze(-1) * svd.vh_RN[order]
-        return Reduced(left, None, right, "stacked", len(s), dtype, _spectrum=Spectrum(s.square(), None, svd.retries))
+        gram_NN = column_gram(self.a_NI.mT)
+        for index, root in enumerate(self._roots):
+            here = slice(index * self._rows, (index + 1) * self._rows)
+            if root:
+                torch.mul(gram_NN[here, here], 1 / root, out=self.m_ON[:, here])
+        return Reduced(self.m_ON, gram_NN, self.a_NI, "dual", len(self.a_NI), self.a_NI.dtype)
