@@ -40,6 +40,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 FACTORED: list[tuple[str, dict[str, Any]]] = [
     ("actmat", {"normalize": "norm", "power": 0.5}),
     ("actmat_ridge", {}),
+    ("actmat", {"center": True}),
     ("cart", {}),
     ("dc_merge", {}),
     ("wudi", {}),

@@ -52,7 +52,7 @@ def test_weight_form_is_the_delta_form_where_s_is_regular():
     assert relative_error(found, boxed(base, deltas)) < F64_ORACLE
 
 
-@pytest.mark.parametrize("solver", ["auto", "eigh", "dual"])
+@pytest.mark.parametrize("solver", ["auto", "eigh", "dual", "stacked"])
 @pytest.mark.parametrize("rank", [2, 6])
 def test_weight_form_where_s_is_singular(rank, solver):
     """It takes the base out of every direction that no delta uses, whichever exact form solves it."""
@@ -102,11 +102,13 @@ def test_weight_form_is_refused_where_it_has_no_meaning():
         InterferenceRule(spectral=Filter("tikhonov"), null="minus_base")
 
 
-def test_trim_and_power_change_the_estimate_alone():
+def test_trim_and_center_and_power_change_the_estimate_alone():
     deltas = random_deltas(3, 9, 6)
     median = [d.abs().flatten().sort(descending=True).values[26] for d in deltas]
     trimmed = [torch.where(d.abs() >= m, d, 0.0) for d, m in zip(deltas, median, strict=True)]
     assert relative_error(merge(deltas, trim=0.5).value, naive(deltas, self_grams(trimmed))) < 1e-12
+    centered = [d - d.mean(0) for d in deltas]
+    assert relative_error(merge(deltas, center=True).value, naive(deltas, self_grams(centered))) < 1e-12
     roots = []
     for gram in self_grams(deltas):
         values, vectors = torch.linalg.eigh(gram)

@@ -133,8 +133,8 @@ def read_options(text: str) -> dict[str, Any]:
     Raises:
         RecipeError: a line has no `=`, or a name is given twice.
 
-    >>> read_options("density=0.3\nsolver=dual\n")
-    {'density': 0.3, 'solver': 'dual'}
+    >>> read_options("density=0.3\nsolver=stacked\n")
+    {'density': 0.3, 'solver': 'stacked'}
     """
     out: dict[str, Any] = {}
     for line in filter(None, (line.strip() for line in text.splitlines())):

@@ -94,7 +94,7 @@ def _with_retries(matrix: Tensor, attempt: Attempt, what: str) -> tuple[Sequence
     raise NumericalError(
         f"The {what} of a finite matrix of shape {tuple(matrix.shape)} did not converge: neither as given, nor in "
         "float64, nor with a jitter of rounding size. Likely cause: a faulty LAPACK build. Fix: another torch build, "
-        "or another method for this tensor."
+        "or another method (in the interference family, solver='stacked') for this tensor."
     )
 
 

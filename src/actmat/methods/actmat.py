@@ -20,6 +20,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     null: FillOption = "zero",
     normalize: Normalizer = "none",
     trim: Annotated[float | None, Bounds(0, 1, open_low=True)] = None,
+    center: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
     form: Literal["delta", "weight"] = "delta",
 ) -> InterferenceRule:
@@ -33,14 +34,15 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
 
     Args:
         rtol: eigenvalues of `S = sum_t w_t K_t` up to `rtol` times the largest are cut; default `I * eps(float32)`.
-        solver: "auto" takes the cheapest exact form; "eigh" decomposes `S`; "dual" decomposes the matrix of the row
-            products of all deltas.
+        solver: "auto" takes the cheapest exact form; "eigh" decomposes `S`; "stacked" takes the SVD of the stacked
+            deltas, which does not square the condition number; "dual" decomposes the matrix of their row products.
         filter: "hard" cut-off; "tikhonov" `l / (l + ridge m)`; "exponential" `1 - exp(-l time / m)`; "adaptive" keeps
             the participation number of the spectrum; `l` an eigenvalue of `S`, `m = tr(S) / I` their mean.
         ridge: relative ridge of the "tikhonov" filter, in units of `m`.
         time: stopping time of the "exponential" filter, in units of `1 / m`.
         normalize: "norm" weights `K_t` by `1 / ||D_t||_F^2` (0 for a zero delta).
         trim: estimate `K_t` from this fraction of the entries of `D_t`, the largest magnitudes.
+        center: subtract the mean row from `D_t` in the estimate.
         power: `K_t = (D_t^T D_t)^power`.
         form: "delta" keeps the base in the directions that the filter drops. "weight", for study, is the paper's boxed
             formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`, which needs the base and sets the weights there to zero.
@@ -63,7 +65,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
             f"filter='{filter}'. It sets cut directions to zero, which leaves nothing to fill. Use form='delta'."
         )
     return InterferenceRule(
-        estimator=Estimator(trim=trim, power=power, normalize=normalize),
+        estimator=Estimator(trim=trim, center=center, power=power, normalize=normalize),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
         null=null if form == "delta" else "minus_base",
         solver=solver,

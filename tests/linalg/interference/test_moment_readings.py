@@ -8,7 +8,7 @@ from tests.tolerances import F64_ORACLE, relative_error
 
 from actmat.errors import NumericalError
 from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, column_gram, gram_panels
-from actmat.linalg.interference.moments import DualMoments, PrimalMoments, Reduced
+from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments
 from actmat.linalg.lapack import only_eigenvalues
 
 
@@ -40,21 +40,21 @@ def test_only_eigenvalues_are_those_of_the_decomposition() -> None:
         only_eigenvalues(gram * torch.inf)
 
 
-def reduced(form: Literal["primal", "dual"], given: list[torch.Tensor]) -> Reduced:
+def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor]) -> Reduced:
     rows, width = given[0].shape
     if form == "primal":
         moments = PrimalMoments(torch.empty(rows, width).double(), torch.empty(width, width).double())
         for delta in given:
             moments.add(delta, delta, 1.0)
         return moments.reduced()
-    stacked = DualMoments(rows, len(given), rows, given[0])
+    stacked = StackedMoments(form, rows, len(given), rows, given[0])
     for delta in given:
         stacked.add(delta, delta, 1.0)
     return stacked.reduced()
 
 
-@pytest.mark.parametrize("form", ["primal", "dual"])
-def test_coordinates_in_the_leading_eigenvectors(form: Literal["primal", "dual"]) -> None:
+@pytest.mark.parametrize("form", ["primal", "dual", "stacked"])
+def test_coordinates_in_the_leading_eigenvectors(form: Literal["primal", "dual", "stacked"]) -> None:
     given = factors(2, 4, 11)
     gram = column_gram(torch.cat(given))
     vectors = torch.linalg.eigh(gram).eigenvectors

@@ -20,6 +20,8 @@ RULES = {
     "power": InterferenceRule(Estimator(power=0.5)),
     "normalized": InterferenceRule(Estimator(normalize="norm"), null="sum"),
     "normalized power": InterferenceRule(Estimator(power=0.5, normalize="norm")),
+    "centered": InterferenceRule(Estimator(center=True)),
+    "stacked": InterferenceRule(solver="stacked"),
     "dual": InterferenceRule(solver="dual"),
 }
 

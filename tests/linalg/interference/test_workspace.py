@@ -29,6 +29,7 @@ CASES = {
     "ridge": (InterferenceRule(spectral=Filter("tikhonov")), (3, 64, 64)),
     "filled": (InterferenceRule(null="sum"), (3, 128, 64)),
     "dual": (InterferenceRule(), (2, 16, 128)),
+    "stacked": (InterferenceRule(solver="stacked"), (2, 64, 64)),
     "trimmed": (InterferenceRule(Estimator(trim=0.5)), (2, 256, 64)),
     "very tall": (InterferenceRule(), (2, 3000, 16)),
     "normalized": (InterferenceRule(Estimator(normalize="norm")), (2, 3000, 16)),
@@ -143,7 +144,7 @@ def test_nothing_of_a_delta_is_alive_when_the_sums_are_finished(monkeypatch):
             return delta
 
     read, seen = Read(), []
-    for kind in (moments.PrimalMoments, moments.DualMoments):
+    for kind in (moments.PrimalMoments, moments.StackedMoments):
         reduced = kind.reduced
 
         def watched(self, reduced=reduced):

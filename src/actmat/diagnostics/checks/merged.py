@@ -65,7 +65,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
         return None
     return (
         f"The merged delta is {' and '.join(said)} matrices. Look at the rank and the cut-off there, and at the "
-        "scale; --set compute_dtype=float64 tells whether rounding is to blame",
+        "scale; solver=stacked or --set compute_dtype=float64 tell whether rounding is to blame",
         gone + burst,
     )
 

@@ -39,8 +39,14 @@ def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Ada
         return held + max(adding, _solving(rows, width, rule, panel))
     stack = n_experts * factor_rows
     held = fill + batch * (stack * width + rows * stack)
-    held += batch * stack * stack
-    return held + max(estimate, batch * rows * width + _solving(rows, stack, rule, panel))
+    if form == "dual":
+        held += batch * stack * stack
+        return held + max(estimate, batch * rows * width + _solving(rows, stack, rule, panel))
+    rank = min(stack, width)
+    solved = rank * (rows + width)  # left and right of one item
+    decomposing = stack * width + 2 * rank * (stack + width) + 4 * rank * rank
+    finishing = batch * rows * width + panel
+    return held + batch * solved + max(estimate, decomposing, finishing)
 
 
 def _solving(rows: int, size: int, rule: InterferenceRule, panel: int) -> int:
@@ -63,6 +69,8 @@ def _estimate(rows: int, width: int, estimator: Estimator) -> int:
     entries, peak = rows * width, 0
     if estimator.trim is not None:
         peak = 2 * entries + selection_workspace(entries)  # a contiguous copy and the result
+    if estimator.center:
+        peak = max(peak, entries * (1 if estimator.trim is None else 2))
     if estimator.power != 1.0:
         small = min(rows, width)
         peak = max(peak, entries + small * (rows + 2 * width) + 4 * small * small)

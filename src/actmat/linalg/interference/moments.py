@@ -5,13 +5,13 @@
 `w_t` holds the user's weight and the normalizer, `v_t` only the user's weight. Two forms hold the same information:
 
 * primal: `S` and `B` themselves;
-* dual: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all rows
-  together are fewer than `I`.
+* stacked: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all
+  rows together are fewer than `I`, and the only form that does not square.
 
 Both end as a `Reduced` problem, the only input of the solver.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced Gram matrix
-(`I` primal, `T R` dual), `X` any number of rows, `K` leading eigenvectors.
+(`I` primal, `T R` dual, `min(T R, I)` stacked), `X` any number of rows, `K` leading eigenvectors.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch import Tensor
 from actmat.linalg.gram import PANELLED_FROM, add_gram, column_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
-from actmat.linalg.lapack import Retries, eigh
+from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.scaling import scaled
 
-MomentForm = Literal["primal", "dual"]
+MomentForm = Literal["primal", "dual", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigenvalues (ascending) and eigenvectors (columns) of a reduced Gram matrix.
+    """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix.
 
     All of them, or those above `above` times the largest.
     """
 
     values_N: Tensor
-    vectors_NN: Tensor
+    vectors_NN: Tensor | None
     retries: Retries = ()
     above: float | None = None
 
@@ -50,7 +50,8 @@ class Spectrum:
 class Reduced:
     """`D* = N + (left - N right^T) G right` with `G` a function of the symmetric `gram`; `right` None: the identity.
 
-    Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A.
+    Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A. Stacked (A = U s V^T): left = M U,
+    gram = diag(s^2), right = diag(s) V^T.
     One state belongs to one thread: the spectrum is computed when first used, and kept.
     """
 
@@ -69,12 +70,12 @@ class Reduced:
 
     def trace(self) -> float:
         """`tr(S)`, the same in all forms, summed in float64."""
-        return float(self.gram.diagonal().double().sum())
+        diagonal = self.spectrum().values_N if self.gram_NN is None else self.gram_NN.diagonal()
+        return float(diagonal.double().sum())
 
     @property
-    def gram(self) -> Tensor:
-        """The Gram matrix, until the problem is spent."""
-        assert self.gram_NN is not None, "the problem is solved once if it is consumed"
+    def _gram(self) -> Tensor:
+        assert self.gram_NN is not None, "the stacked form is made with its spectrum"
         return self.gram_NN
 
     def spectrum(self) -> Spectrum:
@@ -85,7 +86,7 @@ class Reduced:
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
         if self._spectrum is None or self._spectrum.above is not None:
-            self._spectrum = self._full(self.gram.double())
+            self._spectrum = self._full(self._gram.double())
         return self._spectrum
 
     def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
@@ -97,7 +98,7 @@ class Reduced:
         have = self._spectrum
         if have is not None and (have.above is None or have.above <= rtol):
             return have
-        wide_NN, dtype = self.gram.double(), self.gram.dtype
+        wide_NN, dtype = self._gram.double(), self._gram.dtype
         part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else None
         if part is None:
             self._spectrum = self._full(wide_NN)
@@ -116,10 +117,11 @@ class Reduced:
             spectrum = self.spectrum()
         scaled = rows_XI if self.right_NI is None else rows_XI @ self.right_NI.mT
         last = slice(spectrum.values_N.numel() - count, None)
-        scaled = scaled @ spectrum.vectors_NN[:, last]
+        vectors = spectrum.vectors_NN
+        scaled = scaled[:, last] if vectors is None else scaled @ vectors[:, last]
         if self.right_NI is None:
             return scaled
-        # eigenvectors of S: A^T u / s
+        # eigenvectors of S: A^T u / s (dual), diag(s) v^T / s (stacked: the rows of `right` carry s already)
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
 
 
@@ -201,13 +203,14 @@ class PrimalMoments:
         return Reduced(self.left_OI, self.gram_II, None, "primal", len(self.gram_II), self.gram_II.dtype)
 
 
-class DualMoments:
+class StackedMoments:
     """`A` and `M` for `rows = O`, filled expert by expert; `like` has the width `I`, dtype and device."""
 
-    def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+    def __init__(self, form: MomentForm, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+        self._form = form
         self._rows = factor_rows
         self._filled = 0
-        self._from_gram = n_experts * factor_rows >= PANELLED_FROM
+        self._from_gram = form == "dual" and n_experts * factor_rows >= PANELLED_FROM
         self._roots: list[float] = []
         self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
         self.m_ON = like.new_empty(rows, n_experts * factor_rows)
@@ -229,11 +232,19 @@ class DualMoments:
         scaled(self.a_NI[filled], gram_exponent / 2, out=self.a_NI[filled])
 
     def reduced(self) -> Reduced:
-        """The problem in the `A A^T` form."""
+        """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
-        gram_NN = column_gram(self.a_NI.mT)
-        for index, root in enumerate(self._roots):
-            here = slice(index * self._rows, (index + 1) * self._rows)
-            if root:
-                torch.mul(gram_NN[here, here], 1 / root, out=self.m_ON[:, here])
-        return Reduced(self.m_ON, gram_NN, self.a_NI, "dual", len(self.a_NI), self.a_NI.dtype)
+        dtype = self.a_NI.dtype
+        if self._form == "dual":
+            gram_NN = column_gram(self.a_NI.mT)
+            for index, root in enumerate(self._roots):
+                here = slice(index * self._rows, (index + 1) * self._rows)
+                if root:
+                    torch.mul(gram_NN[here, here], 1 / root, out=self.m_ON[:, here])
+            return Reduced(self.m_ON, gram_NN, self.a_NI, "dual", len(self.a_NI), dtype)
+        svd = economy_svd(self.a_NI)
+        order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
+        s = svd.s_R[order]
+        left = self.m_ON @ svd.u_MR[:, order]
+        right = s.unsqueeze(-1) * svd.vh_RN[order]
+        return Reduced(left, None, right, "stacked", len(s), dtype, _spectrum=Spectrum(s.square(), None, svd.retries))

@@ -36,9 +36,11 @@ Null = Literal["zero", "sum", "mean"]
 Fill = Literal["zero", "sum", "mean", "minus_base"]
 """`Null`, or `N = -W_0`, which solves for the weights `W_0 + D_t` in place of the deltas."""
 
-Solver = Literal["auto", "eigh", "dual"]
-"""auto: the cheapest; eigh: of `S`, always; dual: of `A A^T`, the least accurate where the rows of `A` are dependent:
-choose it only where they are fewer than `I`, as auto does."""
+Solver = Literal["auto", "eigh", "stacked", "dual"]
+"""auto: the cheapest; eigh: of `S`, always; dual: of `A A^T`; stacked: SVD of the stacked factors `A`, never squared.
+
+On steep spectra in float32, stacked is the most accurate, and dual the least where the rows of `A` are dependent:
+choose dual only where all rows together are fewer than `I`, as auto does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Estimator:
     """The estimate `w_t K_t` of one delta `D_t`; the steps apply in this order."""
 
     trim: float | None = None  # keep this fraction of the entries, those of largest magnitude (TACT)
+    center: bool = False  # subtract from each row the mean row (over `O`), as ACE does
     power: float = 1.0  # `K_t = (A^T A)^power` in place of `A^T A`
     normalize: Normalizer = "none"  # "norm": `1 / ||D_t||_F^2` of the full delta (WUDI), 0 for a zero delta
 
@@ -60,10 +63,19 @@ class Estimator:
 
     def factor(self, delta_OI: Tensor) -> tuple[Tensor, Retries]:
         """`A_t` with `K_t = A_t^T A_t`, and the retries of its decomposition; maybe the delta itself."""
-        factor_OI = delta_OI if self.trim is None else trim_to_top(delta_OI, self.trim)
+        out = delta_OI if self.trim is None else trim_to_top(delta_OI, self.trim)
+        if self.center:
+            out = out - out.mean(dim=-2, keepdim=True)
+        return self.powered(out)
+
+    def powered(self, factor_OI: Tensor) -> tuple[Tensor, Retries]:
+        """`diag(s^power) V^T` for the factor `U diag(s) V^T`: its Gram is the power of the factor's Gram.
+
+        By SVD, not through the Gram's eigenvalues: those carry an error `eps s_max^2`, whose root is `3e-4 s_max`
+        in float32.
+        """
         if self.power == 1.0:
             return factor_OI, ()
-        # by SVD: the Gram's eigenvalues carry an error `eps s_max^2`, whose root is `3e-4 s_max` in float32
         svd = economy_svd(factor_OI)
         return svd.s_R.pow(self.power).unsqueeze(-1) * svd.vh_RN, svd.retries
 

@@ -42,14 +42,14 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.gram import column_gram
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.moments import DualMoments, MomentForm, PrimalMoments, Reduced, root_of
+from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments, root_of
 from actmat.linalg.interference.rule import ZERO_MEAN, InterferenceRule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.scaling import exponent_of, scaled
 
-Moments = PrimalMoments | DualMoments
+Moments = PrimalMoments | StackedMoments
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ def prepare(
     *,
     weights: Sequence[float] | None = None,
     grams: Sequence[Tensor] | None = None,
+    factors: Sequence[Tensor] | None = None,
     products: Sequence[LowRank] | None = None,
     width: int | None = None,
 ) -> State:
@@ -84,6 +85,7 @@ def prepare(
         deltas: `*batch O I` each, float32 or float64.
         weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
         grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
+        factors: `*batch R I`, one per expert: the estimator's input in place of the delta, trimmed and centered.
         products: the deltas as products, for fewer operations with `grams`.
         width: in_features of the layer where `I` is the size of a compressed basis.
 
@@ -98,7 +100,7 @@ def prepare(
     moments: Sequence[Moments] = ()
     for index, (delta, share, squared_norms) in enumerate(check_deltas(deltas, weights)):
         if state is None:
-            factor_rows = rule.estimator.rows(*delta.shape[-2:])
+            factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
             state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
             state.width = width or state.width
@@ -106,7 +108,9 @@ def prepare(
             gram_BII = _check_gram(grams, delta, index)
             _add_given(state, rule, moments, delta, None if products is None else products[index], share, gram_BII)
         else:
-            _add_estimate(state, rule, moments, delta, share, squared_norms)
+            _add_estimate(
+                state, rule, moments, delta, share, squared_norms, None if factors is None else factors[index]
+            )
         state.weight_sum += share
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
@@ -165,8 +169,16 @@ def solve_lowrank(
 
     The rule does not trim: the largest entries depend on the basis, so there is no exact short form.
     """
-    bases = common_bases(deltas)
-    state = prepare(bases.cores_PQ, rule, weights=weights, width=deltas[0].shape[-1])
+    exact, bases = [d.to(torch.float64) for d in deltas], common_bases(deltas)
+    factors = None
+    if rule.estimator.center:
+        # (b - 1 mean(b)) a: centering acts on the rows of b. Its Gram needs only the R of b's QR, and q.
+        centered = (d.b_OR - d.b_OR.mean(dim=-2, keepdim=True) for d in exact)
+        rows = bases.cores[0].shape[-1]
+        factors = [
+            _padded(torch.linalg.qr(b).R @ core.a_RI, rows) for b, core in zip(centered, bases.cores, strict=True)
+        ]
+    state = prepare(bases.cores_PQ, rule, weights=weights, factors=factors, width=deltas[0].shape[-1])
     core_PQ, stats = finish(state, rule, consume=True)
     return bases.lift(core_PQ).to(deltas[0].b_OR.dtype), stats
 
@@ -223,6 +235,11 @@ def _state_of_rows(
     return State([reduced], dense[0].shape, rows_NI, None, None, rows_NI.shape[-1], [0], [0.0], squared_norms=squares)
 
 
+def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
+    """Zero rows below, so that experts of different rank have factors of one height."""
+    return torch.nn.functional.pad(factor_RQ, (0, 0, 0, max(0, rows - factor_RQ.shape[-2])))
+
+
 def _start(
     delta: Tensor, rule: InterferenceRule, form: MomentForm, stack: tuple[int, int], has_grams: bool
 ) -> tuple[State, Sequence[Moments]]:
@@ -237,7 +254,7 @@ def _start(
         term_II = delta.new_empty(columns, columns) if needs_term else None
         moments = [PrimalMoments(left_BOI[item], term_II) for item in range(count)]
     else:
-        moments = [DualMoments(rows, *stack, delta) for _ in range(count)]
+        moments = [StackedMoments(form, rows, *stack, delta) for _ in range(count)]
     sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
     state = State([], delta.shape, delta.new_empty(0), left_BOI, sum_BOI, columns, [0] * count, [0.0] * count)
     return state, moments
@@ -272,10 +289,12 @@ def _add_estimate(
     delta: Tensor,
     share: float,
     squared_norms: Sequence[float],
+    factor: Tensor | None,
 ) -> None:
     """Add one expert's estimates to the sums of all batch items."""
     for item, delta_OI in enumerate(batch_items(delta)):
-        in_unit_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item])
+        given_RI = None if factor is None else batch_items(factor)[item]
+        in_unit_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)
         if state.sum_BOI is not None:
             state.sum_BOI[item].add_(in_unit_OI, alpha=share)
 
@@ -288,6 +307,7 @@ def _add(
     delta_OI: Tensor,
     share: float,
     squared_norm: float,
+    given_RI: Tensor | None,
 ) -> Tensor:
     """Add one expert's estimate to the sums of a batch item; returns the delta in the item's unit."""
     estimate, norm = rule.estimator, math.sqrt(squared_norm)
@@ -303,7 +323,10 @@ def _add(
     delta_OI = scaled(delta_OI, unit)
     # the normalizer brings every expert's estimate to the same size, so that each is formed in a unit of its own
     shift = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
-    factor_RI, new = estimate.factor(scaled(delta_OI, -shift))
+    if given_RI is None:
+        factor_RI, new = estimate.factor(scaled(delta_OI, -shift))
+    else:
+        factor_RI, new = estimate.powered(scaled(given_RI, unit - shift))
     weight = share * estimate.weight(squared_norm * 4.0 ** (unit - shift)) * 2.0 ** (shift * estimate.degree)
     accumulator.add(delta_OI, factor_RI, check_weight(weight, delta_OI.dtype))
     state.retries += new

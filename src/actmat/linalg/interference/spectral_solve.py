@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from actmat.linalg.interference.moments import Reduced
+from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.interference.rule import Filter, InterferenceRule, gain
 from actmat.linalg.krylov import SMALLEST, Largest, largest, leading
 from actmat.linalg.lapack import Retries
@@ -86,9 +86,7 @@ def solve(reduced: Reduced, rule: InterferenceRule, width: int, rows: int) -> tu
     cuts = spectral.kind in ("hard", "adaptive")
     spectrum = reduced.spectrum_above(rtol, solved) if shortcuts and cuts else reduced.spectrum()
     gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=trace / width)
-    name = "eigh" if spectrum.above is None else "lanczos"
-    apply = _by_eigenpairs(spectrum.vectors_NN[:, spectrum.values_N.numel() - gain_K.numel() :], gain_K, rows)
-    return apply, {**stats, "solver": f"{reduced.form}/{name}"}, spectrum.retries
+    return _applied(spectrum, gain_K, reduced.size, rows), {**stats, **_record(reduced, spectrum)}, spectrum.retries
 
 
 def apply_gain(reduced: Reduced, apply: Apply | None, out_OI: Tensor, fill_OI: tuple[Tensor, float] | None) -> None:
@@ -125,17 +123,18 @@ def apply_gain(reduced: Reduced, apply: Apply | None, out_OI: Tensor, fill_OI: t
 
 def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float, rows: int) -> tuple[Apply, Stats] | int:
     """Gain by a triangular solve; if the spectrum is needed, a number of directions that are certainly kept."""
-    gram_NN = reduced.gram
+    if reduced.gram_NN is None:
+        return 0
     if spectral.kind == "tikhonov":
-        return _ridge(reduced, gram_NN, spectral.ridge * mean, rows) or 0
+        return _ridge(reduced, reduced.gram_NN, spectral.ridge * mean, rows) or 0
     if spectral.kind != "hard" or reduced.has_spectrum:
         return 0
-    certified = certified_cholesky(gram_NN, rtol)
+    certified = certified_cholesky(reduced.gram_NN, rtol)
     if isinstance(certified, int) and reduced.size >= SMALLEST and 2 * certified >= reduced.size:
-        top = largest(gram_NN.double())
-        certified = certified_cholesky(gram_NN, rtol, sum(top))
+        top = largest(reduced.gram_NN.double())
+        certified = certified_cholesky(reduced.gram_NN, rtol, sum(top))
         if isinstance(certified, int) and reduced.dtype == torch.float32:
-            return _without_the_smallest(reduced, gram_NN, rtol, top, certified) or certified
+            return _without_the_smallest(reduced, reduced.gram_NN, rtol, top, certified) or certified
     if isinstance(certified, int):
         return certified
     stats: Stats = {"rank": reduced.size, "cutoff": certified[1], "rtol": rtol, "solver": f"{reduced.form}/cholesky"}
@@ -177,6 +176,19 @@ def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float, rows: int) -> tuple[
     if factorized < reduced.size:
         return None
     return _by_inverse(factor, reduced.dtype, rows), {"ridge": ridge, "solver": f"{reduced.form}/cholesky"}
+
+
+def _record(reduced: Reduced, spectrum: Spectrum) -> Stats:
+    name = "svd" if spectrum.vectors_NN is None else "eigh" if spectrum.above is None else "lanczos"
+    return {"solver": f"{reduced.form}/{name}"}
+
+
+def _applied(spectrum: Spectrum, gain_K: Tensor, size: int, rows: int) -> Apply:
+    count, rank = spectrum.values_N.numel(), gain_K.numel()
+    if spectrum.vectors_NN is None:  # the problem was solved in the eigenvectors of its Gram matrix
+        gain_N = torch.cat([gain_K.new_zeros(size - rank), gain_K])
+        return lambda left_XN: left_XN * gain_N
+    return _by_eigenpairs(spectrum.vectors_NN[:, count - rank :], gain_K, rows)
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, int]:

@@ -154,9 +154,9 @@ class _Family:
     def meets_all(self, options: Mapping[str, Any]) -> bool:
         """See `LowRankForm`: every eigenvector of `S` counts in full, whatever its eigenvalue."""
         rule = self.rule_of(**options)
-        if self.has_grams or isinstance(rule, Adam):
+        if self.has_grams or isinstance(rule, Adam) or rule.spectral.kind != "hard" or rule.estimator.trim is not None:
             return False
-        return rule.spectral.kind == "hard" and rule.estimator.trim is None
+        return not rule.estimator.center or rule.null == "zero"  # a fill adds mean rows, which no `K_t` knows
 
     def _solved(self, state: solver.State | Descent, arguments: Mapping[str, Any], *, consume: bool) -> Merged:
         rule, base = self.rule(arguments), arguments.get("base")
