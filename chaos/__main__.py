@@ -9,7 +9,6 @@ documented.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import random
 import sys
@@ -47,10 +46,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sort", action="append", choices=sorted(SORTS), help="may be repeated; default: all")
     parser.add_argument("--record", type=Path, metavar="FILE", help="count the runs there, and go on where it stops")
-    parser.add_argument("--ray", action="store_true", help="merges on a Ray cluster; --runs of these")
     args = parser.parse_args()
-    if args.ray:
-        return _on_ray(args.runs, args.seed, path=args.record)
     import torch
 
     sorts = args.sort or list(SORTS)
@@ -73,24 +69,6 @@ def main() -> int:
         kinds.update(counts)
     print("\n".join([*record.problems, f"{record.runs} runs, {len(record.problems)} problems; {dict(kinds)}"]))
     return 1 if record.problems else 0
-
-
-def _on_ray(runs: int, seed: int, *, path: Path | None) -> int:
-    """The runs on a Ray cluster; returns the exit code."""
-    from chaos.on_ray import KINDS as KILLED
-    from chaos.on_ray import LABEL, RayChaos
-
-    record = read_record(path, seed)
-    before = len(record.problems)
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RayChaos(Path(folder) / "chaos")) as chaos:
-        while (k := sum(record.by.get(LABEL, {}).values())) < runs:
-            began, kind = time.monotonic(), KILLED[k % len(KILLED)]
-            faults, found = chaos.run(kind, random.Random(f"{record.seed} ray {k}"))
-            record.add(LABEL, kind, faults, [f"run {k}: {p}" for p in found], time.monotonic() - began)
-            if path:
-                write_record(path, record)
-    print("\n".join([*record.problems[before:], f"{k} runs on Ray, {len(record.problems) - before} problems"]))
-    return int(len(record.problems) > before)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ _SORTS = (
     Sort("push", verb="push"),
 )
 SORTS = {s.name: s for s in _SORTS}
-"""Every sort of output that is made in a forked process; `on_ray` kills the workers of Ray, which are elsewhere."""
+"""Every sort of output."""
 
 
 def save_checkpoints(root: Path, base: dict[str, torch.Tensor], rng: torch.Generator) -> None:

@@ -32,14 +32,6 @@ def test_a_few_runs(tmp_path: Path) -> None:
     assert "8 runs, 0 problems" in done.stdout
 
 
-@pytest.mark.slow  # starts a cluster of two nodes, and workers for every run
-def test_a_few_merges_on_ray(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    done = chaos("--ray", "--runs", "3", folder=tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "3 runs on Ray, 0 problems" in done.stdout
-
-
 @pytest.mark.parametrize("count", [1, 6, 9, 10, 18])
 def test_every_sort_meets_every_kind_of_fault(count: int) -> None:
     sorts = [f"sort {i}" for i in range(count)]

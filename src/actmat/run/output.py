@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from actmat.diagnostics.warnings import warnings_of
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Writer
 from actmat.engine.record import Record
-from actmat.errors import MergeError, Note, OutputError, format_size
+from actmat.errors import MergeError, OutputError, format_size
 from actmat.experts.deltas import Deltas
-from actmat.identity.inventory import files_of
+from actmat.identity.inventory import files_of, matches
 from actmat.identity.templates import chat_template
-from actmat.identity.usable import has_files, missing_notes
+from actmat.identity.tokens import TOKENIZERS
 from actmat.planning import MergePlan
 from actmat.planning.model import Item
 from actmat.planning.writes import settled_plan
@@ -182,20 +182,11 @@ class Output:
         chosen = [of_experts.get(label or "base", base) for label in (output.files_of, output.config_from)]
         written = {**base.written, **self.plan.configs}
         copied = copy_sidecars(base, *chosen, out=folder, dtype=dtype, configs=written, taken=taken)
-        if not has_files("tokenizer", (*copied, *texts)):
+        if not any(matches(name, TOKENIZERS) for name in (*copied, *texts)):
             texts = {**base.converted_tokenizer(), **texts}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
-        self._note_missing(inputs, (*copied, *texts))
         return copied
-
-    def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
-        """Add notes on a tokenizer or a processor that the output lacks."""
-        assert inputs.base is not None, "a model is merged into a base"
-        others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
-        config = self.plan.configs.get("config.json", inputs.base.config)
-        texts = missing_notes(config, written, others, inputs.base.location)
-        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", "", text) for text in texts)))
 
     def _write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output before the manifest, which has its hash."""
