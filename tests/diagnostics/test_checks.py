@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from tests.helpers.diagnoses import a_measure, a_row, a_sample, some_facts, table
+from tests.helpers.diagnoses import a_measure, a_row, a_sample, some_facts
 from tests.helpers.repository import ROOT
 
 from actmat.diagnostics.checks import CHECKS, Facts, check_codes, run_checks
@@ -19,10 +19,6 @@ def measured(n: int = 2, **fields: object) -> Facts:
 
 def sampled(**fields: object) -> Facts:
     return some_facts(samples={name: a_sample(**fields) for name in some_facts().samples})
-
-
-def low_rank(**fields: object) -> Facts:
-    return measured(numerical_rank=(4, 4), subspace_overlap=table(2, 1.0, 0.03), **fields)
 
 
 def with_table(change: float) -> Facts:
@@ -60,7 +56,6 @@ CASES = (
         r"'code' by 1\.4",
         (lambda: measured(relative_norms=None),),
     ),
-    Case("AM401", lambda: low_rank(merged_norm=1.42), "In 2 of 2 matrices", (lambda: low_rank(merged_norm=0.72),)),
     Case("AM403", lambda: measured(merged_norm=0.01), "below 0.1 times", (lambda: some_facts(measures=[]),)),
     Case("AM403", lambda: measured(merged_norm=11.0), "above 10 times"),
     Case("AM501", lambda: with_table(2.0), r"'code' changes embed by 0\.2", (lambda: some_facts(tensors=[]),)),

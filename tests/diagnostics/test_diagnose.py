@@ -135,7 +135,6 @@ def test_large_matrices_are_probed(tmp_path: Path) -> None:
     for place, size in zip(places, (0.0, 0.1, 0.1), strict=True):
         save_file({k: v + size * torch.randn(v.shape, generator=rng) for k, v in base.items()}, place)
     probed, again = (actmat.diagnose(places[0], places[1:], **FAST).measures[0] for _ in range(2))
-    assert probed.probes == 128
     assert probed == again
 
 
@@ -227,7 +226,7 @@ def test_an_adapter_that_leaves_a_module_alone(adapters: tuple[Path, list[Path]]
     alone = [m for m in found.measures if "v_proj" in m.name]
     assert alone
     for m in alone:
-        assert (m.norms[1], m.numerical_rank[1], m.residual[1]) == (0, 0, 0)
+        assert (m.norms[1], m.residual[1]) == (0, 0)
 
 
 # Interruptions

@@ -31,13 +31,11 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
         "snr": (30.0,) * n,
         "relative_norms": (0.02,) * n,
         "effective_rank": (20.0,) * n,
-        "numerical_rank": (64,) * n,
         "cosine": table(n, 1.0, 0.05),
         "subspace_overlap": table(n, 1.0, 0.4),
         "chance_overlap": 0.3,
         "residual": (0.6,) * n,
         "merged_norm": 0.72,
-        "mean_norm": 0.72,
         "sum_norm": 1.44,
     }
     return MatrixRow(name=name, **(settings | fields))

@@ -23,7 +23,7 @@ PINNED: dict[str, set[str]] = {
     "serve": {"python", "vllm", "notes"},
     "statistics": {"statistics"},
     "statistics statistics": {
-        "path", "model", "amount", "samples", "tokens", "patches", "not_measured", "data", "kinds",
+        "path", "model", "samples", "tokens", "not_measured", "data", "kinds",
     },
     "try": {"prompts", "models"},
     "ui": {"url", "port"},

@@ -57,13 +57,11 @@ def measure(rng: random.Random, module: str, layer: int | None, shape: tuple[int
         snr=tuple(n * 9 / math.sqrt(rows) for n in norms),
         relative_norms=tuple(n / 40 for n in norms),
         effective_rank=tuple(columns / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)),
-        numerical_rank=(min(rows, columns),) * experts,
         cosine=cosine,
         subspace_overlap=_symmetric(rng, experts, 0.3, 0.08),
         chance_overlap=0.12,
         residual=tuple(residual),
         merged_norm=0.8 * summed,
-        mean_norm=summed / experts,
         sum_norm=summed,
     )
 

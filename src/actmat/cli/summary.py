@@ -386,10 +386,8 @@ def _experts(diagnosis: Diagnosis) -> Table:
 
 
 def _merged(measures: Sequence[MatrixRow]) -> str:
-    merged, mean, total = (
-        math.sqrt(math.fsum(getattr(m, f) ** 2 for m in measures)) for f in ("merged_norm", "mean_norm", "sum_norm")
-    )
-    chance = _middle([m.chance_overlap for m in measures])
+    merged, total = (math.hypot(*(getattr(m, f) for m in measures)) for f in ("merged_norm", "sum_norm"))
+    mean, chance = total / len(measures[0].norms), _middle([m.chance_overlap for m in measures])
     return (
         f"independent experts would overlap by {chance}\n"
         f"merged delta: norm {merged:.3g}; of the experts' mean {mean:.3g}, of their sum {total:.3g}"

@@ -112,15 +112,12 @@ class MatrixRow(_Strict):
     snr: Vector | None
     relative_norms: Vector | None
     effective_rank: Vector
-    numerical_rank: tuple[WholeNumber, ...]
     cosine: Matrix
     subspace_overlap: Matrix
     chance_overlap: Number
     residual: Vector
     merged_norm: Number
-    mean_norm: Number
     sum_norm: Number
-    probes: WholeNumber | None = None
 
     @property
     def label(self) -> str:
@@ -285,7 +282,7 @@ class Diagnosis(_Strict):
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
     """Problems: vectors and matrices without one entry per expert."""
     n = len(diagnosis.experts)
-    vectors = ("norms", "snr", "relative_norms", "effective_rank", "numerical_rank", "residual")
+    vectors = ("norms", "snr", "relative_norms", "effective_rank", "residual")
     for m in diagnosis.measures:
         for field in vectors:
             value = getattr(m, field)

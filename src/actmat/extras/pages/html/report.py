@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from actmat.diagnostics.answers import kept_words, verdict
+from actmat.diagnostics.answers import GUESSES, kept_words, verdict
 from actmat.diagnostics.model import Diagnosis, ExpertRow, Matrix, MatrixRow
 from actmat.extras.pages.html import charts, scales
 from actmat.extras.pages.html.environment import render, write_document
 from actmat.recipe.load import printable_yaml
-from actmat.report.words import SIZE_CODES, measure_answers
+from actmat.report.words import measure_answers
 
 MOST_MATRICES = 10
 """Number of matrices listed by name."""
@@ -35,7 +35,7 @@ def render_html(diagnosis: Diagnosis) -> str:
         d=diagnosis,
         found=issues,
         muted=[f for f in diagnosis.findings if f.muted],
-        off=next((c for c in issues if c.code in SIZE_CODES), None),
+        off=next((c for c in issues if c.code in GUESSES), None),
         measure=measure_answers(diagnosis),
         verdict=verdict(diagnosis.agreement or ()),
         kept=kept_words,
@@ -195,7 +195,7 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
         "table": [[_title(d), *map(scales.residual_text, v)] for d, *v in zip(layers, *by_expert, strict=True)],
         "matrices": [
             [m.label, scales.residual_text(m.contested), names[m.residual.index(m.contested)],
-             "×".join(map(str, m.shape)), scales.number(m.merged_norm), scales.number(m.mean_norm)]
+             "×".join(map(str, m.shape)), scales.number(m.merged_norm), scales.number(m.sum_norm / len(m.norms))]
             for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:MOST_MATRICES]
         ],
     }  # fmt: skip
@@ -227,17 +227,18 @@ def _kind_strips(
 def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
     """Norms of the merged delta, the experts' sum and their mean: total, and by layer."""
     layers = layers_of(diagnosis.measures)
-    fields = ("sum_norm", "merged_norm", "mean_norm")
+    count, fields = len(diagnosis.experts), ("sum_norm", "merged_norm")
     whole = [math.hypot(*(getattr(m, field) for m in diagnosis.measures)) for field in fields]
-    expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(len(diagnosis.experts))
-    total, merged, mean = ([math.hypot(*(getattr(m, f) for m in ms)) for ms in layers.values()] for f in fields)
+    expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(count)
+    total, merged = ([math.hypot(*(getattr(m, f) for m in ms)) for ms in layers.values()] for f in fields)
+    mean = [norm / count for norm in total]
     lines = [
         charts.Line("gray", "sum of the experts", total),
         charts.Line("merged thick", "merged", merged),
         charts.Line("gray dash", "their mean", mean),
     ]
     bars = [("merged", whole[1], "merged solid"), ("sum of the experts", whole[0], "share"),
-            ("their mean", whole[2], "share"), ("one expert, on average", expert, "share")]  # fmt: skip
+            ("their mean", whole[0] / count, "share"), ("one expert, on average", expert, "share")]  # fmt: skip
     longest = max(n for _, n, _ in bars) or 1.0
     axis = scales.positive_axis([*total, *merged, *mean])
     numbers = zip(layers, total, merged, mean, strict=True)
