@@ -30,6 +30,7 @@ from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.dinov2 import convert_vit
 from actmat_experiments.pretrained.gram import gram_file
+from actmat_experiments.pretrained.staged import staged_inputs
 from actmat_experiments.pretrained.text_tasks import TASKS, load_texts
 from actmat_experiments.pretrained.wheels import Wheel, pip_download, unpacked
 from actmat_experiments.suites import get_suite
@@ -155,6 +156,30 @@ def test_rows_with_a_step_or_in_a_space_have_names(finished, monkeypatch, tmp_pa
     }
     assert all(s.detail["space"] == "core" for s in scores if s.method == "ties@core")
     assert all(s.detail["post"] == ["isotropize"] for s in scores if s.method == "average+isotropize")
+
+
+def test_statistics_of_regmean_pp_come_through_merged_blocks(finished, monkeypatch, tmp_path):
+    monkeypatch.setattr("actmat_experiments.pretrained.suite.score_file", lambda *about: tmp_path / "some.jsonl")
+    get_suite(finished.suite).run(replace(finished, methods=("regmean++",)))
+    scores = [s for s in read_scores(tmp_path / "some.jsonl") if s.scale == "default" and "rule" in s.detail]
+    assert {(s.regime, s.method) for s in scores} == {(r, "regmean++") for r in finished.regimes}
+    for made in MODULES[finished.suite].experiments(finished, Watch()):
+        task = finished.tasks[0]
+        own, staged = made.statistics(kinds=("gram",))[task], staged_inputs(made)
+        model = made.load(staged.experts[task].path).state_dict()
+        assert all(t.equal(model[n]) for n, t in made.load(made.experts()[task].path).state_dict().items())
+        with open_statistics(own.path) as plain, open_statistics(staged.statistics[task].path) as found:
+            differ = {}
+            for name in (n for n in load_file(made.base.path / "model.safetensors") if "layer" in n):
+                if (key := found.find(name)) is not None:
+                    one, other = (s.gram(s.find(name), dtype=torch.float64) for s in (plain, found))
+                    differ[key] = float((one - other).norm() / one.norm())
+        if finished.suite == "text-minilm":
+            assert not any(round(v, 4) for v in differ.values()), "one block, and the embeddings are not trained"
+        else:
+            first, last = (max(v for n, v in differ.items() if f"layer.{i}." in n) for i in (0, 1))
+            assert first < last, "the first block is merged before the second one is measured"
+            assert round(last, 3) > 0
 
 
 def test_cosines_are_those_of_the_definition(finished):

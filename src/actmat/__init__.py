@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from actmat.api.matrices import merge_matrices as merge_matrices
     from actmat.api.measuring import agreement as agreement
     from actmat.api.measuring import residual_on_data as residual_on_data
+    from actmat.api.measuring import staged_statistics as staged_statistics
     from actmat.api.merging import average as average
     from actmat.api.merging import merge as merge
     from actmat.api.merging import plan as plan
@@ -52,7 +53,7 @@ _NAMES = {
     "actmat.api.extracting": "extract",
     "actmat.api.held": "merge_adapters",
     "actmat.api.matrices": "merge_matrices",
-    "actmat.api.measuring": "agreement residual_on_data",
+    "actmat.api.measuring": "agreement residual_on_data staged_statistics",
     "actmat.api.merging": "average merge plan",
     "actmat.api.pushing": "PushReport push",
     "actmat.api.reading": "open_model read_recipe",

@@ -225,6 +225,31 @@ def test_a_shared_input_that_is_shared_no_longer_is_an_error() -> None:
     assert len(apart.header.grams) == 2
 
 
+def test_staged_statistics_of_two_experts(family: Path, tmp_path: Path) -> None:
+    """The command, its output for a merge, and a second call that measures nothing again."""
+    texts = text_file(tmp_path, "txt")
+    experts = [f"{n}={family / 'experts' / n}" for n in ("math", "code")]
+    given = ["-b", str(family / "base"), *(f"--expert={e}" for e in experts)]
+    data = [f"--data={n}={texts}" for n in ("math", "code")]
+    command = ["statistics", "staged", *given, *data, "--out", str(tmp_path / "s")]
+    done = run(command)
+    assert done.code == 0, done.err
+    assert done.out.count("Gram matrices for") == 2
+    stage = tmp_path / "s" / "stages" / "0000" / "math" / "statistics.safetensors"
+    before = stage.stat().st_mtime_ns
+    assert run([*command, "--quiet"]).out == ""
+    assert stage.stat().st_mtime_ns == before
+    statistics = [f"--statistics={n}={tmp_path / 's' / n}" for n in ("math", "code")]
+    merged = run(["merge", *given, "-m", "regmean", *statistics, "--out", str(tmp_path / "merged")])
+    assert merged.code == 0, merged.err
+    refused = run(["statistics", "staged", *given, data[0], "--out", str(tmp_path / "t")])
+    assert refused.code == 1
+    assert "'code' has no batches" in refused.err
+    same = ["-e", "a/m", "-e", "b/m", "--data=m=d"]
+    twice = run(["statistics", "staged", "-b", "x", *same, "--out", str(tmp_path / "u")])
+    assert "two experts have the same name" in twice.err
+
+
 @pytest.mark.parametrize("tokens", [{"eos_token": "</s>"}, {"unk_token": "<unk>"}, {}])
 def test_texts_are_padded_for_a_tokenizer_that_has_no_token_for_it(
     tokens: dict[str, str], family: Path, tmp_path: Path

@@ -74,13 +74,13 @@ def method_of(row: str) -> str:
 def is_known(row: str) -> bool:
     """True for a reference, and for a row whose method, step and space the package has; files keep rows of others.
 
-    >>> [is_known(row) for row in ("base", "tsv@pico", "actmat:rtol=0.01", "actmat+gone", "gone")]
-    [True, True, True, False, False]
+    >>> [is_known(row) for row in ("base", "tsv@pico", "regmean++", "actmat:rtol=0.01", "actmat+gone", "gone")]
+    [True, True, True, True, False, False]
     """
     found = re.fullmatch(r"([^:@+]+)([:@+]?)(.*)", row)
     assert found is not None, row
     method, mark, what = found.groups()
-    known = {"@": get_args(Space), "+": (*STEPS, "isotropise")}  # files spell isotropize as it was called
+    known = {"@": get_args(Space), "+": ("+", *STEPS, "isotropise")}  # files spell isotropize as it was called
     return row in REFERENCES or (method in METHODS and what in known.get(mark, (what,)))
 
 

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actmat.diagnostics.model import AgreementRow, DataResidual
+from actmat.recipe.arguments import Location
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from actmat.extras.collect.staged import Batches
     from actmat.extras.tune.progress import TuneProgress
 
 
@@ -79,3 +83,43 @@ def residual_on_data(
     from actmat.extras.collect.on_data import measure_residuals
 
     return measure_residuals(directory, statistics, progress)
+
+
+def staged_statistics(
+    model: nn.Module,
+    base: Location,
+    experts: Mapping[str, Location],
+    batches: Mapping[str, Batches],
+    *,
+    out: str | Path,
+    blocks: str | None = None,
+    off_diagonal: float = 0.95,
+    compute_dtype: str = "float32",
+) -> dict[str, Path]:
+    """Measure the experts block by block, each block on the output of the merged blocks before it.
+
+    The model starts as the average of the experts. For each block in turn, every expert's own block is put in, its
+    task's batches are run and the Gram matrices of the block are stored; then the block is merged by `regmean` and
+    stays in. One block of one expert is in memory beside the model. Blocks that are stored are not measured again, so
+    that an interrupted call goes on. `merge(..., method="regmean", options={"off_diagonal": ...}, statistics=...)`
+    with the result is RegMean++: layers outside the blocks have no statistics and are averaged, as there.
+
+    Args:
+        model: holds the weights of the `base`, and those of the last stage when this returns.
+        experts: full checkpoints by name.
+        batches: by the experts' names; called once per block.
+        out: folder for the statistics, one folder per expert, and for the stages (`stages/`, may be deleted).
+        blocks: name of the module whose children are the blocks, such as "model.layers"; default: the only
+            `nn.ModuleList` that is in no other.
+        off_diagonal: see `regmean`; 0.95 as published for vision, 0.1 for language.
+        compute_dtype: of Gram matrices and merges, "float32" or "float64".
+
+    Returns:
+        The folder of every expert's statistics.
+
+    Raises:
+        StatisticsError: an expert is an adapter, has no batches, or an earlier call with other inputs was at `out`.
+    """
+    from actmat.extras.collect.staged import measure_blocks
+
+    return measure_blocks(model, base, experts, batches, Path(out), blocks, off_diagonal, compute_dtype)

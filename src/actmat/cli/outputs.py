@@ -11,7 +11,7 @@ from actmat.cli.screen import console, escape, plain_table
 from actmat.cli.summary import ROUNDING, print_summary
 from actmat.errors import Note, format_size
 from actmat.planning.model import count_actions
-from actmat.report.words import plural, size_ratios, warnings_of
+from actmat.report.words import plural, size_ratios
 
 if TYPE_CHECKING:
     from actmat.run import MergeReport
@@ -64,8 +64,8 @@ def _remarks(report: MergeReport) -> list[str]:
     lost = report.totals.relative_error
     remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
     if report.diagnosis is not None:
-        return remarks + [c.code for c in report.diagnosis.checks if c.verdict == "found"]
-    remarks += [f"warning {w.code}" for w in warnings_of(report.totals, report.plan)]
+        return remarks + [f.code for f in report.diagnosis.findings if not f.muted]
+    remarks += [f"warning {w.code}" for w in report.warnings]
     bad = report.totals.nonfinite
     return remarks + ([f"{bad} NaN or Inf entries treated as unchanged"] if bad else [])
 
@@ -74,7 +74,7 @@ def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) ->
     """Print every warning once, with the text of the first output that has it."""
     rows_of: dict[str, list[tuple[str, str]]] = {}
     for report in reports if reports[0].diagnosis is None else ():
-        for warning in warnings_of(report.totals, report.plan):
+        for warning in report.warnings:
             rows_of.setdefault(warning.code, []).append((str(report.out), warning.text))
     for code, rows in rows_of.items():
         (out, wrong), more = rows[0], len(rows) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.data import ModelClass, ModelDtype, ReadingFlags
-from actmat.cli.flags import with_flags
+from actmat.cli.flags import FlagFields, with_flags
 from actmat.cli.listing import command
 from actmat.cli.screen import console, escape, print_result, progress_bar
 from actmat.cli.streams import say
@@ -135,6 +136,67 @@ def collect(
     for note in () if shown.quiet else notes:
         say(f"note: {note}")
     _show({out: result.header}, json=shown.json, quiet=shown.quiet)
+
+
+@dataclass(frozen=True)
+class StageFlags:
+    """Flags of the block-wise measurement."""
+
+    blocks: Annotated[str | None, Flag(help="Module with the blocks, such as model.layers; default: detected.")] = None
+    off_diagonal: Annotated[float, Flag(help="Factor on off-diagonal Gram entries when merging a block.")] = 0.95
+    compute_dtype: Annotated[SumDtype, typer.Option(help="Dtype of products and merges; sums are float64.")] = "float32"
+
+
+@statistics.command()
+@with_flags
+def staged(
+    base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that all experts were fine-tuned from.")],
+    expert: Annotated[
+        list[str],
+        typer.Option("--expert", "-e", help="Fine-tuned checkpoint, once per expert: PATH, or NAME=PATH to name it."),
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option("--data", help="Data set of expert NAME, once per expert: NAME=DATA, a file, folder or hub id."),
+    ],
+    out: Out,
+    *,
+    loading: Annotated[Loading, FlagFields(without=("base", "device_memory", "max_memory"))],
+    staging: StageFlags,
+    reading: Annotated[DataReading, FlagFields(without=("label_column",))],
+    shown: flags.JsonQuiet,
+) -> None:
+    """Measure all experts block by block, each on the output of the merged blocks before it (RegMean++).
+
+    actmat statistics staged -b BASE -e math=MATH -e code=CODE --data math=a.jsonl --data code=b.jsonl --out STATS
+
+    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. The same command continues an interrupted run.
+    """
+    from actmat.api.measuring import staged_statistics
+    from actmat.cli.flags import split_name
+    from actmat.extras.collect.data import make_batches
+    from actmat.recipe import ExpertRef
+    from actmat.statistics import open_statistics
+
+    named = [split_name(text) for text in expert]
+    experts = {name or ExpertRef(path=place).label: place for name, place in named}
+    if len(experts) < len(expert):
+        raise typer.BadParameter("two experts have the same name; name them with NAME=PATH")
+    loaded = loading.load(base, whole=True)
+    sources = {name: reading.options(place) for name, place in map(split_name, data)}
+    written = staged_statistics(
+        loaded.model,
+        base,
+        experts,
+        {name: partial(make_batches, loaded, options) for name, options in sources.items()},
+        out=out,
+        **asdict(staging),
+    )
+    headers = {}
+    for folder in written.values():
+        with open_statistics(folder) as opened:
+            headers[folder] = opened.header
+    _show(headers, json=shown.json, quiet=shown.quiet)
 
 
 @statistics.command()

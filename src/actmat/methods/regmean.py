@@ -25,7 +25,8 @@ def rule(
     On each task's inputs `z` the merged layer should give the outputs of that task's expert; only the Gram matrix of
     the inputs is needed. The statistics "gram" are one `I x I` matrix per expert (uncentered; sums or means of tokens,
     alike for all). The base is used by `form="weight"` only. Weights are non-negative; they multiply `G_t`. The
-    low-rank form costs `O(I^3)`, too.
+    low-rank form costs `O(I^3)`, too. RegMean++ (T.-H. Nguyen et al., 2025, arXiv:2508.03121) is this method with Gram
+    matrices collected on the activations of the already merged lower blocks: those of `actmat.staged_statistics`.
 
     Args:
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.

@@ -23,7 +23,6 @@ from actmat.errors import CheckpointError, MergeError
 from actmat.experts.locate import OpenInput, locate_in, stored_of, token_tables
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.restacked import in_layout_of
-from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.recipe.vocabulary import Vocabulary, vocabulary_aligner
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
@@ -35,10 +34,6 @@ VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".hugg
 """Files and folders at the top of the output that git and clients of hubs add and change."""
 
 HashProgress = Callable[[str, int], None]
-
-
-SHOWN = 25
-"""Differences that a notebook shows."""
 
 
 class Comparison(Protocol):
@@ -81,12 +76,6 @@ class Verification:
         verdict = "intact" if self.ok else plural(len(self.problems), "difference")
         return f"<Verification: {verdict}; {self.tensors} tensors, {self.files} files, {len(self.inputs)} inputs>"
 
-    def _repr_html_(self) -> str:
-        rows = [("differs", p) for p in self.problems] + [("not checked", u) for u in self.unchecked]
-        rows += [("added", line) for line in (self.added.lines() if self.added is not None else ())]
-        more = [("...", f"{len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
-        return str(html_table(repr(self), ("", "what"), [*rows[:SHOWN], *more]))
-
     @property
     def ok(self) -> bool:
         """True if no difference was found."""
@@ -126,7 +115,7 @@ def verify(
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(stored_of(merged).tensors, expected, "the output", progress)
         problems += _edits(manifest)
-        files = {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
+        files = {**manifest["output"]["side_files"], **manifest["timing"].get("reports", {})}
         of_files = _file_problems(output, manifest, files)
         problems += of_files.values()
         versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})

@@ -18,9 +18,10 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.rows import more_rows
-from actmat_experiments.harness.suite import Experiments, known_tasks, run_experiments
+from actmat_experiments.harness.suite import Experiments, known_tasks, run_experiments, score_file
 from actmat_experiments.harness.training import Schedule, Start
 from actmat_experiments.pretrained.gram import gram_file, store_gram
+from actmat_experiments.pretrained.staged import REGMEAN_PP, staged_inputs
 from actmat_experiments.pretrained.wheels import Wheel, unpacked
 
 _VERSION = 2
@@ -217,14 +218,26 @@ def run_pretrained(
     n_tasks: int,
     rows: Sequence[str] = ROWS,
     kinds: Sequence[str] = KINDS,
+    *,
+    staged: bool = False,
 ) -> None:
-    """See `run_experiments`; a request that names no rows gets `rows` and those of `more_rows`."""
-    rules = request.methods
-    if rules is None:
-        rules = (*rows, *dict.fromkeys(row.name for regime in request.regimes for row in more_rows(regime)))
+    """See `run_experiments`; a request that names no rows gets `rows` and those of `more_rows`.
+
+    Args:
+        staged: the suite has the row `regmean++` as well.
+    """
+    wanted = request.methods
+    if wanted is None:
+        named = dict.fromkeys(row.name for regime in request.regimes for row in more_rows(regime))
+        rules: tuple[str, ...] = (*rows, *named)
+    else:
+        rules = tuple(name for name in wanted if name != REGMEAN_PP.name)
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
         if needs_statistics(rows):
             store_gram(experiment, gram_file(request.cache, request.suite))
+        if staged and (wanted is None or REGMEAN_PP.name in wanted):
+            given = staged_inputs(experiment)
+            experiment.compare([REGMEAN_PP], score_file(request.cache, request.suite), given)
 
     run_experiments(replace(request, methods=rules), experiments, n_tasks, more, kinds)

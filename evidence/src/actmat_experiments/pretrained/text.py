@@ -162,7 +162,7 @@ def run(request: RunRequest) -> None:
         RecipeError: no data folder was given, or a task or setting cannot be.
         CheckpointError: the base cannot be had, or the folder lacks a task.
     """
-    run_pretrained(request, experiments, len(request.tasks or TASKS))
+    run_pretrained(request, experiments, len(request.tasks or TASKS), staged=True)
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:

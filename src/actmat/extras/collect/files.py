@@ -110,6 +110,32 @@ def merge_statistics(
     return header
 
 
+def join_statistics(inputs: Sequence[str | Path], out: str | Path) -> StatisticsHeader:
+    """Write the statistics of different layers of one model, measured on the same data, as one file.
+
+    Raises:
+        StatisticsError: they are of different models or data, or have tensors in common; all problems.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open_statistics(p)) for p in inputs]
+        first = opened[0]
+        problems = list(_differences(opened))
+        for other in opened[1:]:
+            if [d.fingerprint for d in other.header.data] != [d.fingerprint for d in first.header.data]:
+                problems.append(f"{other.location} is of other data than {first.location}")
+            if twice := sorted(first.specs.keys() & other.specs.keys()):
+                problems.append(f"{other.location} and {first.location} both hold '{twice[0]}'")
+        if problems:
+            raise StatisticsError("The statistics cannot be joined.", problems)
+        specs = {name: TensorSpec(name, s.shape, s.dtype, "") for f in opened for name, s in f.specs.items()}
+        owner = {name: file for file in opened for name in file.specs}
+        hashes = {name: content_hash(owner[name].raw(name)) for name in specs}
+        headers = [f.header for f in opened]
+        header = headers[0].model_copy(update=_added(headers, hashes))
+        write_statistics(Path(out), header, list(specs.values()), lambda name: owner[name].raw(name), overwrite=False)
+    return header
+
+
 def _totals(opened: Sequence[Statistics], specs: Mapping[str, TensorSpec]) -> Callable[[str], Tensor]:
     """Stored tensor -> its sum over all files that have it."""
 
