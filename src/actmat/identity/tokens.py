@@ -24,11 +24,10 @@ from actmat.errors import CheckpointError, first_of
 from actmat.identity.configs import words_of
 
 TOKENIZER = "tokenizer.json"
-TOKENIZERS = (
-    *(TOKENIZER, "tokenizer.model*", "tokenizer_config.json", "vocab.*", "*.tiktoken", "tekken.json", "*.spm"),
-    *("spiece.model", "sentencepiece*.model", "spm.model", "bpe.codes"),
-)
-"""Files that a tokenizer may have."""
+WORDS = ("vocab.*", "merges.txt", "*.model", "tokenizer.model*", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes")
+"""Files of tokens in forms other than `tokenizer.json`, beside which they say the same again."""
+TOKENIZERS = (TOKENIZER, "tokenizer_config.json", *WORDS)
+"""Files by which a folder has a tokenizer."""
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
 RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
 """Entries of `tokenizer.json` by which a text becomes tokens."""
@@ -86,8 +85,7 @@ def _merges(data: Mapping[str, Any]) -> str:
 
 def tokenizer_file(files: Source) -> str | None:
     """The file with the tokens of a tokenizer: JSON, a list of words, or another form such as SentencePiece's."""
-    patterns = [p for p in TOKENIZERS if not p.endswith(".json") and not p.startswith("vocab.")]
-    others = (n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p))
+    others = (n for n in sorted(files.names) for p in WORDS[2:] if fnmatch.fnmatchcase(n, p))
     return next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), next(others, None))
 
 
@@ -244,12 +242,10 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
         return
-    fix = ". '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
-    ours = f"the written tokenizer, of {words_of(written)},"
+    fix = "'--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
     for holder in (h for h in known if h is not keeper):
-        theirs = words_of(holder.label)
-        for a, b, said in ((holder, keeper, (theirs, ours, fix)), (keeper, holder, (ours, theirs, ""))):
-            lone = sorted((row, token) for row, token in at[a.label].items() if token not in b.tokens)
-            shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone], SHOWN)
-            if lone:
-                yield f"{said[0]} has {len(lone)} tokens that {said[1]} lacks: {shown}{said[2]}"
+        lone = sorted((row, token) for row, token in at[holder.label].items() if token not in keeper.tokens)
+        shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone], SHOWN)
+        if lone:
+            ours = f"the written tokenizer, of {words_of(written)}, lacks"
+            yield f"{words_of(holder.label)} has {len(lone)} tokens that {ours}: {shown}. {fix}"

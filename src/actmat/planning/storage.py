@@ -86,16 +86,16 @@ def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]
     """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
     if base is None:
         return {}
-    left_out = dict(base.folder.side_files().left_out)
+    left_out = dict(base.folder.side_files.left_out)
     if recipe.model.files_of in recipe.labels:
-        files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files()
+        files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files
         left_out |= {f"{path} ({recipe.model.files_of})": why for path, why in files.left_out.items()}
     return left_out
 
 
 def unknown_note(base: Model) -> list[str]:
     """One sentence on files of the base that are copied, and of which nothing tells what they are."""
-    unknown = [path for path in base.folder.side_files().kept if is_unknown(path)]
+    unknown = [path for path in base.folder.side_files.kept if is_unknown(path)]
     text = (
         "of unknown kind are copied from the base as they are; if they hold weights, they are the base's: remove them"
     )
