@@ -242,10 +242,12 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
         return
-    fix = "'--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
+    fix = ". '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
+    ours = f"the written tokenizer, of {words_of(written)},"
     for holder in (h for h in known if h is not keeper):
-        lone = sorted((row, token) for row, token in at[holder.label].items() if token not in keeper.tokens)
-        shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone], SHOWN)
-        if lone:
-            ours = f"the written tokenizer, of {words_of(written)}, lacks"
-            yield f"{words_of(holder.label)} has {len(lone)} tokens that {ours}: {shown}. {fix}"
+        theirs = words_of(holder.label)
+        for a, b, said in ((holder, keeper, (theirs, ours, fix)), (keeper, holder, (ours, theirs, ""))):
+            lone = sorted((row, token) for row, token in at[a.label].items() if token not in b.tokens)
+            shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone], SHOWN)
+            if lone:
+                yield f"{said[0]} has {len(lone)} tokens that {said[1]} lacks: {shown}{said[2]}"
