@@ -6,7 +6,6 @@ class (`reading`). Where no class can be asked, a short table of spellings decid
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -355,18 +354,14 @@ def _patched(
     config: Mapping[str, Any], pairs: Sequence[_ConfigPair], differences: Sequence[ConfigDifference]
 ) -> dict[str, Any]:
     """The config with the entries of an expert in those parts that differ."""
-    out = copy.deepcopy(dict(config))
+    out = dict(config)
     for pair in (p for p in pairs if p.base and p.expert):
         places = [d.at for d in differences if d.label == pair.label and d.at[: len(pair.at)] == pair.at]
         if places:
-            part = out
-            for key in pair.at:
-                part = part[key]
             keys = {key for at in places for key in (_LABELS if at == _LABELS[:1] else at)}
-            entries = _with_entries(pair.base, pair.expert, keys)
-            for key in pair.base:
-                part.pop(key, None)
-            part.update(entries)
+            others = {k: v for k, v in _entry(out, pair.at).items() if k not in pair.base}
+            part = {**others, **_with_entries(pair.base, pair.expert, keys)}
+            out = _with_value(out, pair.at, part) if pair.at else part
     return out
 
 
@@ -379,7 +374,7 @@ def _with_entries(base: Mapping[str, Any], expert: Mapping[str, Any], also: set[
         if not stays and isinstance(a, Mapping) and isinstance(b, Mapping):
             out[key] = _with_entries(a, b, also)
         elif key in (source := base if stays else expert):
-            out[key] = copy.deepcopy(source[key])
+            out[key] = source[key]
     return out
 
 
