@@ -1,4 +1,4 @@
-"""Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, a short table, and tqdm's bar."""
+"""Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, a table of a plan, and tqdm's bar."""
 
 import sys
 from html.parser import HTMLParser
@@ -13,7 +13,6 @@ from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
 
 import actmat
-from actmat.checkpoints.memory import MemoryTensors
 from actmat.errors import CheckpointError
 from actmat.extras.pages.comparison import compare
 from actmat.extras.tune.progress import NotebookTuneProgress, TuneProgress, usual_tune_progress
@@ -21,8 +20,6 @@ from actmat.methods import all_methods
 from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
 from actmat.report.totals import recorded_totals
 from actmat.report.verify import Verification
-
-# Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, and a short table.
 
 
 class Tags(HTMLParser):
@@ -43,12 +40,11 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def check(shown: Any, *words: str, rows: int = 40) -> None:
+def check(shown: Any, *words: str) -> None:
     text = repr(shown)
     assert len(text) < 300
     assert "\n" not in text
     assert all(w in text for w in words), text
-    assert Tags(shown._repr_html_()).rows <= rows
 
 
 @pytest.fixture
@@ -59,6 +55,7 @@ def family(tmp_path: Path) -> Family:
 def test_a_plan_and_a_report_are_short(family: Family) -> None:
     plan = actmat.plan(family.base, family.experts, method="ties")
     check(plan, "<MergePlan: ties over 2 experts of", "merge", "average", "read")
+    assert Tags(plan._repr_html_()).rows <= 40
     report = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
     check(report, f"<MergeReport {family.out}:", "items by ties")
     assert report.diagnosis is not None
@@ -103,25 +100,15 @@ def test_a_finished_output_tells_its_size_again(family: Family, tmp_path: Path) 
 
 def test_checkpoints_and_experts_are_short(family: Family) -> None:
     with actmat.open_model(family.base) as checkpoint:
-        check(checkpoint, "SafetensorsFiles", "tensors", "kB", rows=22)
+        check(checkpoint, "SafetensorsFiles", "tensors", "kB")
         with open_expert(family.experts[0], checkpoint) as expert:
             assert repr(expert).startswith("<StoredDeltas ")
             assert "model" in repr(expert)
 
 
-def test_names_from_outside_cannot_become_markup() -> None:
-    import torch
-
-    shown = MemoryTensors({"<script>alert(1)</script>\x1b[2K": torch.ones(1)}, location="<b>\n")._repr_html_()
-    assert "<script>" not in shown
-    assert "\x1b" not in shown
-    assert "&lt;b&gt;" in shown
-
-
 @pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_methods_are_short(method: Any) -> None:
     assert repr(method) == f"<MergeMethod {method.name}: {method.text.summary}>"
-    assert Tags(method._repr_html_()).rows == len(method.options) + bool(method.options)
 
 
 def test_gradients_reach_the_modules_of_adapters(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ A merge function has the form
 from __future__ import annotations
 
 import contextlib
-import html
 import inspect
 import math
 import re
@@ -211,13 +210,6 @@ class MergeMethod:
 
     def __repr__(self) -> str:
         return f"<MergeMethod {self.name}: {self.text.summary}>"
-
-    def _repr_html_(self) -> str:
-        rows = [(o.name, o.type_name, repr(o.default), o.doc) for o in self.options.values()]
-        cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows]
-        head = "".join(f"<th>{text}</th>" for text in ("option", "type", "default", "meaning"))
-        table = "".join(f"<tr>{row}</tr>" for row in (head, *cells)) if cells else ""
-        return f"<p><b>{html.escape(f'{self.name}: {self.text.equation}')}</b></p><table>{table}</table>"
 
     @cached_property
     def options(self) -> Mapping[str, Option]:

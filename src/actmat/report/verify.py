@@ -23,7 +23,6 @@ from actmat.errors import CheckpointError, MergeError
 from actmat.experts.locate import OpenInput, locate_in, stored_of, token_tables
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.restacked import in_layout_of
-from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.recipe.vocabulary import Vocabulary, vocabulary_aligner
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
@@ -36,9 +35,6 @@ VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".hugg
 
 HashProgress = Callable[[str, int], None]
 
-
-SHOWN = 25
-"""Differences that a notebook shows."""
 
 
 class Comparison(Protocol):
@@ -80,12 +76,6 @@ class Verification:
     def __repr__(self) -> str:
         verdict = "intact" if self.ok else plural(len(self.problems), "difference")
         return f"<Verification: {verdict}; {self.tensors} tensors, {self.files} files, {len(self.inputs)} inputs>"
-
-    def _repr_html_(self) -> str:
-        rows = [("differs", p) for p in self.problems] + [("not checked", u) for u in self.unchecked]
-        rows += [("added", line) for line in (self.added.lines() if self.added is not None else ())]
-        more = [("...", f"{len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
-        return str(html_table(repr(self), ("", "what"), [*rows[:SHOWN], *more]))
 
     @property
     def ok(self) -> bool:

@@ -19,7 +19,7 @@ from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
 from actmat.engine.record import Record
 from actmat.errors import MergeError, OutputError
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item
@@ -62,10 +62,6 @@ class MergeReport:
         of_merge = verdict(self.answers) or size_words(self.totals.norms)
         said = [of_merge, *map(str, warnings_of(self.totals, self.plan))]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
-
-    def _repr_html_(self) -> str:
-        diagnosis = "" if self.diagnosis is None else self.diagnosis._repr_html_()
-        return str(html_table(repr(self), (), ())) + diagnosis + self.plan._repr_html_()
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 
 FORMAT = 1
 
@@ -77,10 +77,6 @@ class MergeComparison:
         apart = "" if self.relative is None else f"; relative distance {self.relative:.3g}"
         counted = f"{len(self.differing)} of {len(self.tensors)} tensors differ"
         return terminal(f"<MergeComparison: {first} and {second}; {counted}{apart}>")
-
-    def _repr_html_(self) -> str:
-        tables = (html_table(title, ("", *self.names), rows) for title, rows in self.tables if rows)
-        return str(html_table(repr(self), (), ())) + "".join(map(str, tables))
 
     @property
     def tables(self) -> list[tuple[str, list[list[str]]]]:
