@@ -36,7 +36,6 @@ VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".hugg
 HashProgress = Callable[[str, int], None]
 
 
-
 class Comparison(Protocol):
     """Comparison of an output with the sum that it should be."""
 
