@@ -100,7 +100,7 @@ def test_a_stack_is_the_model_with_these_layers(
     ("config", "order", "words"),
     [
         ({"model_type": "deepseek_v3", "first_k_dense_replace": 2}, [0, 2, 1, 3], "'first_k_dense_replace': 2"),
-        ({"model_type": "jamba", "attn_layer_period": 4, "attn_layer_offset": 1}, [1, 2, 5], "'attn_layer_period' is 4"),
+        ({"model_type": "jamba", "attn_layer_period": 4, "attn_layer_offset": 1}, [1, 5], "'attn_layer_period' is 4"),
         ({"model_type": "qwen2_moe", "decoder_sparse_step": 2}, [0, 2], "'decoder_sparse_step' is 2"),
         ({"model_type": "ernie4_5_moe"}, [0, 2], "'moe_layer_interval' is 1"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, [0, 2], "depends on its number"),
