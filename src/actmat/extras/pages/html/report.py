@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,8 +22,6 @@ from actmat.report.words import SIZE_CODES, measure_answers
 
 MOST_MATRICES = 10
 """Number of matrices listed by name."""
-MOST_KINDS = 14
-"""Maximum number of matrix kinds in a heat map."""
 
 
 def render_html(diagnosis: Diagnosis) -> str:
@@ -170,7 +168,7 @@ def residual_over(measures: Sequence[MatrixRow], expert: int) -> float | None:
 
 
 def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Heat maps of residuals over layers by expert and by kind, and the matrices with the largest."""
+    """Heat map of residuals over layers by expert, and the matrices with the largest."""
     layers, names = layers_of(diagnosis.measures), [e.name for e in diagnosis.experts]
     columns = list(map(_label, layers))
     by_expert = [[residual_over(ms, t) for ms in layers.values()] for t in range(len(names))]
@@ -187,11 +185,8 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
         )
         for expert, row in zip(diagnosis.experts, by_expert, strict=True)
     ]
-    largest = [m.contested for m in diagnosis.measures]
-    by_kind = list(_kind_strips(diagnosis.measures, list(layers), names))
     return {
-        "experts": charts.HeatMap(strips, columns, "all", values),
-        "kinds": charts.HeatMap(by_kind, columns, "largest", largest),
+        "experts": charts.HeatMap(strips, columns, values),
         "table": [[_title(d), *map(scales.residual_text, v)] for d, *v in zip(layers, *by_expert, strict=True)],
         "matrices": [
             [m.label, scales.residual_text(m.contested), names[m.residual.index(m.contested)],
@@ -201,49 +196,18 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _kind_strips(
-    measures: Sequence[MatrixRow], depths: Sequence[int | None], names: Sequence[str]
-) -> Iterator[charts.Strip]:
-    """One row per kind of matrix, largest residual first; each cell shows the largest at a depth."""
-    scale = scales.HeatScale.over([m.contested for m in measures])
-    kinds: dict[str, dict[int | None, MatrixRow]] = {}
-    for m in sorted(measures, key=lambda m: -m.contested):
-        kinds.setdefault(charts.kind_of(m.name, m.part), {}).setdefault(m.layer, m)
-    for kind, rows in list(kinds.items())[:MOST_KINDS]:
-        cells = [
-            charts.HeatCell(
-                scale.level(w.contested), f"{w.label}: {names[w.residual.index(w.contested)]}, ρ {w.contested:.2f}"
-            )
-            if (w := rows.get(depth))
-            else None
-            for depth in depths
-        ]
-        yield charts.Strip(kind, cells, scales.residual_text(max(m.contested for m in rows.values())))
-
-
 # Size
 
 
 def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Norms of the merged delta, the experts' sum and their mean: total, and by layer."""
-    layers = layers_of(diagnosis.measures)
+    """Norms of the merged delta, the experts' sum and their mean."""
     fields = ("sum_norm", "merged_norm", "mean_norm")
     whole = [math.hypot(*(getattr(m, field) for m in diagnosis.measures)) for field in fields]
     expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(len(diagnosis.experts))
-    total, merged, mean = ([math.hypot(*(getattr(m, f) for m in ms)) for ms in layers.values()] for f in fields)
-    lines = [
-        charts.Line("gray", "sum of the experts", total),
-        charts.Line("merged thick", "merged", merged),
-        charts.Line("gray dash", "their mean", mean),
-    ]
     bars = [("merged", whole[1], "merged solid"), ("sum of the experts", whole[0], "share"),
             ("their mean", whole[2], "share"), ("one expert, on average", expert, "share")]  # fmt: skip
     longest = max(n for _, n, _ in bars) or 1.0
-    axis = scales.positive_axis([*total, *merged, *mean])
-    numbers = zip(layers, total, merged, mean, strict=True)
     return {
         "bars": [(name, n / longest, scales.number(n), style) for name, n, style in bars],
         "ratios": [(whole[1] / n, words) for n, words in ((expert, "one expert's"), (whole[0], "their sum's")) if n],
-        "plot": charts.layer_lines(lines, list(map(_label, layers)), axis, label="Norms of the change by layer"),
-        "table": [[_title(depth), *map(scales.number, row)] for depth, *row in numbers],
     }

@@ -108,14 +108,6 @@ class Axis:
         return 1 - self.position(value)
 
 
-def positive_axis(values: Sequence[float]) -> Axis:
-    """Axis from zero to a round number above the largest value, with about four steps."""
-    top = max([v for v in values if v > LEAST], default=1.0)
-    step = _round_step(top)
-    count = math.ceil(top / step - 1e-9)
-    return Axis(0.0, count * step, tuple(i * step for i in range(count + 1)))
-
-
 def range_axis(values: Sequence[float]) -> Axis:
     """Axis between round numbers around all values, with about four steps."""
     low, high = min(values), max(values)
