@@ -1,4 +1,4 @@
-"""What Ray costs, the same bytes with 1 to 8 workers, and how a merge of 70 B would spread over a cluster.
+"""What Ray costs, and how a merge of 70 B would spread over a cluster.
 
     python -m benchmarks.ray
     python -m benchmarks.ray --repeats 5 --layers 8          # longer merges: the start of the workers weighs less
@@ -8,8 +8,7 @@
 Both run on the same two cores, in turn, pair by pair; the ratio is the median over the pairs. The Ray cluster is one
 node of two cores that runs before; the workers start within the measured time. `wall_s` is the whole command, `merge_s`
 the run as its manifest tells. The outputs must be the same bytes. `driver_ms` is the user and system time of the
-driver's process, with its start, per tensor: the workers are not its children. `workers`: the case `large` with 1, 2, 4
-and 8 workers on the two cores; it stops where bytes differ.
+driver's process, with its start, per tensor: the workers are not its children.
 
 `schedule` plans a merge of a 70 B Llama and three experts from headers alone. An item takes its planned operations at
 the rate that three experts' matrices of its proportions, a quarter as wide, reach on one core here. Items go longest
@@ -119,21 +118,6 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
     }
 
 
-def workers(base: Path, experts: list[Path], address: str) -> list[dict[str, Any]]:
-    """The same merge by 1 to 8 workers, one row each."""
-    rows, digests = [], set()
-    for count in (1, 2, 4, 8):
-        out = WORK / "out" / f"workers-{count}"
-        run = merged(
-            merge_words(base, experts, "actmat"), out, "--set", f"executor=ray={address}", "--threads", str(count)
-        )
-        digests.add(weights_digest(out))
-        rows.append({"case": f"{count} workers", "ray_wall_s": run.wall_s, "peak_anonymous_b": run.peak_anonymous_b})
-    if len(digests) > 1:
-        raise SystemExit("the bytes depend on the number of workers")
-    return rows
-
-
 # A merge of 70 B
 
 LLAMA_70B = Size(hidden=8192, intermediate=28672, layers=80, heads=64, key_value_heads=8, vocabulary=128256)
@@ -185,7 +169,7 @@ def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = program(__doc__, "ray", 3)
-    parser.add_argument("--only", choices=("large", "small", "workers", "schedule"), help="one of the cases")
+    parser.add_argument("--only", choices=("large", "small", "schedule"), help="one of the cases")
     parser.add_argument("--disk-gbps", type=float, default=4.0, help="of the storage that all nodes share")
     parser.add_argument("--node-memory-b", type=int, default=128 << 30)
     parser.add_argument("--experts", type=int, default=3)
@@ -201,11 +185,6 @@ def main() -> None:
     kept = read_result(given.name)["rows"] if there else []  # the case that is not run again keeps its row
     rows = [row for row in kept if row["case"] != given.only]
     size = size_from(given)
-    if given.only == "workers":
-        base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")
-        with cluster(8) as address:
-            finish("ray-workers", workers(base, experts, address), ("case", "ray_wall_s", "peak_anonymous_b"))
-        return
     with cluster(CORES) as address:
         if given.only != "small":
             base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -13,12 +16,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.app.conftest import SECRET
+from tests.app.conftest import SECRET, World
 from tests.checkpoints.test_gguf import write_gguf
 from tests.helpers.browser import browser
 from tests.helpers.docs_fixture import LAYER, save_image_lora
 from tests.helpers.family import TEXTS
-from tests.helpers.hub import HubStandIn
 from tests.helpers.repository import ROOT
 
 if importlib.util.find_spec("gradio") is None:
@@ -39,7 +41,7 @@ class Opener:
 
 
 @pytest.fixture(scope="module")
-def page(hub: HubStandIn, family: Path) -> Iterator[Opener]:
+def page(world: World, family: Path) -> Iterator[Opener]:
     assert "\nactmat ui\n" in (ROOT / "docs" / "start.md").read_text()
     command = [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=family)
@@ -140,7 +142,7 @@ def clipped(screen: Any) -> list[str]:
 
 
 def test_adapters_are_planned_merged_by_prompts_tried_and_pushed(
-    screen: Any, hub: HubStandIn, family: Path, tmp_path: Path
+    screen: Any, world: World, family: Path, tmp_path: Path
 ) -> None:
     rows = [(f"{name}={family}/adapters/{name}", f"{family}/{name}.jsonl") for name in TEXTS]
     fill(screen, [("nobody", ""), rows[0]], Base=family / "base", Output=tmp_path / "merged")
@@ -163,7 +165,7 @@ def test_adapters_are_planned_merged_by_prompts_tried_and_pushed(
     open_tab(screen, "Push", Repository="me/merged", Token=SECRET)
     screen.get_by_role("button", name="Push", exact=True).click()
     screen.get_by_text("to me/merged (private)").wait_for()
-    assert hub.branches["me/merged", "main"]
+    assert world[0].branches["me/merged", "main"]
     assert screen.get_by_role("textbox", name="Token").input_value() == ""
     assert clipped(screen) == []
     assert (tmp_path / "merged" / "adapter_config.json").is_file()
@@ -208,8 +210,86 @@ def test_a_merge_stops_and_errors_say_how_to_go_on(screen: Any, family: Path, tm
     press(screen, "Merge", "finished in")
 
 
+SIGNED_IN = f"""
+import gradio
+from actmat.errors import MergeError
+from actmat_app.jobs import Jobs
+from actmat_app.limits import Limits
+from actmat_app.page import SHOWN, build
+
+class Recorded(Jobs):
+    def push(self, user, out, repo, token, *, public):
+        print(token)
+        raise MergeError("No.")
+
+gradio.routes.attach_oauth = lambda app: None  # it wants a Space around it
+page = build(Recorded(Limits()), [])
+clicked = {{page.blocks[f.targets[0][0]].value: f for f in page.fns.values() if f.targets[0][1] == "click"}}
+assert {{*clicked}} == {{"Plan", "Merge", "Stop", "Push", "Add an expert", "Remove",
+                        "Sign in with Hugging Face"}}
+assert {{name for name, f in clicked.items() if f.concurrency_id == "job"}} == {{"Plan", "Merge", "Push"}}
+assert SHOWN["run_history"] is False
+assert {{b.label for b in page.blocks.values() if isinstance(b, gradio.Dropdown)}} == {{"Method"}}
+request, signed_in = gradio.Request(session_hash="v"), gradio.OAuthToken(token="{SECRET}", scope="", expires_at=0)
+for token, who in (("", signed_in), ("own", signed_in), ("", None)):
+    *_, (_, ended, _) = clicked["Push"].fn(request, who, "out", "me/a", token, False)
+    assert "No." in ended["html"]
+"""
+
+
+def test_a_visitor_who_signed_in_needs_no_token_and_the_field_is_emptied() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNED_IN], env={**os.environ, "OAUTH_CLIENT_ID": "id"}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [SECRET, "own", ""], done.stderr
+
+
 def test_a_port_that_is_taken_is_refused(page: Opener) -> None:
     port = page.url.strip("/").rpartition(":")[2]
     done = subprocess.run([sys.executable, "-m", "actmat", "ui", "--port", port], capture_output=True, text=True)
     assert done.returncode == 1
     assert "another --port" in done.stderr
+
+
+SENT = {  # method, address, bytes that are sent -> status; what the page asks for itself passes
+    ("GET", "config", None): 200,
+    ("GET", "gradio_api/deep_link?session_hash=me", None): 413,
+    ("POST", "gradio_api/queue/join", 1000): 422,
+    ("POST", "gradio_api/queue/join", 2_000_000): 413,
+    ("POST", "gradio_api/upload", 1000): 413,
+    ("POST", "gradio_api/component_server", 1000): 413,
+    ("POST", "gradio_api/process_recording", 1000): 413,
+}
+
+
+def test_a_page_for_visitors_stores_nothing_that_is_sent(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    code = f"from actmat_app.serving import launch; launch(server_name='127.0.0.1', server_port={port}, quiet=True)"
+    env = {**os.environ, "GRADIO_TEMP_DIR": str(tmp_path), "GRADIO_ANALYTICS_ENABLED": "False"}
+    server = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL)
+    try:
+        for request, status in SENT.items():
+            assert _status(port, *request) == status, request
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def _status(port: int, method: str, address: str, size: int | None) -> int:
+    """Status of the answer of a server that may be starting, 413 if it closes the connection."""
+    body = None if size is None else b"{" + bytes(size)
+    for _ in range(100):
+        sent = urllib.request.Request(f"http://127.0.0.1:{port}/{address}", body, method=method)
+        try:
+            with urllib.request.urlopen(sent, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError):
+                return 413
+            time.sleep(0.5)
+    raise AssertionError("the page does not start")

@@ -185,7 +185,7 @@ def test_metadata_of_another_base_are_not_copied(changed: dict[str, float], tmp_
 
 
 REMARKS: dict[str, tuple[str, str, str]] = {
-    "a length": ("config.json", '{"max_position_embeddings": 9}', "note: config.json: lengths and sizes"),
+    "a length": ("config.json", '{"max_position_embeddings": 9}', "are written as in the base: max_position"),
     "a template": ("chat_template.jinja", "{{ other }}", "note: headers differ in tokenizer.chat_template ('model')"),
     "other weights": ("projector.pt", "any", "warning: expert 'model' has weights beside its model"),
 }

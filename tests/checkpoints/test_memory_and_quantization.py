@@ -83,7 +83,7 @@ def test_ordinary_checkpoints_have_no_signs(config: dict[str, Any] | None) -> No
         ([("l.g_idx", "int32")], "GPTQ"),
         ([("l.weight", "int8"), ("l.SCB", "float32")], "bitsandbytes 8-bit"),
         ([("l.weight", "uint8"), ("l.weight.absmax", "float32")], "bitsandbytes 4-bit"),
-        ([("l.weight", "uint8")], "uint8 weights"),
+        ([("l.weight", "uint32"), ("l.scales", "float16"), ("l.biases", "float16")], "uint32 weights"),  # of MLX
         ([("l.weight", "float8_e4m3fn"), ("l.weight_scale_inv", "float32")], "fp8 with block scales"),
         ([("l.weight", "float8_e5m2")], "float8_e5m2"),
         ([("l.weight_packed", "int32")], "compressed-tensors"),

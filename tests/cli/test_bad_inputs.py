@@ -49,7 +49,7 @@ FILES: dict[str, tuple[Callable[[Family], object], tuple[str, ...]]] = {
         lambda f: weights(save_checkpoint(f.experts[0], {})) and None,
         ("expert 'expert0'", "holds no tensors"),
     ),
-    "integers": (added(weight=torch.zeros(8, 8, dtype=torch.int32)), (Q0, "int32 in expert 'expert1'", "quantized")),
+    "integers": (added(weight=torch.zeros(8, 8, dtype=torch.int32)), (Q0, "tensors look quantized (int32 weights)")),
     "gptq": (added(qweight=torch.zeros(2, 8, dtype=torch.int32)), ("expert 'expert1'", "GPTQ", "qweight")),
     "bitsandbytes": (
         added(**{"weight": torch.zeros(32, 1, dtype=torch.uint8), "weight.absmax": torch.zeros(4)}),

@@ -37,8 +37,8 @@ def test_a_summary_of_eighty_columns(family: Family) -> None:
 def test_checks_are_printed_by_severity(capsys: pytest.CaptureFixture[str]) -> None:
     from actmat.cli.summary import print_diagnosis
 
-    checks = run_checks(some_facts(measures=[a_measure(merged_norm=20.0)]), mute=["AM402"])
-    print_diagnosis(a_diagnosis(checks=checks))
+    facts = some_facts(measures=[a_measure(merged_norm=20.0)], of_records={"AM402": "far"})
+    print_diagnosis(a_diagnosis(findings=run_checks(facts, mute=["AM402"])))
     out = capsys.readouterr().out
     assert "issue AM403" in out
     assert "muted: AM402" in out
@@ -73,11 +73,10 @@ def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
     outcome = actmat(family.argv(*flags, "--strict", command="diagnose"))
     assert outcome.code == 1
     assert "issue AM403" in outcome.out
-    assert "tip AM402" in outcome.out
     muted = ["--set", "mute=AM402,AM403"]
     outcome = actmat(family.argv(*flags, "--strict", *muted, command="diagnose"))
     assert outcome.code == 0
-    assert "muted: AM402, AM403" in outcome.out
+    assert "muted: AM403" in outcome.out
 
 
 def test_findings_of_a_merge_that_is_made_return_1(family: Family) -> None:

@@ -4,7 +4,7 @@ import pytest
 from tests.helpers.diagnoses import a_diagnosis
 
 from actmat.diagnostics.answers import kept_words, verdict, with_answers
-from actmat.diagnostics.model import AgreementRow, CheckResult, RivalAnswers
+from actmat.diagnostics.model import AgreementRow, Finding, RivalAnswers
 
 
 def a_row(
@@ -48,10 +48,10 @@ def test_accuracies_stand_in_brackets() -> None:
 
 
 def test_checks_that_guess_are_silent_where_answers_were_measured() -> None:
-    checks = [CheckResult(code, "t", "issue", "found", "m", (), 0, "d") for code in ("AM201", "AM402")]
-    found = with_answers(a_diagnosis(checks=tuple(checks)), [a_row("a", 8, 8)])
-    assert [c.verdict for c in found.checks] == ["found", "muted"]
-    assert found.checks[1].message == "answers were measured, and judge the merge", (
+    findings = [Finding(code, "t", "issue", "m", (), 0) for code in ("AM201", "AM402")]
+    found = with_answers(a_diagnosis(findings=tuple(findings)), [a_row("a", 8, 8)])
+    assert [f.muted for f in found.findings] == [False, True]
+    assert found.findings[1].message == "answers were measured, and judge the merge", (
         "no advice against what was measured"
     )
     assert found.agreement is not None

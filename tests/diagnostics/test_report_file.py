@@ -132,5 +132,6 @@ def test_issues_are_what_was_found_and_is_no_tip() -> None:
 
     from actmat.diagnostics.checks import run_checks
 
-    checks = run_checks(some_facts(measures=[a_measure(merged_norm=20.0)]), mute=["AM402"])
-    assert [c.code for c in a_diagnosis(checks=checks).issues] == ["AM403"]
+    facts = some_facts(measures=[a_measure(merged_norm=20.0)], of_records={"AM202": "", "AM402": ""})
+    findings = run_checks(facts, mute=["AM202"])
+    assert [f.code for f in a_diagnosis(findings=findings).issues] == ["AM403"]

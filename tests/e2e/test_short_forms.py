@@ -13,12 +13,10 @@ from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
 
 import actmat
-from actmat.errors import CheckpointError
 from actmat.extras.pages.comparison import compare
 from actmat.extras.tune.progress import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.methods import all_methods
 from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
-from actmat.report.totals import recorded_totals
 from actmat.report.verify import Verification
 
 
@@ -78,24 +76,6 @@ def test_reports_of_other_kinds_are_short(family: Family) -> None:
     check(actmat.merge(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")
     lora = actmat.extract(family.base, family.experts[0], rank=32, out=family.root / "lora")
     check(lora, "<MergeReport", "items by average")
-
-
-def test_a_finished_output_tells_its_size_again(family: Family, tmp_path: Path) -> None:
-    """From the manifest: models, where sizes are sampled, and adapters, where they are exact."""
-    for seed, name in enumerate(("one", "two")):
-        write_adapter(tmp_path / name, seed=seed)
-    merges: list[tuple[Any, list[Path], Path]] = [
-        (family.base, family.experts, tmp_path / "model"),
-        (None, [tmp_path / "one", tmp_path / "two"], tmp_path / "adapter"),
-    ]
-    for base, experts, out in merges:
-        first, again = (actmat.merge(base, experts, method="actmat", out=out) for _ in range(2))
-        assert again.was_finished
-        assert first.totals.norms is not None
-        assert again.totals == first.totals
-    damaged = dict(first.manifest) | {"modules": [{**m, "stats": {"sum_norm": "x"}} for m in first.manifest["modules"]]}
-    with pytest.raises(CheckpointError, match="no sizes that can be read"):
-        recorded_totals(damaged)
 
 
 def test_checkpoints_and_experts_are_short(family: Family) -> None:

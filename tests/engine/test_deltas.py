@@ -10,10 +10,10 @@ from torch import Tensor
 from actmat.engine import deltas as deltas_module
 from actmat.engine import reader as reader_module
 from actmat.engine.deltas import RegionDeltas
-from actmat.engine.reader import ItemReader, StreamedBase
+from actmat.engine.reader import ItemReader
 from actmat.linalg.chunks import Streamed
 from actmat.planning import regions as regions_module
-from actmat.planning.regions import Region, cut
+from actmat.planning.regions import cut
 
 NAN, INF = float("nan"), float("inf")
 on_host_and_device = pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["host", "device"])
@@ -142,23 +142,6 @@ def test_held_deltas_are_read_once_and_walked_over_often(monkeypatch: pytest.Mon
     assert asked == [0, 0, 4, 4, 8, 8]
     assert (held.changed, setup.findings.count("w")) == (True, 1)
     assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
-
-
-def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() -> None:
-    base, one = torch.arange(22.0).bfloat16(), torch.zeros(22).bfloat16()
-    setup = OneTensor(base, one)
-    regions = [Region(0, 11, (11,), VECTOR), Region(11, 22, (11,), VECTOR)]
-    for region in regions:
-        streamed = StreamedBase(setup.reader, region)
-        assert streamed.numel() == 11
-        deltas = RegionDeltas(setup.reader, region, streamed)
-        for _ in range(2):
-            walked = [(s, -p.clone(), streamed[s : s + 4].clone()) for s, (p,) in deltas.walk()]
-            wanted = base[region.start : region.stop]
-            assert torch.equal(torch.cat([p for _, p, _ in walked]), wanted.float())
-            assert torch.equal(torch.cat([b for _, _, b in walked]), wanted)
-        assert streamed[2:5].tolist() == wanted[2:5].tolist()
-    assert setup.reader.hashes() == (digest(base), (digest(one),))
 
 
 def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice() -> None:

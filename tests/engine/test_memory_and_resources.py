@@ -10,7 +10,7 @@ import torch
 from actmat.checkpoints.base import TensorSpec
 from actmat.diagnostics.observer import Observers
 from actmat.engine import memory
-from actmat.engine.memory import MemoryBudget, Room, Scratch, available_memory
+from actmat.engine.memory import MemoryBudget, Room, available_memory
 from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
 from actmat.experts.deltas import DeltaSource
@@ -21,34 +21,6 @@ from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
 from actmat.planning.item import Item, ItemCost, MethodCall, Target, Write
 from actmat.planning.work import HOST
 from actmat.recipe import make_recipe
-
-
-def test_a_buffer_reuses_its_memory() -> None:
-    scratch = Scratch()
-    first = scratch.base.take(100, torch.float32)
-    smaller = scratch.base.take(60, torch.float16)
-    assert smaller.data_ptr() == first.data_ptr()
-    assert (smaller.dtype, tuple(smaller.shape)) == (torch.float16, (60,))
-    assert scratch.expert.take(100, torch.float32).data_ptr() != first.data_ptr()
-    assert scratch.base.take(1000, torch.float64).shape == (1000,)
-    assert scratch.total.take(0, torch.float64).shape == (0,)
-    delta = scratch.delta(2).take(100, torch.float32)
-    assert scratch.delta(2).take(100, torch.float32).data_ptr() == delta.data_ptr()
-    assert scratch.delta(0).take(100, torch.float32).data_ptr() != delta.data_ptr()
-
-
-def test_room_is_kept_from_tensor_to_tensor() -> None:
-    room = Room(keep=10_000)
-    need = Room.bytes_for((4, 100), (2, 33))
-    with room.opened(need, elsewhere=100):
-        first, second = room.take(100, torch.float32), room.take(33, torch.bfloat16)
-        assert (first.numel(), second.numel()) == (100, 33)
-        assert second.data_ptr() - first.data_ptr() == 448, "apart, on multiples of 64 bytes"
-        assert room.take(1, torch.float32).data_ptr() != first.data_ptr(), "more than was asked for is a new tensor"
-        room.restart()
-        assert room.take(10, torch.float64).data_ptr() == first.data_ptr()
-    with room.opened(64, elsewhere=100):
-        assert room.take(4, torch.float32).data_ptr() == first.data_ptr()
 
 
 def held_bytes(room: Room) -> int:

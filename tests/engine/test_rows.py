@@ -61,15 +61,6 @@ def test_rows_lie_equally_far_apart_also_at_the_end() -> None:
         assert [row.data_ptr() for row in pieces] == [row.data_ptr() for row in pieces.rows_TS]
 
 
-def test_parts_of_one_tensor_are_hashed_together() -> None:
-    base, expert = torch.arange(22.0), torch.zeros(22)
-    setup = OneTensor(base, expert)
-    for start in (0, 11):
-        (delta,) = walked(RowDeltas(setup.reader, Region(start, start + 11, (11,), VECTOR), with_base=False))
-        assert torch.equal(delta, -base[start : start + 11])
-    assert setup.reader.hashes() == (digest(base), (digest(expert),))
-
-
 def test_nobody_looks_before_somebody_asks_and_then_once() -> None:
     base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
     base[2] = good[2] = bad[2] = -INF  # a mask

@@ -12,7 +12,8 @@ from tests.helpers.merging import actmat as run
 
 import actmat
 from actmat.checkpoints.resolve import open_tensors
-from actmat.diagnostics.checks.merged import size_warning, truncation_warning
+from actmat.diagnostics.totals import Norms
+from actmat.diagnostics.warnings import size_finding, truncation_finding
 from actmat.engine.record import Record
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
 from actmat.experts.deltas import DeltaSource
@@ -137,16 +138,20 @@ def test_records_keep_their_size_in_the_journal() -> None:
     assert Record.from_json(record.to_json() | {"size": {**size, "expert_norms": "x"}}) is None
 
 
+def norms(merged: float, experts: list[float]) -> Norms:
+    return Norms(merged, 1.0, tuple(experts))
+
+
 def test_what_is_far_off_has_a_code() -> None:
-    assert size_warning(1.0, [1.0, 1.0]) is None
-    assert (size_warning(3.1, [1.0, 1.0]) or "")[0] == "AM402"
-    assert size_warning(3.1, [1.0, 1.0], by_inputs=True) is None, "also good merges by inputs are this large"
-    assert (size_warning(10.1, [1.0, 1.0], by_inputs=True) or "")[0] == "AM403"
-    assert (size_warning(0.066, [1.0, 1.0, 1.0]) or "")[0] == "AM403"
-    assert size_warning(1 / 7**0.5, [1.0] * 7) is None, "the average of seven that share nothing"
-    assert truncation_warning(0.3) is None
-    assert (truncation_warning(0.43) or "")[0] == "AM404"
-    assert size_warning(0.0, [0.0, 0.0]) is None
+    assert size_finding(norms(1.0, [1.0, 1.0])) is None
+    assert (size_finding(norms(3.1, [1.0, 1.0])) or "")[0] == "AM402"
+    assert size_finding(norms(3.1, [1.0, 1.0]), by_inputs=True) is None, "also good merges by inputs are this large"
+    assert (size_finding(norms(10.1, [1.0, 1.0]), by_inputs=True) or "")[0] == "AM403"
+    assert (size_finding(norms(0.066, [1.0, 1.0, 1.0])) or "")[0] == "AM403"
+    assert size_finding(norms(1 / 7**0.5, [1.0] * 7)) is None, "the average of seven that share nothing"
+    assert truncation_finding(0.3) is None
+    assert (truncation_finding(0.43) or "")[0] == "AM404"
+    assert size_finding(norms(0.0, [0.0, 0.0])) is None
 
 
 def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ def some_facts(n: int = 2, **fields: Any) -> Facts:
         "tensors": [*(a_row(name) for name in names), a_row("embed", role="embedding", action="average", stats=stats)],
         "measures": [a_measure(name, n) for name in names],
         "samples": {name: a_sample(n) for name in names},
-        "twins": [],
     }
     return Facts(**(settings | fields))
 
@@ -97,6 +96,6 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "totals": RunTotals(tensors=1, parameters=4096, measured=1),
         "tensors": (a_row("model.layers.0.q_proj.weight"),),
         "measures": (a_measure(),),
-        "checks": (),
+        "findings": (),
     }
     return Diagnosis(**(settings | fields))

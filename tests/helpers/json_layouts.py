@@ -14,7 +14,7 @@ MERGE = {
 PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
     "merge outputs": MERGE,
-    "merge size": {"merged", "sum", "experts", "warning"},
+    "merge size": {"merged", "sum", "experts"},
     "demo": {"out", "seed", "settings", "rows", "left_out"},
     "export": {"out", "checkpoint", "form"},
     "average": {"outputs"},
@@ -38,7 +38,7 @@ PINNED: dict[str, set[str]] = {
     },
     "diagnose": {
         "format", "kind", "actmat", "created", "recipe", "method", "source", "base", "out", "experts",
-        "totals", "checks", "agreement", "residual_on_data", "left_out",
+        "totals", "findings", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
         "outs", "methods", "base", "experts", "settings", "relative", "answers", "compared", "names", "left_out",

@@ -15,7 +15,7 @@ from tests.helpers.merging import actmat
 from actmat.checkpoints.memory import MemoryTensors
 from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.source import LocalSource
-from actmat.identity.agreement import label_names
+from actmat.identity.entries import label_names
 from actmat.identity.templates import chat_template
 from actmat.run.output import most_frequent_template
 
@@ -58,7 +58,7 @@ def test_rows_of_a_head_mean_the_same_labels(
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
     found = actmat([*run, "--out", f"{tmp_path}/out", *flags])
     assert found.code == int(refused), found
-    assert ("id2label" in found.out + found.err) == (refused or "--set" in flags)
+    assert ("id2label" in found.out + found.err) == (refused or "--set" in flags or base == GENERIC)
 
 
 HEADS = {
@@ -114,9 +114,9 @@ def test_labels_are_those_of_the_head(
     ("base", "one", "flags", "words"),
     [
         ("{{a}}", "{{a}}", [], ""),
-        ("{{a}}", "{{b}}", [], "('one'): that of the base is written"),
-        ("", "{{b}}", [], "the base has none, and none is written"),
-        ("{{a}}", "{{b}}", ["--set", "files_from=one"], "('base'): that of expert 'one' is written"),
+        ("{{a}}", "{{b}}", [], "(default in expert 'one'): that of the base is written"),
+        ("", "{{b}}", [], "(only in expert 'one'): none is written"),
+        ("{{a}}", "{{b}}", ["--set", "files_from=one"], "(default in the base): that of expert 'one' is written"),
     ],
 )
 def test_chat_templates_that_differ_are_a_note(
@@ -129,42 +129,42 @@ def test_chat_templates_that_differ_are_a_note(
     text = " ".join(found.out.split())
     assert found.code == 0, found
     assert words in text
-    assert ("chat templates differ" in text) == bool(words)
+    assert ("chat template differs" in text) == bool(words)
 
 
 @pytest.mark.parametrize(
     ("file", "base", "one", "flags", "words"),
     [
-        ("generation_config.json", {"eos_token_id": 2}, {"eos_token_id": [2, 7]}, [], "eos_token_id ('one')"),
+        ("generation_config.json", {"eos_token_id": 2}, {"eos_token_id": [2, 7]}, [], "eos_token_id in expert 'one'"),
         ("generation_config.json", {"eos_token_id": 2}, {"eos_token_id": 2, "transformers_version": "5"}, [], ""),
         ("preprocessor_config.json", {"image_mean": [0.5]}, {"image_mean": [0.48]}, [], "that of the base is written"),
         ("preprocessor_config.json", {"image_mean": [0.5]}, {"image_mean": [0.48]}, ["--set", "files_from=one"],
-         "image_mean ('base'): that of expert 'one' is written"),
+         "image_mean in the base): that of expert 'one' is written"),
         ("preprocessor_config.json", {"image_processor_type": "A"}, {"image_processor_type": "AFast"}, [], ""),
         ("tokenizer_config.json", {"add_bos_token": True, "model_max_length": 8}, {"add_bos_token": False}, [],
-         "tokenizer_config.json differs in add_bos_token ('one'): that of the base is written"),
+         "tokenizer_config.json differs (add_bos_token in expert 'one'): that of the base is written"),
         ("tokenizer_config.json", {"model_max_length": 8, "name_or_path": "a"}, {"model_max_length": 9}, [], ""),
-        ("processor_config.json", {"image_seq_length": 4}, {"image_seq_length": 9}, [], "image_seq_length ('one')"),
+        ("processor_config.json", {"image_seq_length": 4}, {"image_seq_length": 9}, [], "image_seq_length in expert"),
         ("sentence_bert_config.json", {"do_lower_case": True}, {"do_lower_case": False}, [], "do_lower_case"),
-        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, {"prompts": {}}, [], "prompts ('one')"),
+        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, {"prompts": {}}, [], "prompts in expert"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, {"pooling_mode_mean_tokens": False}, [],
-         "1_Pooling/config.json differs in pooling_mode_mean_tokens ('one'): that of the base is written"),
+         "1_Pooling/config.json differs (pooling_mode_mean_tokens in expert 'one'): that of the base is written"),
         ("tokenizer.json", {"normalizer": {"lowercase": True}}, {"normalizer": {"lowercase": False}}, [],
-         "tokenizer.json differs in normalizer ('one'): that of the base is written. Another one: --set files_from"),
+         "tokenizer.json differs (normalizer in expert 'one'): that of the base is written. Another one: --set"),
         ("tokenizer.json", {"post_processor": {"type": "ByteLevel"}},
-         {"post_processor": {"type": "Sequence"}, "truncation": {}}, [], "in post_processor ('one')"),
-        ("tokenizer.json", {"model": {"merges": ["a b"]}}, {"model": {"merges": [["a", "c"]]}}, [], "in merges"),
+         {"post_processor": {"type": "Sequence"}, "truncation": {}}, [], "post_processor in expert 'one'"),
+        ("tokenizer.json", {"model": {"merges": ["a b"]}}, {"model": {"merges": [["a", "c"]]}}, [], "(merges in"),
         ("tokenizer.json", {"model": {"merges": ["a b"]}}, {"model": {"merges": [["a", "b"]]}}, [], ""),
         ("tokenizer.json", {"pre_tokenizer": None, "padding": None}, {"pre_tokenizer": None, "padding": {}}, [], ""),
         ("modules.json", [{"path": "", "type": "a.Transformer"}], [{"path": "", "type": "b.c.Transformer"}], [], ""),
         ("modules.json", [{"path": ""}], [{"path": ""}, {"path": "1_Normalize", "type": "models.Normalize"}], [],
-         "modules.json differs in its modules ('one'): that of the base is written"),
+         "modules.json differs (its modules in expert 'one'): that of the base is written"),
         ("1_Pooling/config.json", {"pooling_mode": "mean"}, {"pooling_mode_cls_token": False}, [],
-         "1_Pooling/config.json differs in pooling_mode ('one')"),
-        ("generation_config.json", None, {"eos_token_id": 7}, [], "is only in expert 'one': none is written. Another"),
-        ("processor_config.json", None, {}, [], "processor_config.json is only in expert 'one': none is written"),
-        ("preprocessor_config.json", {}, None, [], "is not in 'one': that of the base is written"),
-        ("preprocessor_config.json", {}, None, ["--set", "files_from=one"], "is only in the base: none is written"),
+         "1_Pooling/config.json differs (pooling_mode in expert 'one')"),
+        ("generation_config.json", None, {"eos_token_id": 7}, [], "(only in expert 'one'): none is written. Another"),
+        ("processor_config.json", None, {}, [], "differs (only in expert 'one'): none is written"),
+        ("preprocessor_config.json", {}, None, [], "differs (not in expert 'one'): that of the base is written"),
+        ("preprocessor_config.json", {}, None, ["--set", "files_from=one"], "(only in the base): none is written"),
         ("tokenizer_config.json", {"add_bos_token": True}, None, [], ""),
     ],
 )  # fmt: skip
@@ -232,7 +232,11 @@ def test_adapters_keep_the_tokenizer_on_which_they_agree(tmp_path: Path) -> None
         assert found.code == 0, found
         written = {p.name for p in (tmp_path / f"out-{experts[1]}").iterdir()}
         assert written & both == names
-        words = "the experts agree, and theirs" if names else "tokenizer_config.json is not alike in expert 'one'"
+        words = (
+            "the experts agree, and theirs"
+            if names
+            else "tokenizer_config.json differs (only in expert 'one', expert 'other')"
+        )
         assert words in " ".join(found.out.split())
 
 

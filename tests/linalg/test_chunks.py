@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from torch import Tensor
 
-from actmat.linalg import chunks
-from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend, walk
+from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed
 from actmat.linalg.masks.threshold import true_indices
 from actmat.methods import all_methods, get_method
 
@@ -40,28 +39,9 @@ class OneBuffer(Sequence[Tensor]):
         return torch.full(self.shape, float("nan"), dtype=self.dtype)
 
 
-@pytest.mark.parametrize("size", [0, 1, 11, 12, 25])
-def test_chunks_cover_all_deltas_in_step(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 12)
-    first, second = torch.arange(float(size)), -torch.arange(float(size))
-    found = [(start, [p.clone() for p in chunks_TP]) for start, chunks_TP in walk([first, second])]
-    assert [start for start, _ in found] == list(range(0, size, 12))
-    for expected, t in ((first, 0), (second, 1)):
-        assert torch.equal(torch.cat([chunks_TP[t] for _, chunks_TP in found] or [expected]), expected)
-
-
 def test_a_chunk_is_a_whole_number_of_draws() -> None:
     """`Drop` draws four entries at a time."""
     assert CHUNK_ENTRIES % 4 == 0
-
-
-def test_deltas_of_any_strides_are_walked_in_storage_order_of_the_result() -> None:
-    delta = torch.arange(6.0).reshape(2, 3).mT
-    ((_, [chunk]),) = walk([delta])
-    assert chunk.tolist() == delta.flatten().tolist()
-    result = empty_result([delta])
-    assert result.is_contiguous()
-    assert result.shape == delta.shape
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -108,18 +88,6 @@ def test_rules_that_stream_ask_for_chunks_only(name: str, options: dict[str, Any
 def test_every_rule_that_streams_is_among_the_calls() -> None:
     streaming = {m.name for m in all_methods() if m.access.streams}
     assert streaming == {name for name, _ in CALLS}
-
-
-def test_a_tensor_before_streamed_deltas_is_walked_with_them() -> None:
-    deltas = [d.float() for d in random_deltas(2, 5, 9)]
-    first = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
-    basis = prepend(first, OneBuffer(deltas))
-    assert len(basis) == 3
-    assert isinstance(basis, Streamed)
-    for t, expected in enumerate([first, *deltas]):
-        chunks_TP = [p[t].clone() for _, p in walk(basis)]
-        assert torch.equal(torch.cat(chunks_TP), expected.flatten())
-    assert prepend(first, deltas) == [first, *deltas]
 
 
 @settings(max_examples=60)

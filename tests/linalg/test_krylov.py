@@ -196,28 +196,6 @@ def test_what_is_known_to_be_too_many_is_refused_without_a_look(monkeypatch: pyt
         assert leading(sym_NN, wanted, torch.float64) == "at least 111 directions are kept"
 
 
-@pytest.mark.parametrize("power", [1.0, 3.0])
-def test_a_basis_is_the_same_in_one_step_or_in_several(power: float) -> None:
-    sym_NN = symmetric(decay(power))
-    once, steps = krylov._Basis(sym_NN, 80), krylov._Basis(sym_NN, 80)
-    once.grow(100)
-    for size in (1, 40, 41, 80, 80, 90):
-        steps.grow(size)
-    assert once.size == steps.size == 80
-    assert torch.equal(once.t_JJ, steps.t_JJ)
-    assert torch.equal(once.rows_JN, steps.rows_JN)
-
-
-def test_a_late_estimate_does_not_end_an_attempt_that_is_nearly_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first look, only the limit counts: what has been paid for is used."""
-    refused = krylov._refused
-    limits: list[float] = []
-    monkeypatch.setattr(krylov, "_refused", lambda *given: (limits.append(given[-1]), refused(*given))[1])
-    assert isinstance(leading(symmetric(decay(1.5)), Above(0.01), torch.float64), Leading)
-    assert limits[0] == krylov.WORTH * N
-    assert set(limits[1:]) == {krylov.LIMIT * N}
-
-
 def test_a_basis_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(krylov, "LIMIT", 0.3)
     crowded = padded(torch.ones(1), torch.linspace(1.5, 0.5, 300, dtype=torch.float64) * CUT)

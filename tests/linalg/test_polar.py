@@ -5,7 +5,6 @@ import torch
 from tests.helpers.spectra import graded, with_spectrum
 from tests.tolerances import relative_error
 
-from actmat.linalg import singular as polar_module
 from actmat.linalg.singular import polar_factor
 
 SHAPES = [(12, 12), (8, 30), (30, 8), (20, 14)]
@@ -28,17 +27,6 @@ def test_equals_u_vt_on_any_condition(shape, accuracy, condition):
     assert int(found.rank) == min(shape)
 
 
-@pytest.mark.parametrize("accuracy", [torch.float32, torch.float64])
-def test_what_it_takes_off_is_symmetric_positive(accuracy):
-    # Holds for A (A^T A)^(-1/2) alone, not for that factor times another rotation (a forgotten eigenbasis).
-    matrix = graded(30, 8, 50.0)
-    factor = polar_factor(matrix, accuracy=accuracy).factor_MN
-    stretch = factor.mT @ matrix
-    assert relative_error(stretch, stretch.mT) < 1e-12
-    assert float(torch.linalg.eigvalsh(stretch).min()) > 0
-    assert relative_error(factor @ stretch, matrix) < 1e-12
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rank_deficient_gives_the_partial_isometry_of_the_range(dtype, shape):
@@ -57,28 +45,3 @@ def test_complete_is_an_isometry_that_contains_the_range():
     assert relative_error(full.factor_MN @ full.factor_MN.mT, torch.eye(6)) < 1e-14
     assert int(full.rank) == int(part.rank) == 2
     assert relative_error(part.factor_MN @ part.factor_MN.mT @ full.factor_MN, part.factor_MN) < 1e-13
-
-
-def test_batches_are_element_by_element():
-    batch = torch.stack([graded(5, 12, 10), with_spectrum(5, 12, [1.0]), torch.zeros(5, 12)])
-    for dtype in (torch.float32, torch.float64):
-        found = polar_factor(batch.to(dtype))
-        assert found.rank.tolist() == [5, 1, 0]
-        for element, matrix in zip(found.factor_MN, batch.to(dtype), strict=True):
-            assert relative_error(element, polar_factor(matrix).factor_MN) < 1e-12
-
-
-def test_float64_takes_the_gram_only_where_it_loses_nothing(monkeypatch):
-    calls = []
-    original = polar_module.orthogonal_svd
-
-    def counting(matrix):
-        calls.append(tuple(matrix.shape))
-        return original(matrix)
-
-    monkeypatch.setattr(polar_module, "orthogonal_svd", counting)
-    polar_factor(graded(40, 10, 5.0))
-    assert calls == []
-    polar_factor(graded(40, 10, 100.0))
-    polar_factor(graded(12, 10, 5.0))
-    assert calls == [(40, 10), (12, 10)]

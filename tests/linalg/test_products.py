@@ -1,12 +1,9 @@
 """Inner products part by part: blocks in float32 against float64, whatever the length, the size and the layout."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from actmat.linalg import inner as module
 from actmat.linalg.chunks import Stacked
 from actmat.linalg.inner import MANY, PRODUCT, RUN, Products
 
@@ -41,18 +38,6 @@ def test_the_gram_matrix_of_all_spans(count: int, size: int) -> None:
 def test_cosines_are_right_to_one_in_a_hundred_million(size: int, apart: float) -> None:
     rows_TS = (rows(1, size) + apart * rows(3, size, seed=1)).bfloat16().float() * 1e-3
     assert float((cosines(found(rows_TS)) - cosines(exact(rows_TS))).abs().max()) < 1e-8
-
-
-def test_runs_are_used_for_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Products, span_TS: object) -> Tensor:
-        raise AssertionError("in float64")
-
-    monkeypatch.setattr(Products, "_of_rows", refused)
-    assert found(rows(2, MANY)).shape == (2, 2)
-    with pytest.raises(AssertionError, match="float64"):
-        found(rows(2, MANY - 1))
-    with pytest.raises(AssertionError, match="float64"):
-        found(rows(2, MANY).double())
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-18, 1e18, 1e30])
@@ -98,24 +83,3 @@ def test_lengths_may_change_from_part_to_part() -> None:
     for size in (MANY, 100, MANY, 100, MANY):
         rows_TS = rows(2, size)
         torch.testing.assert_close(products.of(list(rows_TS)), exact(rows_TS), rtol=1e-6, atol=1e-8 * MANY)
-
-
-def test_the_room_is_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in (100, MANY, 3 * PRODUCT):
-        made: list[int] = []
-        empty = torch.empty
-
-        def counted(*shape: object, _made: list[int] = made, _empty: Any = empty, **settings: object) -> Tensor:
-            room: Tensor = _empty(*shape, **settings)
-            _made.append(room.nbytes)
-            return room
-
-        monkeypatch.setattr(module.torch, "empty", counted)
-        rows_TS = rows(3, size)
-        products = Products((size,), torch.float32)
-        for part in products.parts(list(rows_TS)):
-            products.of(part)
-            products._of_rows(part)
-        assert sum(made) <= 4 * (module.inner_workspace(size, 3) - size)
-        assert sum(made) >= 8 * min(size, module.ROW)
-        monkeypatch.undo()

@@ -10,7 +10,7 @@ from tests.tolerances import F32_ELEMENTWISE, F64_IDENTITY, relative_error
 
 from actmat.errors import NumericalError
 from actmat.linalg import krylov, svd
-from actmat.linalg.lapack import economy_svd, eigh, retry_stats
+from actmat.linalg.lapack import eigh, retry_stats
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.svd import RANK_RTOL, numerical_range, orthogonal_svd, thin_svd
 
@@ -100,30 +100,6 @@ def test_rounding_of_a_product_is_below_the_cut():
     assert int(thin_svd(product, accuracy=torch.float64).rank) == 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_top_k_is_a_slice_of_all(dtype):
-    (matrix,) = random_deltas(1, 10, 25, dtype=dtype)
-    whole, top = thin_svd(matrix), thin_svd(matrix, k=3)
-    assert torch.equal(top.s_K, whole.s_K[:3])
-    assert torch.equal(top.u_OK, whole.u_OK[:, :3])
-    assert relative_error(top.v_IK, whole.v_IK[:, :3]) < 1e-14
-    assert int(top.rank) == 10
-    assert thin_svd(matrix, k=99).s_K.shape == (10,)
-    assert thin_svd(matrix, k=0).u_OK.shape == (10, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_batch_elements_have_their_own_rank_and_floor(dtype):
-    batch = torch.stack([with_spectrum(6, 14, [2.0, 1.0]), torch.zeros(6, 14), graded(6, 14, 10)]).to(dtype)
-    parts = thin_svd(batch)
-    assert parts.rank.tolist() == [2, 0, 6]
-    for element, matrix in enumerate(batch):
-        alone = thin_svd(matrix)
-        assert relative_error(rebuilt(parts)[element], matrix) < 1e-6
-        assert relative_error(parts.s_K[element], alone.s_K) < 1e-12
-    assert thin_svd(batch, floor=torch.tensor([1.5, 0.0, 5.0])).rank.tolist() == [1, 0, 0]
-
-
 @given(scale=st.floats(-8, 8), rank=st.integers(0, 6))
 @settings(max_examples=20)
 def test_rank_does_not_depend_on_the_scale(scale, rank):
@@ -139,15 +115,6 @@ def test_wide_columns_are_widened_in_parts_without_changing_the_result(monkeypat
     pieced = thin_svd(matrix)
     assert relative_error(rebuilt(pieced), rebuilt(whole)) < 1e-14
     assert relative_error(svd.row_gram(matrix), matrix.double() @ matrix.double().mT) < 1e-15
-
-
-def test_scaled_is_the_decomposition_of_the_multiple():
-    (matrix,) = random_deltas(1, 5, 8)
-    for weight in (1.0, 2.5, -0.5, 0.0):
-        parts = thin_svd(matrix).scaled(weight)
-        assert relative_error(rebuilt(parts), weight * matrix) < 1e-14
-        assert bool((parts.s_K >= 0).all())
-    assert not thin_svd(matrix).scaled(0.0).u_OK.any()
 
 
 def test_orthogonal_svd_completes_null_directions():
@@ -312,13 +279,3 @@ def test_batches_are_jittered_by_their_own_size(monkeypatch):
 def test_a_record_names_each_kind_once_or_says_nothing():
     assert retry_stats(("float64", "jitter", "float64")) == {"retries": "float64, jitter"}
     assert retry_stats(()) == {}
-
-
-def test_svd_retries_too(monkeypatch):
-    matrix = random_deltas(1, 5, 8, dtype=torch.float32)[0]
-    failing(monkeypatch, "svd", 1)
-    found = economy_svd(matrix)
-    assert found.retries == ("float64",)
-    assert found.u_MR.shape == (5, 5)
-    assert found.vh_RN.shape == (5, 8)
-    assert relative_error((found.u_MR * found.s_R) @ found.vh_RN, matrix) < 1e-6

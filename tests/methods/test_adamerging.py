@@ -5,7 +5,7 @@ import torch
 from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 
-from actmat.extras.research.adamerging import AdamState, adam_step, entropy, merge
+from actmat.extras.research.adamerging import merge
 
 
 @pytest.fixture
@@ -26,25 +26,3 @@ def test_one_source_and_one_per_expert(experts: Experts) -> None:
         merge(experts.deltas, coefficients=[1.0] * 3, statistics={"coefficient": [torch.tensor(1.0)] * 3})
     with pytest.raises(ValueError, match="2 coefficients for 3 experts"):
         merge(experts.deltas, coefficients=[1.0, 1.0])
-
-
-def test_entropy_of_known_distributions() -> None:
-    assert float(entropy(torch.zeros(4, 8))) == pytest.approx(torch.tensor(8.0).log().item())
-    certain = torch.full((2, 3), -1e4)
-    certain[:, 1] = 1e4
-    assert float(entropy(certain)) == 0.0
-    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    assert float(entropy(p.log().unsqueeze(0))) == pytest.approx(float(-(p * p.log()).sum()))
-
-
-def test_steps_are_those_of_adam() -> None:
-    mine, state = torch.tensor([0.3, 0.3], dtype=torch.float64), AdamState.zeros(2)
-    theirs = mine.clone().requires_grad_()
-    optimizer = torch.optim.Adam([theirs], lr=1e-2)
-    for step in range(5):
-        slope = torch.tensor([1.0, -0.5], dtype=torch.float64) * (step - 2)
-        mine, state = adam_step(mine, slope, state, lr=1e-2)
-        theirs.grad = slope
-        optimizer.step()
-    assert state.steps == 5
-    assert torch.allclose(mine, theirs.detach(), atol=1e-12)

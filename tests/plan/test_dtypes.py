@@ -12,6 +12,7 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.tinymodels import build, made
 
 from actmat.api.merging import plan
+from actmat.errors import AlignmentError
 
 COARSE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,3 +69,13 @@ def test_a_tensor_that_the_base_stores_apart_keeps_its_dtype(family: Family, fla
     assert {t.dtype for n, t in merged.items() if n != name} == {getattr(torch, flags[-1] if flags else "bfloat16")}
     notes = [n for n in json.loads((family.out / "actmat_manifest.json").read_text())["notes"] if name in str(n)]
     assert bool(notes) == (flags[-1:] == ["float16"])
+
+
+def test_integers_that_an_expert_changed_are_kept_only_on_request() -> None:
+    base = {"w": torch.zeros(4, 3), "router.tid2eid": torch.tensor([1, 2]), "bn.num_batches_tracked": torch.tensor(1)}
+    same = {**base, "w": torch.ones(4, 3), "bn.num_batches_tracked": torch.tensor(9)}
+    changed = {**same, "router.tid2eid": torch.tensor([2, 1])}
+    assert plan(base, {"a": same, "b": same}, method="average").notes == ()
+    with pytest.raises(AlignmentError, match=r"'router.tid2eid' holds int64 numbers.*expert 'b'.*--keep"):
+        plan(base, {"a": same, "b": changed}, method="average")
+    plan(base, {"a": same, "b": changed}, method="average", keep=["router.tid2eid"])

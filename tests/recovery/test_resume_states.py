@@ -10,12 +10,9 @@ import pytest
 from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.merging import EMBEDDING, Q0, UP0, Family, actmat, contents, flip, hidden
 
-import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
-from actmat.run.inputs import open_inputs
-from actmat.run.resume import has_same_inputs
 
 
 class Interrupted:
@@ -181,44 +178,6 @@ def test_a_changed_input_takes_nothing_over(own: Interrupted, which: str) -> Non
     fresh = own.family.root / "fresh" / "out"
     assert actmat(own.family.argv("--out", str(fresh))).code == 0
     assert contents(own.out) == contents(fresh)
-
-
-@pytest.mark.parametrize("which", ["base", "expert"])
-def test_a_touched_input_with_the_same_content_takes_all_over(own: Interrupted, which: str) -> None:
-    path = (own.family.base if which == "base" else own.family.experts[1]) / "model.safetensors"
-    done = len(own.lines()) - 1
-    path.write_bytes(path.read_bytes())
-    os.utime(path)
-    assert own.resumed() == done
-    assert contents(own.out) == own.expected
-
-
-def test_a_change_of_what_was_not_read_yet_takes_the_rest_over(own: Interrupted) -> None:
-    lines = own.lines()
-    (left,) = (line for line in lines if f'"name": "{UP0}"' in line)
-    own.journal.write_text("".join(line for line in lines if line != left))
-    own.family.change(own.family.experts[0], lambda t: t[UP0].mul_(1.5))
-    assert own.resumed() == len(lines) - 2
-    fresh = own.family.root / "fresh" / "out"
-    assert actmat(own.family.argv("--out", str(fresh))).code == 0
-    assert contents(own.out) == contents(fresh)
-
-
-def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(own: Interrupted) -> None:
-    """Records with other hashes, a method that looks at the whole model first, an input that cannot be read."""
-    path = own.family.base / "model.safetensors"
-    plan = library.plan(own.family.base, own.family.experts)
-    entries = {e["name"]: e for e in map(json.loads, own.lines()[1:])}
-    with open_inputs([plan.recipe]) as (inputs, _):
-        assert has_same_inputs(plan, entries, inputs)
-        name = next(n for n, e in entries.items() if e["expert_hashes"])
-        for changed in ({"base_hash": "0"}, {"expert_hashes": []}, {"expert_hashes": ["0", "0"]}, {"hashes": None}):
-            assert not has_same_inputs(plan, entries | {name: entries[name] | changed}, inputs)
-        assert not has_same_inputs(plan, {"other": entries[name]}, inputs)
-        surveyed = library.plan(own.family.base, own.family.experts, method="ties", options={"trim": "global"})
-        assert not has_same_inputs(surveyed, entries, inputs)
-        os.truncate(path, 3000)
-        assert not has_same_inputs(plan, entries, inputs)
 
 
 def test_killed_between_the_renames(state: Interrupted) -> None:

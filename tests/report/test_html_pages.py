@@ -42,9 +42,8 @@ from actmat.report.words import plural
 
 SECTIONS = ["good", "experts", "layers", "size", "recipe"]
 SIZE = {
-    "code": "AM402", "title": "Merged delta is much larger than the experts'", "severity": "tip", "verdict": "found",
+    "code": "AM402", "title": "Merged delta is much larger than the experts'", "severity": "tip",
     "message": "The merged delta has 9 times the mean expert's norm", "tensors": [], "count": 0,
-    "docs": "docs/checks.md#am402",
 }  # fmt: skip
 ANSWERS = {
     "expert": "code", "data": "d.jsonl", "inputs": 4, "kept": 3, "disagreement": 0.25, "divergence": 0.125,
@@ -160,9 +159,9 @@ def test_sections_without_numbers_are_left_out() -> None:
     assert page.sections == SECTIONS
     assert page.all("table", class_="square") == []
     assert "None" not in page.source
-    bare = Page(render_html(Diagnosis.from_json(data | {"measures": [], "checks": []})))
+    bare = Page(render_html(Diagnosis.from_json(data | {"measures": [], "findings": []})))
     assert bare.sections == ["good", "experts", "recipe"]
-    assert "No checks ran." in text_of(bare, "good")
+    assert "No check found anything" in text_of(bare, "good")
 
 
 # Is it good?
@@ -204,11 +203,11 @@ def test_no_residual_and_no_norm_is_praised(residual: float) -> None:
 
 def test_findings_are_cards_with_issues_first_and_the_rest_is_folded(page: Page) -> None:
     cards = page.all("article", class_="check")
-    assert [c.attributes["id"] for c in cards] == ["check-AM101", "check-AM204"]
+    assert [c.attributes["id"] for c in cards] == ["check-AM101", "check-AM205"]
     assert "0.6 times the rounding step of bfloat16" in cards[0].text
     assert "model.layers.0.self_attn.q_proj.weight" in cards[0].text
-    assert "Muted by the recipe." in page.one("ul", class_="quiet").text
-    clear = text_of(page_of(checks=[{**SIZE, "verdict": "clear"}]), "good")
+    assert "Same expert twice" in page.one("ul", class_="quiet").text
+    clear = text_of(page_of(findings=[{**SIZE, "muted": True}]), "good")
     assert "No check found anything; none of them looks at answers." in clear
 
 
@@ -226,7 +225,7 @@ def test_experts_have_a_row_each() -> None:
         snr = [m.snr[t] for m in found.measures if m.snr]
         assert f"{number(min(snr))} to {number(max(snr))}" in row
         assert row.endswith("0.25" if expert.name == "math" else "–")
-    assert "size of the merge is off (AM402)" in text_of(page_of(checks=[SIZE]), "experts")
+    assert "size of the merge is off (AM402)" in text_of(page_of(findings=[SIZE]), "experts")
     assert "size of the merge is off" not in text_of(page, "experts")
 
 

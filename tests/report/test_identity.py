@@ -49,7 +49,7 @@ def test_every_merge_looks_at_the_identity_of_its_inputs(case: str, models: Path
         models / f"{base}.safetensors", [models / f"{e}.safetensors" for e in experts],
         method="task_arithmetic", out=tmp_path / "out", durable=False,
     )  # fmt: skip
-    found = [(code, text.replace(".safetensors", "")) for code, text in report.totals.findings]
+    found = [(w.code, w.text.replace(".safetensors", "")) for w in report.warnings]
     assert [code for code, _ in found] == [code for code, _ in wanted]
     assert all(words in text for (_, text), (_, words) in zip(found, wanted, strict=True)), found
 
@@ -70,14 +70,14 @@ def test_experts_of_unequal_size(fields: dict[str, Any], size: float, told: bool
     save_file({n: t + size * (ann[n] - t).flip(0) for n, t in base.items()}, tmp_path / "big.safetensors")
     experts = [models / "ann.safetensors", tmp_path / "big.safetensors"]
     report = actmat.merge(models / "base.safetensors", experts, **fields, out=tmp_path / "out", durable=False)
-    assert [code for code, _ in report.totals.findings] == ["AM301"] * told
-    assert all(f"changed the base {size:g} times as much as 'ann" in words for _, words in report.totals.findings)
+    assert [w.code for w in report.warnings] == ["AM301"] * told
+    assert all(f"changed the base {size:g} times as much as 'ann" in w.text for w in report.warnings)
 
 
 def test_a_merge_without_a_base_measures_from_its_first_expert(models: Path, tmp_path: Path) -> None:
     experts = [models / f"{e}.safetensors" for e in ("ann", "bob", "cid")]
     report = actmat.merge(experts=experts, method="average", out=tmp_path / "out", durable=False)
-    assert report.totals.findings == ()
+    assert report.warnings == ()
 
 
 def adapter(path: Path, seed: int, alpha: float = 4.0, dtype: torch.dtype = torch.float32) -> Path:
@@ -96,4 +96,4 @@ def adapter(path: Path, seed: int, alpha: float = 4.0, dtype: torch.dtype = torc
 def test_adapters_are_compared_by_their_factors(other: tuple[Any, ...], code: str | None, tmp_path: Path) -> None:
     experts = [adapter(tmp_path / "a.safetensors", 1), adapter(tmp_path / "b.safetensors", *other)]
     report = actmat.merge(experts=experts, method="average", out=tmp_path / "out.safetensors", durable=False)
-    assert [c for c, _ in report.totals.findings] == [code] * (code is not None)
+    assert [w.code for w in report.warnings] == [code] * (code is not None)

@@ -1,5 +1,6 @@
 """Manifests written row by row: the text and the hashes that a manifest in memory would have."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
+from actmat.diagnostics.totals import totals_of
 from actmat.engine.record import Record
 from actmat.errors import OutputError
 from actmat.experts.deltas import DeltaSource
@@ -19,7 +21,6 @@ from actmat.planning.model import InputSummary
 from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
-from actmat.report.totals import recorded_totals
 from actmat.run.output import JournalRecords
 
 VALUES = st.recursive(
@@ -83,6 +84,6 @@ def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:
 
 
 def test_totals() -> None:
-    rows = [{"name": n, "action": "merge", "unchanged": n == "a", "nonfinite": 3} for n in "ab"]
-    found = recorded_totals({"tensors": rows})
+    records = {n: dataclasses.replace(record(n, 1), unchanged=n == "a", nonfinite=3) for n in "ab"}
+    found = totals_of(plan_of(["a", "b"], [{}]), records)
     assert (found.unchanged, found.nonfinite, found.norms) == (1, 6, None)

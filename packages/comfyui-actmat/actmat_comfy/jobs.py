@@ -153,14 +153,14 @@ def run_merge(out: Path, progress: Progress, **fields: Any) -> MergeReport:
 
 def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged:
     """The weight file of an output, which is a folder or the file itself."""
-    from actmat.report.words import size_words, warnings_of
+    from actmat.report.words import size_words
 
     (file,) = out.glob("*.safetensors") if out.is_dir() else [out]
     lines = [f"{report.plan.recipe.method}: {' + '.join(inputs)}"]
     lines += [words for words in (size_words(report.totals.norms),) if words]
     if report.totals.relative_error:
         lines.append(f"relative error of the rank: {report.totals.relative_error:.3g}")
-    notes = (*warnings_of(report.totals, report.plan), *report.plan.notes)
+    notes = (*report.warnings, *report.plan.notes)
     lines += [str(note) if note.severity == "warning" else f"note: {note}" for note in notes]
     return Merged(file, report.manifest, "\n".join(lines))
 

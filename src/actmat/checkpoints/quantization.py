@@ -11,6 +11,7 @@ from typing import Any
 
 from actmat import plugins
 from actmat.checkpoints.base import TensorSpec
+from actmat.errors import first_names
 
 NF4, FP4 = (f".quant_state.bitsandbytes__{code}" for code in ("nf4", "fp4"))
 SUFFIXES = {
@@ -32,20 +33,18 @@ FIX = "Merge the checkpoint it was quantized from, or save a dequantized (bfloat
 
 
 def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> list[str]:
-    """One line per sign of quantization, each with an example and the fix; empty for an ordinary checkpoint.
+    """One line with the signs of quantization, an example of each and the fix; empty for an ordinary checkpoint.
 
-    Signs: a `quantization_config` in the config, names that quantizers write, float8 tensors.
+    Signs: an entry about quantization in the config, names that quantizers write, float8 tensors, matrices of integers.
     """
     declared = declared_scheme(config)
-    fix = FIX + plugins.hint("actmat.codecs")
-    problems = [f"config.json declares quantized weights ({declared}). {fix}"] if declared else []
+    signs = [f"config.json declares quantized weights ({declared})"] if declared else []
     by_scheme: dict[str, list[str]] = {}
     for spec in specs.values():
         by_scheme.setdefault(scheme_of(spec, specs), []).append(spec.name)
     by_scheme.pop("", None)
-    for scheme, names in by_scheme.items():
-        problems.append(f"{len(names)} tensors look quantized ({scheme}), such as {names[0]!r}. {fix}")
-    return problems
+    signs += [f"tensors look quantized ({scheme}): {first_names(n)}" for scheme, n in by_scheme.items()]
+    return [f"{'; '.join(signs)}. {FIX}{plugins.hint('actmat.codecs')}"] if signs else []
 
 
 _AFTER_TRAINING = """
@@ -67,7 +66,7 @@ def is_plain(spec: TensorSpec) -> bool:
 LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Entries of a config that may hold the settings of the text model."""
 
-CONFIG_KEYS = ("quantization_config", "compression_config")
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 
 
 def _levels(config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -109,8 +108,8 @@ def scheme_of(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
     for scheme, suffixes in SUFFIXES.items() if spec.name.endswith(ALL_SUFFIXES) else ():
         if spec.name.endswith(suffixes):
             return scheme if scheme != "MXFP4" or _is_mxfp4(spec, specs) else ""
-    # bitsandbytes stores codes under the weight's name
-    is_code = spec.dtype in ("int8", "uint8") and spec.name.endswith(".weight") and len(spec.shape) == 2
+    # bitsandbytes and MLX store codes under the weight's name
+    is_code = not spec.is_floating and spec.name.endswith(".weight") and len(spec.shape) >= 2
     return f"{spec.dtype} weights" if is_code else ""
 
 

@@ -16,7 +16,7 @@ OF_AVERAGE = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinit
 """Recipe fields that an average has."""
 
 
-@command("merge", "averaged, or already complete and intact", imports_torch=True)
+@command("merge", "averaged, or already complete", imports_torch=True)
 def average(
     weights: Annotated[
         str, typer.Argument(help="uniform, linear, ema:DECAY such as ema:0.9, wsd, or a number per checkpoint: 1,2,1.")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from actmat.run import MergeReport
 
 
-@command("merge", "merged, or already complete and intact", imports_torch=True)
+@command("merge", "merged, or already complete", imports_torch=True)
 def merge(
     *,
     recipe: flags.RecipeArgument = None,

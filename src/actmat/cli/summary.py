@@ -14,8 +14,7 @@ from rich.table import Table
 
 from actmat.cli.screen import console, escape, note_console, plain_table
 from actmat.diagnostics.answers import RIVALS, UNENDED, kept_words, verdict
-from actmat.diagnostics.checks.merged import SIZE_CHECKS
-from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
+from actmat.diagnostics.model import AgreementRow, DataResidual, Diagnosis, Finding, MatrixRow
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
 from actmat.recipe.values import format_value
@@ -27,14 +26,12 @@ from actmat.report.words import (
     plan_time,
     plan_traffic,
     plural,
-    size_finding,
-    warnings_of,
 )
 from actmat.system import usable_cores
 
 if TYPE_CHECKING:
+    from actmat.diagnostics.totals import Norms
     from actmat.planning import MergePlan
-    from actmat.report.totals import Norms
     from actmat.run import MergeReport
 
 WORST = 3
@@ -137,10 +134,7 @@ def print_summary(report: MergeReport) -> None:
     print_answers(report)
     _print_notes(plan, "warning")
     if report.was_finished:
-        checked = "all its tensors and inputs are intact"
-        if isinstance(report.out, str):
-            checked = "its file sizes are right ('actmat verify' checks the content)"
-        console.print(f"  already complete from an earlier run of the same command; {checked}")
+        console.print("  already complete from an earlier run of the same command; 'actmat verify' checks its content")
         _print_report_size(report)
         _print_findings(report)
         return
@@ -201,20 +195,20 @@ def answers_table(rows: Sequence[AgreementRow]) -> Table:
 
 def _print_report_size(report: MergeReport) -> None:
     """Print warnings about the size of the merged delta and the cut of a rank, except after a diagnosis."""
-    for warning in warnings_of(report.totals, report.plan) if report.diagnosis is None else ():
+    for warning in report.warnings if report.diagnosis is None else ():
         # at a URL: diagnose the recipe
         where = f" {shlex.quote(str(report.out))}" if isinstance(report.out, Path) else ""
-        if (severity := next((c.severity for c in SIZE_CHECKS if c.code == warning.code), None)) is None:
+        if not warning.code.startswith("AM4"):
             console.print(f"  [yellow]warning[/]: {escape(warning.text)} ({warning.code})")
             continue
-        console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {warning.code}[/]: {warning.text}; see")
+        console.print(f"  [yellow]warning {warning.code}[/]: {warning.text}; see")
         console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 
 def _print_findings(report: MergeReport) -> None:
     """Print findings and the report page of a diagnosed merge."""
     if report.diagnosis is not None:
-        print_checks(report.diagnosis.checks)
+        print_findings(report.diagnosis.findings)
         console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
 
 
@@ -286,13 +280,13 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "answers": [dataclasses.asdict(row) for row in report.answers] or None,
         "nonfinite": totals.nonfinite,
         "relative_error": totals.relative_error,
-        "size": size_data(totals.norms, plan),
-        "warnings": list(map(str, warnings_of(totals, plan))),
+        "size": size_data(totals.norms),
+        "warnings": list(map(str, report.warnings)),
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
         "notes": [dataclasses.asdict(n) for n in plan.notes],
-        "findings": None if diagnosis is None else [c.code for c in diagnosis.checks if c.verdict == "found"],
+        "findings": None if diagnosis is None else [f.code for f in diagnosis.findings if not f.muted],
     }
 
 
@@ -324,13 +318,9 @@ def compact_plan(plan: MergePlan) -> dict[str, Any]:
     }
 
 
-def size_data(norms: Norms | None, plan: MergePlan) -> dict[str, Any] | None:
-    """Norms of a merge, and the code of a check that finds them far off; None if nothing was merged."""
-    if norms is None:
-        return None
-    finding = size_finding(norms, plan)
-    code = None if finding is None else finding[0]
-    return {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts), "warning": code}
+def size_data(norms: Norms | None) -> dict[str, Any] | None:
+    """Norms of a merge; None if nothing was merged."""
+    return None if norms is None else {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts)}
 
 
 # Diagnoses
@@ -359,24 +349,22 @@ def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
     if diagnosis.residual_on_data is not None:
         console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
         console.print(_on_data(diagnosis.residual_on_data))
-    print_checks(diagnosis.checks)
+    print_findings(diagnosis.findings)
     for note in diagnosis.recipe.get("notes", ()):
         console.print(f"note: {escape(note)}")
     for file in files:
         console.print(f"report: {escape(file)}", soft_wrap=True)
 
 
-def print_checks(checks: Sequence[CheckResult]) -> None:
-    """Print findings, and the numbers of checks that were clear, not applicable or muted."""
-    for check in checks:
-        if check.verdict == "found":
-            color = "red" if check.severity == "issue" else "yellow"
-            console.print(f"\n[{color}]{check.severity} {check.code}[/{color}] [bold]{escape(check.title)}[/bold]")
-            console.print(f"  {escape(check.message)}.")
-    counts = {v: [c.code for c in checks if c.verdict == v] for v in ("clear", "not_applicable", "muted", "found")}
-    words = f"\nchecks: {len(counts['found'])} found something, {len(counts['clear'])} clear, "
-    words += f"{len(counts['not_applicable'])} not applicable"
-    console.print(words + (f", muted: {', '.join(counts['muted'])}" if counts["muted"] else ""))
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print what checks found, and the codes of muted ones."""
+    for finding in (f for f in findings if not f.muted):
+        color = "red" if finding.severity == "issue" else "yellow"
+        console.print(f"\n[{color}]{finding.severity} {finding.code}[/{color}] [bold]{escape(finding.title)}[/bold]")
+        console.print(f"  {escape(finding.message)}.")
+    muted = [f.code for f in findings if f.muted]
+    words = f"\nchecks: {len(findings) - len(muted)} found something"
+    console.print(words + (f", muted: {', '.join(muted)}" if muted else ""))
 
 
 def _experts(diagnosis: Diagnosis) -> Table:

@@ -81,9 +81,8 @@ def verdict(rows: Sequence[AgreementRow]) -> str:
 
 def with_answers(diagnosis: Diagnosis, rows: Sequence[AgreementRow]) -> Diagnosis:
     """The diagnosis with answers; checks that guess are silent then, and give no advice."""
-    guesses = [c.code for c in diagnosis.checks if c.code in GUESSES and c.verdict in ("found", "muted")]
-    checks = (replace(c, verdict="muted", message=JUDGED) if c.code in guesses else c for c in diagnosis.checks)
-    return replace(diagnosis, agreement=tuple(rows), checks=tuple(checks))
+    findings = (replace(f, muted=True, message=JUDGED) if f.code in GUESSES else f for f in diagnosis.findings)
+    return replace(diagnosis, agreement=tuple(rows), findings=tuple(findings))
 
 
 def _sign(rival: RivalAnswers) -> str:

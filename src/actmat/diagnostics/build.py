@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.diagnostics.checks import Facts, run_checks
-from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import (
     Diagnosis,
@@ -18,8 +17,9 @@ from actmat.diagnostics.model import (
     TensorRow,
     measures_from_json,
 )
+from actmat.diagnostics.totals import totals_of
+from actmat.diagnostics.warnings import merge_findings
 from actmat.engine.record import Record
-from actmat.layout.types import Role
 from actmat.planning.model import Item, MergePlan
 from actmat.system import peak_memory
 
@@ -48,12 +48,9 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         tensors=rows,
         measures=measures,
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
-        twins=_twins(plan, records) if plan.base is not None else (),
-        by_inputs=plan.by_inputs,
-        identity=dict(identity_findings(plan, records)),
+        of_records=merge_findings(plan, records, totals_of(plan, records)),
     )
     recipe = plan.recipe
-    mute = {*recipe.mute, *(["AM201"] if recipe.measured_from else [])}  # an expert stands in for the base
     return Diagnosis(
         actmat=plan.versions["actmat"],
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -74,7 +71,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         ),
         tensors=rows,
         measures=measures,
-        checks=run_checks(facts, mute),
+        findings=run_checks(facts, recipe.mute),
     )
 
 
@@ -116,19 +113,3 @@ def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
         unchanged=item.call is None if record is None else record.unchanged,
         stats={**(record.stats if record is not None else {}), **norms},
     )
-
-
-def _twins(plan: MergePlan, records: Records) -> tuple[tuple[str, str], ...]:
-    """Pairs of tables or matrices that store the same bytes in the base and in every expert, and are not tied."""
-    first: dict[tuple[Any, ...], str] = {}
-    out = []
-    for item in plan.items:
-        wide = item.layout.role.is_matrix or item.layout.role is Role.EMBEDDING
-        record = records.get(item.name)
-        if item.call is None or not wide or len(item.shape) < 2 or record is None or record.unchanged:
-            continue
-        key = (record.base_hash, *record.expert_hashes)
-        if key in first:
-            out.append((first[key], item.name))
-        first.setdefault(key, item.name)
-    return tuple(out)

@@ -44,7 +44,6 @@ WholeNumber = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Vector = tuple[Number, ...]
 Matrix = tuple[Vector, ...]
 Severity = Literal["issue", "tip"]
-Verdict = Literal["found", "clear", "not_applicable", "muted"]
 
 
 class _Strict:
@@ -198,22 +197,21 @@ class DataResidual(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult(_Strict):
-    """The outcome of one check; `tensors` names the first 20 of `count`."""
+class Finding(_Strict):
+    """Something that a check found; `tensors` names the first 20 of `count`. `muted`: by the recipe, or by answers."""
 
     code: str
     title: str
     severity: Severity
-    verdict: Verdict
     message: str
     tensors: tuple[str, ...]
     count: WholeNumber
-    docs: str
+    muted: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(_Strict):
-    """Diagnosis of a merge: rows per tensor, measures per matrix, checks.
+    """Diagnosis of a merge: rows per tensor, measures per matrix, findings of checks.
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
@@ -235,7 +233,7 @@ class Diagnosis(_Strict):
     totals: RunTotals
     tensors: tuple[TensorRow, ...]
     measures: tuple[MatrixRow, ...]
-    checks: tuple[CheckResult, ...]
+    findings: tuple[Finding, ...]
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
     format: Literal[1] = FORMAT
@@ -249,9 +247,9 @@ class Diagnosis(_Strict):
     kind: Literal["diagnosis"] = "diagnosis"
 
     @property
-    def issues(self) -> tuple[CheckResult, ...]:
-        """Checks of severity "issue" that found something and are not muted."""
-        return tuple(c for c in self.checks if c.verdict == "found" and c.severity == "issue")
+    def issues(self) -> tuple[Finding, ...]:
+        """Findings of severity "issue" that are not muted."""
+        return tuple(f for f in self.findings if f.severity == "issue" and not f.muted)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -6,7 +6,7 @@ Configs, labels, tokens, chat templates, settings and files follow the rule of w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.checkpoints.model import CONFIG, Model
 from actmat.errors import AlignmentError, first_of
 from actmat.experts.deltas import Deltas
-from actmat.identity.configs import FIX, InputAgreement, agree_configs, words_of
+from actmat.identity.configs import InputAgreement, agree_configs, words_of
+from actmat.identity.entries import label_names
 from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
@@ -101,8 +102,8 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     """Configs and labels of a base and its experts."""
     written = base.folder.written.get(CONFIG, base.config)
     configs = [(expert.label, expert.config) for expert in experts]
-    agreed = agree_configs(written, configs, output.config_from, output.fix)
-    agreed = _with_labels(agreed, base, written, configs, output)
+    head = _label_head(base, (base.config, *dict(configs).values()), output)
+    agreed = agree_configs(written, configs, output.config_from, output.fix, head)
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
     untied = [e for e in full if e.config and may_have_head(e.config) and not ties_embeddings(e.config)]
     headless = [f"'{e.label}'" for e in untied if not any(map(is_output_head, e.model.specs))]
@@ -134,58 +135,18 @@ def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]
     return [f"headers differ in {first_of(rows)}: those of {words_of(first)} are written"] if rows else []
 
 
-def _with_labels(
-    agreed: InputAgreement,
-    base: Inventory,
-    written: Mapping[str, Any] | None,
-    configs: Sequence[tuple[str, Mapping[str, Any] | None]],
-    output: OutputChoice,
-) -> InputAgreement:
-    """The comparison with that of labels; those of an expert are written if its entries are, or the base has none."""
-    take = output.config_from
-    named = {label: names for label, config in (("base", base.config), *configs) if (names := label_names(config))}
-    first = "base" if "base" in named else next(iter(named), "")
-    sizes = ((n := len(named.get(first, ()))), n + 1)  # detectors have a row for "no object", and a head per layer
-    rows = [n for n, s in base.model.specs.items() if s.shape and s.shape[0] in sizes and n not in output.kept]
-    heads = [
-        n for n in rows if re.search("class|score|label", n) or (split_layer(n) is None and not is_before_layers(n))
-    ]
-    if not heads or set(named) <= {"base"}:
-        return agreed
-    owner = take if take in named or take == "base" else first
-    if owner != "base" and named[owner] != named.get("base"):
-        labels = {k: v for k, v in (dict(configs)[owner] or {}).items() if k in ("id2label", "label2id")}
-        config = {**(agreed.configs.get(CONFIG) or written or {}), **labels}
-        agreed = replace(agreed, configs={**agreed.configs, CONFIG: config})
-    if len(set(named.values())) < 2:
-        return agreed
-    listed = "; ".join(f"{words_of(label)}: {first_of(names, 4)}" for label, names in named.items())
-    text = f"config.json: id2label differs, so that rows of the head mean other labels ({listed})"
-    if take is not None:
-        return replace(agreed, notes=(*agreed.notes, f"{text}; written as in {words_of(owner)} (config_from)"))
-    every = re.sub(r"\.\d+\.", ".*.", heads[0]).rpartition(".")[0] + ".*"
-    problem = (
-        f"{text}: '{heads[0]}' cannot be merged row by row. Fix: give experts whose labels have one order, keep the "
-        f"base's head (--keep '{every}'), or merge it all the same: {FIX}"
-    )
-    return replace(agreed, problems=(*agreed.problems, problem))
-
-
-def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """Names of a classifier's labels, in the order of its rows; None without any, or for generic names.
-
-    >>> label_names({"id2label": {"1": "pos", "0": "neg"}}), label_names({"id2label": {"0": "LABEL_0"}})
-    (('neg', 'pos'), None)
-    >>> label_names({"label2id": {"pos": 1, "neg": 0}})
-    ('neg', 'pos')
-    """
-    names, rows = ((config or {}).get(key) for key in ("id2label", "label2id"))
-    if names is None and isinstance(rows, Mapping):
-        names = {str(row): name for name, row in rows.items()}
-    if not isinstance(names, Mapping) or not all(str(k).isdecimal() and len(str(k)) < 9 for k in names):
-        return None
-    in_order = tuple(str(names[k]) for k in sorted(names, key=lambda k: int(str(k))))
-    return None if not in_order or in_order == tuple(f"LABEL_{i}" for i in range(len(in_order))) else in_order
+def _label_head(base: Inventory, configs: Iterable[Mapping[str, Any] | None], output: OutputChoice) -> str:
+    """Pattern of a merged tensor with a row per label of a config; empty without one."""
+    names = next((names for config in configs if (names := label_names(config))), None)
+    if names is None:
+        return ""
+    for name, spec in base.model.specs.items():
+        is_last = split_layer(name) is None and not is_before_layers(name)
+        rows = spec.shape[0] - len(names) if spec.shape else -1
+        may_be_head = rows in (0, 1) and name not in output.kept  # detectors have a row for "no object"
+        if may_be_head and (is_last or re.search("class|score|label", name)):
+            return re.sub(r"\.\d+\.", ".*.", name).rpartition(".")[0] + ".*"
+    return ""
 
 
 def _tokens(every: Sequence[Inventory], output: OutputChoice) -> tuple[list[str], list[str]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
 from actmat.errors import first_of
-from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, is_usage, same, unequal_entries
+from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, is_usage, label_names, same, unequal_entries
 from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
@@ -25,21 +25,14 @@ CLASSES = ("_class_name", "model_type")
 """Entries that name the class of a model, of diffusers and of transformers."""
 SHOWN = 8
 """Most entries that one sentence names."""
-NOTED = {
-    "length": "lengths and sizes for which the inputs are meant differ",
-    "token": "ids of special tokens differ",
-    "code": "files with the model's code differ, so that the same weights may mean another function",
-    "sampling": "entries that choose how images are sampled differ",
-    "usage": "entries that choose how outputs are used differ",
-    "unknown": "entries whose effect is not known differ",
-}
-"""Kind of differences that are notes -> words for them. The others, `function` and `unread`, must be decided."""
-_LENGTHS = re.compile(
-    r"max_position_embeddings$|^(max_seq(uence)?_len(gth)?|seq_length|n_positions|n_ctx|model_max_length|max_model_len"
+NOTED = "entries that change no weight's meaning, or whose effect is not known, differ, and are written"
+_NOTED = re.compile(
+    r"token_(id|ids|index)$|max_position_embeddings$"
+    r"|^(max_seq(uence)?_len(gth)?|seq_length|n_positions|n_ctx|model_max_length|max_model_len"
     r"|context_length|image_size|sample_size|eval_size)$"
 )
-"""Lengths up to which a model is meant to be used: they change no output for inputs that all accept."""
-_TOKENS = re.compile(r"token_(id|ids|index)$")
+"""Ids of special tokens; and lengths up to which a model is meant to be used, which change no output for inputs that
+all accept."""
 _TRAINED = re.compile(
     r"^(prediction_type|rescale_betas_zero_snr|beta_(schedule|start|end)|trained_betas|num_train_timesteps|shift"
     r"|use_dynamic_shifting)$"
@@ -50,6 +43,7 @@ _HEAD = re.compile(
     "|PreTrained|Model|For(?=[A-Z])).*"
 )
 """End of a class's name: its head, or the part of a model that it is."""
+_LABELS = ("id2label", "label2id")
 
 
 @dataclass(frozen=True)
@@ -80,14 +74,14 @@ class ConfigDifference:
         label: of the expert.
         base: its value there.
         expert: its value in the expert's config.
-        kind: a key of `NOTED`; `function` if it changes what the model computes, `unread` if it may.
+        kind: `function` if it changes what the model computes, `unread` if it may, else `noted`.
     """
 
     at: Place
     label: str
     base: Any
     expert: Any
-    kind: str
+    kind: Literal["function", "unread", "noted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +104,7 @@ def agree_configs(
     experts: Sequence[tuple[str, Mapping[str, Any] | None]],
     take: str | None = None,
     fix: str = "",
+    head: str = "",
 ) -> InputAgreement:
     """Compare the config of the base with those of the experts.
 
@@ -118,6 +113,7 @@ def agree_configs(
         experts: label and config; None without one, as adapters are.
         take: whose entries are written where they differ: 'base' or a label.
         fix: how a user resolves what differs, where the config of the base is a file's header, which lacks entries.
+        head: pattern of the merged head whose rows are labels; empty without one.
 
     >>> llama = {"model_type": "llama"}
     >>> agree_configs(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
@@ -126,59 +122,55 @@ def agree_configs(
     if base is None:
         return InputAgreement()
     configs = {label: config for label, config in experts if config is not None}
-    written, notes = _with_class(base, configs)
-    differences, readings = compare_configs(written, configs)
+    differences, readings = compare_configs(base, configs)
     if fix:
         differences = [
-            replace(d, kind="unknown") if d.kind == "unread" and ABSENT in (d.base, d.expert) else d
-            for d in differences
+            replace(d, kind="noted") if d.kind == "unread" and ABSENT in (d.base, d.expert) else d for d in differences
         ]
+    if head:
+        differences += _unlike_labels(base, configs)
+    notes, problems, written = [], [], dict(base)
     owner = f"as in {words_of(take or 'base')}"
-    decided = [d for d in differences if d.kind not in NOTED]
-    problems = _problems(decided, readings, fix or CHOOSE) if take is None else []
-    if decided and take is not None:
-        notes.append(f"config.json: {listed(decided)}; written {owner} (config_from)")
-    agreed = _agreed_entries(written, configs, differences) if take is None else {}
-    for kind, reason in NOTED.items():
-        of_kind = [d for d in differences if d.kind == kind]
-        if theirs := [d for d in of_kind if d.at in agreed]:
-            notes.append(f"config.json: {reason}, and are written as the experts agree: {listed(theirs)}")
-        if others := [d for d in of_kind if d.at not in agreed]:
-            notes.append(f"config.json: {reason}, and are written {owner}: {listed(others)}")
+    if take is None:
+        problems = _problems(differences, readings, fix or CHOOSE, head)
+        noted = [d for d in differences if d.kind == "noted"]
+        agreed = {} if fix else _agreed_entries(configs, noted)  # a header is written as it is
+        for whose, of_owner in (
+            ("as the experts agree", [d for d in noted if d.at in agreed]),
+            (owner, [d for d in noted if d.at not in agreed]),
+        ):
+            notes += [f"config.json: {NOTED} {whose}: {listed(of_owner)}"] if of_owner else []
+        for at, value in agreed.items():
+            written = _with_value(written, at, value)
+    elif differences:
+        notes.append(f"config.json: entries differ: {listed(differences)}; written {owner} (config_from)")
     if releases := dict.fromkeys(r.release for r in readings if r.release):
         notes.append(f"config.json: entries that differ were compared as {' and '.join(releases)} reads them")
     if take in configs:
         written = _patched(written, _pairs(take, written, configs[take]), differences)
     elif take not in (None, "base"):
         problems.append(f"config_from names '{take}', which has no config.json")
-    for at, value in agreed.items():
-        written = _with_value(written, at, value)
     return InputAgreement(tuple(problems), tuple(notes), configs={} if written == base else _by_path(base, written))
 
 
-def _agreed_entries(
-    base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]], differences: Sequence[ConfigDifference]
-) -> dict[Place, Any]:
-    """Entries to note that all experts have alike, by their places in the base's config."""
-    values: dict[Place, list[Any]] = {}
-    other_classes = {d.at[:-1] for d in differences if d.at[-1] in CLASSES}
-    for difference in (d for d in differences if d.kind in NOTED and d.kind != "code"):
-        if difference.at[:-1] in other_classes:
-            continue  # an entry of another class
-        values.setdefault(difference.at, []).append(difference.expert)
-    alike = {at: of[0] for at, of in values.items() if len(of) == len(experts) and all(same(v, of[0]) for v in of)}
-    return {at: v for at, v in alike.items() if v not in (ABSENT, None) and _holds(experts.values(), at, v)}
+def _agreed_entries(experts: Mapping[str, Mapping[str, Any]], noted: Sequence[ConfigDifference]) -> dict[Place, Any]:
+    """Entries to note that the files of all experts have alike, by their places; those of another class are not."""
+    other_classes = {d.at[:-1] for d in noted if d.at[-1] in CLASSES and d.base is not ABSENT}
+    agreed = {}
+    for at in dict.fromkeys(d.at for d in noted if d.at[:-1] not in other_classes and d.at[-1] != "auto_map"):
+        first, *others = (_entry(config, at) for config in experts.values())
+        if first is not None and all(same(first, v) for v in others):
+            agreed[at] = first
+    if _LABELS[:1] in agreed:
+        agreed[_LABELS[1:]] = _entry(next(iter(experts.values())), _LABELS[1:])
+    return agreed
 
 
-def _holds(experts: Iterable[Mapping[str, Any]], at: Place, value: Any) -> bool:
-    """True if the files of all experts have the entry there, as their classes read it."""
-    for config in experts:
-        entry: Any = config
-        for key in at:
-            entry = entry.get(key, ABSENT) if isinstance(entry, Mapping) else ABSENT
-        if not same(entry, value):
-            return False
-    return True
+def _entry(config: Any, at: Place) -> Any:
+    """The entry at a place; None without one."""
+    for key in at:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
 
 
 def _with_value(config: Mapping[str, Any], at: Place, value: Any) -> dict[str, Any]:
@@ -186,6 +178,15 @@ def _with_value(config: Mapping[str, Any], at: Place, value: Any) -> dict[str, A
     inner = config.get(at[0])
     rest = _with_value(inner if isinstance(inner, Mapping) else {}, at[1:], value) if at[1:] else value
     return {**config, at[0]: rest}
+
+
+def _unlike_labels(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]) -> Iterator[ConfigDifference]:
+    """Labels in another order than the base's, or the experts' where it has none."""
+    ours = label_names(base)
+    named = {label: names for label, config in experts.items() if (names := label_names(config)) not in (None, ours)}
+    kind: Literal["function", "noted"] = "noted" if ours is None and len(set(named.values())) == 1 else "function"
+    for label, names in named.items():
+        yield ConfigDifference(_LABELS[:1], label, ours or ABSENT, names, kind)
 
 
 def words_of(label: str) -> str:
@@ -198,8 +199,7 @@ def compare_configs(
 ) -> tuple[list[ConfigDifference], Sequence[ConfigReading]]:
     """Differences of the base's config and those of experts by label; and the readings that it took to find them."""
     pairs = [pair for label, config in experts.items() for pair in _pairs(label, base, config)]
-    compared = [p for p in pairs if p.base and p.expert]
-    unequal = [p for p in compared if _lone_tokens(p) or any(unequal_entries(p.base, p.expert))]
+    unequal = [p for p in pairs if p.base and p.expert and _is_unsure(p)]
     readings = read_configs([config for p in unequal for config in (p.base, p.expert)])
     differences = [difference for pair in pairs for difference in _unlike_marks(pair)]
     for pair, *both in zip(unequal, readings[::2], readings[1::2], strict=True):
@@ -207,15 +207,18 @@ def compare_configs(
     return differences, readings
 
 
-def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigReading], fix: str) -> list[str]:
-    changing, unread = ([d for d in decided if d.kind == kind] for kind in ("function", "unread"))
+def _problems(
+    differences: Sequence[ConfigDifference], readings: Sequence[ConfigReading], fix: str, head: str
+) -> list[str]:
+    changing, unread = ([d for d in differences if d.kind == kind] for kind in ("function", "unread"))
     obstacles = "; ".join(dict.fromkeys(r.obstacle for r in readings if r.obstacle))
     problems = []
     if changing:
+        keep = f". Labels: give experts with one order of them, or keep the base's head (--keep '{head}')"
         problems.append(
             f"config.json: entries that change what the model computes differ: {listed(changing)}. The output has one "
             "config for all weights. Likely cause: training changed the config, or this is not the expert's base. "
-            f"Fix: {fix}"
+            f"Fix: {fix}{keep * any(d.at == _LABELS[:1] for d in changing)}"
         )
     if unread:
         problems.append(
@@ -224,19 +227,6 @@ def _problems(decided: Sequence[ConfigDifference], readings: Sequence[ConfigRead
             f"{fix}"
         )
     return problems
-
-
-def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The base's config with the entries that loaders need, where it lacks them and the experts agree; and notes."""
-    if not base or "_class_name" in base or base.get("model_type"):
-        return dict(base), []
-    added: dict[str, Any] = {}
-    for key in (k for k in ("model_type", "architectures") if not base.get(k)):
-        first, *others = [c[key] for c in experts.values() if c.get(key)] or [None]
-        added |= {key: first} if first is not None and all(v == first for v in others) else {}
-    words = " and no ".join(f"{k} {v!r}".replace("'", "") for k, v in added.items())
-    note = f"no {words}: written as in the experts" if added else "no model_type, without which no Auto class loads it"
-    return {**base, **added}, [f"config.json of the base has {note}"]
 
 
 def _pairs(label: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> list[_ConfigPair]:
@@ -269,7 +259,7 @@ def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Ma
 
 
 def _marks(config: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Place and value of what a file says of itself: classes, families of architectures, code, ids of tokens."""
+    """Place and value of what a file says of itself: classes, families of architectures, code, ways to use outputs."""
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str):
         yield (*at, "architectures"), _HEAD.sub("", named[0]) + "*"
@@ -278,30 +268,29 @@ def _marks(config: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, A
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _marks(value, (*at, str(key)))
-        elif value is not None and (key in CLASSES or _TOKENS.search(key)):
+        elif value is not None and (key in CLASSES or is_usage(key, config.get("model_type"))):
             yield (*at, str(key)), value
 
 
-def _tokens(config: Mapping[str, Any]) -> dict[Place, Any]:
-    """Ids of tokens by their places."""
-    return {at: value for at, value in _marks(config) if _TOKENS.search(at[-1])}
-
-
-def _lone_tokens(pair: _ConfigPair) -> list[Place]:
-    """Places of ids of tokens that one of two configs of a class states."""
-    return sorted(_tokens(pair.base).keys() ^ _tokens(pair.expert)) if pair.classes[0] == pair.classes[1] else []
+def _is_unsure(pair: _ConfigPair) -> bool:
+    """True if only a class can tell whether two configs mean the same; it gives no meaning to ids that both state."""
+    return any(ABSENT in (a, b) or not _NOTED.search(at[-1]) for at, a, b in unequal_entries(pair.base, pair.expert))
 
 
 def _unlike_marks(pair: _ConfigPair) -> Iterator[ConfigDifference]:
     """Differences that no class needs to be asked about."""
     if not (pair.base and pair.expert):
         base, expert = ("given" if config else ABSENT for config in (pair.base, pair.expert))
-        yield from [ConfigDifference(pair.at or ("all",), pair.label, base, expert, "unknown")] * (base != expert)
+        yield from [ConfigDifference(pair.at or ("all",), pair.label, base, expert, "noted")] * (base != expert)
         return
-    ours, theirs = dict(_marks(pair.base)), dict(_marks(pair.expert))
-    for at in (at for at in ours if at in theirs and not same(ours[at], theirs[at])):
-        kinds = {"architectures": "function", "auto_map": "code", **dict.fromkeys(CLASSES, "unknown")}
-        yield ConfigDifference((*pair.at, *at), pair.label, ours[at], theirs[at], kinds.get(at[-1], "token"))
+    ours = dict(_marks(pair.base))
+    for at, theirs in _marks(pair.expert):
+        if not same(base := ours.get(at, ABSENT), theirs):
+            is_other = at[-1] == "architectures" and base != ABSENT
+            yield ConfigDifference((*pair.at, *at), pair.label, base, theirs, "function" if is_other else "noted")
+    if not _is_unsure(pair):
+        for at, a, b in unequal_entries(pair.base, pair.expert):
+            yield ConfigDifference((*pair.at, *at), pair.label, a, b, "noted")
 
 
 def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReading) -> Iterator[ConfigDifference]:
@@ -309,32 +298,27 @@ def _unlike_entries(pair: _ConfigPair, base: ConfigReading, expert: ConfigReadin
     is_read, is_one_class = bool(base.release and expert.release), pair.classes[0] == pair.classes[1]
     has_no_class = not (is_read or base.obstacle or expert.obstacle)
     undeclared = base.undeclared | expert.undeclared
-    written = {at: values for at, *values in unequal_entries(pair.base, pair.expert)}
-    for at, (a, b) in written.items():
-        if is_usage(at[-1], pair.base.get("model_type")) and b not in (ABSENT, None):
-            yield ConfigDifference((*pair.at, *at), pair.label, a, b, "usage")
+    written = {at for at, *_ in unequal_entries(pair.base, pair.expert)}
     forms = [_with_sizes(r.values) for r in (base, expert)] if is_read else [pair.base, pair.expert]
-    ours, theirs = map(_tokens, forms)
-    pairs = [(at, ours.get(at, ABSENT), theirs.get(at, ABSENT)) for at in _lone_tokens(pair)]
-    yield from (ConfigDifference((*pair.at, *at), pair.label, a, b, "token") for at, a, b in pairs if not same(a, b))
     for at, a, b in unequal_entries(*forms):
         is_in_one, is_empty = ABSENT in (a, b), all(v in (ABSENT, None, False) for v in (a, b))
         if is_in_one and not is_one_class and (is_empty or at not in written):
             continue  # nothing, or a default of one class
-        kind = "function" if is_read else "unread"
         if is_usage(at[-1], pair.base.get("model_type")):
             continue  # classes drop some of these, and generation reads the file
         if str(pair.classes[0]).endswith("Scheduler"):
-            kind = kind if _TRAINED.search(at[-1]) else "sampling"
-        elif ROPE not in at and _LENGTHS.search(at[-1]):
-            kind = "length"
-        elif not undeclared.isdisjoint(at[:n] for n in range(1, len(at) + 1)):
-            kind = "unknown"
-        elif at[-1].endswith("_config") and (is_in_one or None in (a, b)):
-            kind = "unknown"  # a part of one model only
-        elif is_in_one and ROPE not in at and (has_no_class or not is_one_class):
-            kind = "unknown"  # of one class, or what code that is not read may do by itself
-        yield ConfigDifference((*pair.at, *at), pair.label, a, b, kind)
+            is_noted = not _TRAINED.search(at[-1])
+        else:
+            is_noted = (
+                bool(ROPE not in at and _NOTED.search(at[-1]))
+                or not undeclared.isdisjoint(at[:n] for n in range(1, len(at) + 1))
+                or (at[-1].endswith("_config") and (is_in_one or None in (a, b)))  # a part of one model only
+                # of one class, or what code that is not read may do by itself
+                or (is_in_one and ROPE not in at and (has_no_class or not is_one_class))
+            )
+        yield ConfigDifference(
+            (*pair.at, *at), pair.label, a, b, "noted" if is_noted else "function" if is_read else "unread"
+        )
 
 
 def _with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,7 +362,8 @@ def _patched(
             part = out
             for key in pair.at:
                 part = part[key]
-            entries = _with_entries(pair.base, pair.expert, {key for at in places for key in at})
+            keys = {key for at in places for key in (_LABELS if at == _LABELS[:1] else at)}
+            entries = _with_entries(pair.base, pair.expert, keys)
             for key in pair.base:
                 part.pop(key, None)
             part.update(entries)
@@ -398,11 +383,11 @@ def _with_entries(base: Mapping[str, Any], expert: Mapping[str, Any], also: set[
     return out
 
 
-def _by_path(base: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _by_path(base: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Configs that changed, by their paths in an output; those of a pipeline are in folders."""
     before = base.get(COMPONENTS)
     if not isinstance(before, Mapping):
-        return {"config.json": found}
-    changed = {f"{name}/config.json": c for name, c in found[COMPONENTS].items() if c != before.get(name)}
-    others = {k: c for k, c in found.items() if k != COMPONENTS and isinstance(c, Mapping) and c != base.get(k)}
+        return {"config.json": written}
+    changed = {f"{name}/config.json": c for name, c in written[COMPONENTS].items() if c != before.get(name)}
+    others = {k: c for k, c in written.items() if k != COMPONENTS and isinstance(c, Mapping) and c != base.get(k)}
     return changed | {f"{name}/{SCHEDULER_CONFIG}": c for name, c in others.items()}

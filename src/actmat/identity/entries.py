@@ -21,7 +21,7 @@ HARMLESS = re.compile(
     r"|attn_implementation|compression_config|unsloth_\w+|tf_legacy_loss|pruned_heads|torchscript|use_bfloat16"
     r"|sep_token|mask_token|vocab_list|langs"
     r"|scale_attn_weights_init|rescale_prenorm_residual|fp32|freeze\w*|stop_gradient\w*|has_lora_adapter)$"
-    r"|token_(id|ids|index|indices)$|_token_\w*id$|(bos|eos|pad|unk|mask|sep|cls)_index$"
+    r"|token_indices$|_token_(?!id)\w*id$|(bos|eos|pad|unk|mask|sep|cls)_index$"
     r"|init(ializer)?_(?!target|option|trk)|initializer|_init$|(?<!^token_)dropout|_pdrop|layer_?drop|drop_path|drop_rate|drop_connect"
     r"|(^|_)loss(_|$)|coef(ficient)?(_|$)|_cost$|^matcher_|label_noise|box_noise|label_smoothing|jitter|^mask_(time|feature)_"
     r"|spec_augment|^ctc_|focal_(alpha|gamma)|num_denoising|weight_loss_|(?<!residual)_weight$|_momentum$|num_negatives|training"
@@ -74,7 +74,7 @@ def is_harmless(key: str, model_type: Any = None) -> bool:
     """True for an entry that changes no output of a trained model, or that other parts compare.
 
     >>> [is_harmless(k) for k in ("attention_dropout", "eos_token_id", "rms_norm_eps", "rope_theta", "layer_norm_eps")]
-    [True, True, False, False, False]
+    [True, False, False, False, False]
     """
     return HARMLESS.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
 
@@ -130,3 +130,20 @@ def same(a: Any, b: Any) -> bool:
         ours, theirs = ({str(k): v for k, v in x.items()} for x in (a, b))
         return ours.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in ours.items())
     return bool(a == b) or any({str(a), str(b)} <= names for names in _SYNONYMS)
+
+
+def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """Names of a classifier's labels, in the order of its rows; None without any, or for generic names.
+
+    >>> label_names({"id2label": {"1": "pos", "0": "neg"}}), label_names({"id2label": {"0": "LABEL_0"}})
+    (('neg', 'pos'), None)
+    >>> label_names({"label2id": {"pos": 1, "neg": 0}})
+    ('neg', 'pos')
+    """
+    names, rows = ((config or {}).get(key) for key in ("id2label", "label2id"))
+    if names is None and isinstance(rows, Mapping):
+        names = {str(row): name for name, row in rows.items()}
+    if not isinstance(names, Mapping) or not all(str(k).isdecimal() and len(str(k)) < 9 for k in names):
+        return None
+    in_order = tuple(str(names[k]) for k in sorted(names, key=lambda k: int(str(k))))
+    return None if not in_order or in_order == tuple(f"LABEL_{i}" for i in range(len(in_order))) else in_order

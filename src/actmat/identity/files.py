@@ -14,8 +14,7 @@ from actmat.errors import first_of
 from actmat.identity.configs import InputAgreement, words_of
 from actmat.identity.entries import same
 from actmat.identity.inventory import DAMAGED, TEMPLATES, Inventory, matches
-from actmat.identity.tokens import tokenizer_file
-from actmat.identity.usable import TOKENIZERS
+from actmat.identity.tokens import TOKENIZERS, tokenizer_file
 
 _OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "*chat_template*")
 SHOWN = 6
@@ -38,44 +37,49 @@ def agree_files(
     can_choose = is_model and "base" in files
     whole = {top for of_input in files.values() for top in of_input.side.modules}
     paths = sorted({path for of_input in files.values() for path in of_input.contents})
-    of_tokenizer = tuple(p for p in paths if p == TEMPLATES or matches(p, _OF_TOKENIZER))
+    of_tokenizer = [p for p in paths if p == TEMPLATES or matches(p, _OF_TOKENIZER)]
     taken: dict[str, str] = {}
     notes: list[str] = []
-    for group in (of_tokenizer, *((p,) for p in paths if p not in of_tokenizer)):
-        if not group:
-            continue
-        of_base = group != of_tokenizer and is_of_architecture(group[0], whole)
-        written = coded if group[0].endswith(".py") else "base" if of_base else owner or "base"
-        rows = [row for path in group for row in _unlike(files, path, group, written)]
-        fixed = group[0].endswith(".py") or group[0] == MODULES or (is_new and group == of_tokenizer)
+    for group in filter(None, (of_tokenizer, *([p] for p in paths if p not in of_tokenizer))):
+        is_whole, is_code = group == of_tokenizer, group[0].endswith(".py")
+        of_base = not is_whole and is_of_architecture(group[0], whole)
+        written = coded if is_code else "base" if of_base else owner or "base"
+        ours = files[written].contents if written in files else {}
+        rows = [(*row, label) for label, f in files.items() if label != written for row in _unlike(ours, f, group)]
+        fixed = owner is not None or is_code or group[0] == MODULES or (is_new and is_whole)
         fixed = fixed or any(DAMAGED in f.contents.get(path, ()) for f in files.values() for path in group)
-        source = None if fixed or owner is not None or not rows else _agreed(files, group)
+        source = None if fixed or all(key == "not" for _, key, _ in rows) else _agreed(files, group)
         if source is not None:
-            taken |= dict.fromkeys(_paths(files, source, group, is_whole=group == of_tokenizer), source)
+            taken |= dict.fromkeys(_paths(files, source, group, is_whole=is_whole), source)
             shown = first_of(list(dict.fromkeys(f"{p}: {key}" if key else p for p, key, _ in rows)), SHOWN)
             fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
-        else:
-            differing = _notes(files, group, rows, written, "" if of_base or "base" not in files else FIX)
-            notes += differing if can_choose else [note.removesuffix(FIX) for note in differing]
+            continue
+        for path in group:
+            labels: dict[str, list[str]] = {}
+            for _, key, label in (row for row in rows if row[0] == path and row[1] != "tokens"):  # see `tokens`
+                labels.setdefault(key or "only", []).append(words_of(label))
+            entries = [f"{key} in {first_of(of_key)}" for key, of_key in labels.items()]
+            whose = f"that of {words_of(written)} is written" if path in ours else "none is written"
+            fix = FIX if can_choose and not of_base else ""
+            notes += [f"{path} differs ({first_of(entries)}): {whose}{fix}"] if entries else []
     return InputAgreement(notes=tuple(notes), files=taken)
 
 
-def _unlike(
-    files: Mapping[str, Inventory], path: str, group: Sequence[str], written: str
-) -> Iterator[tuple[str, str, str]]:
-    """Path, entry and input of what is not as in the input whose files are written; no entry: that has no such file."""
-    owned = files[written].contents if written in files else {}
-    has_others = len(group) > 1 and path != TEMPLATES and any(p in owned for p in group)
-    for label, of_input in files.items():
-        theirs, ours = of_input.contents.get(path), owned.get(path)
-        if label == written or theirs is None or (ours is None and has_others):
-            continue
-        if ours is None:
-            yield path, "", label
-            continue
-        for key in unequal_keys(ours, theirs):
-            yield path, key, label
+def _unlike(ours: Mapping[str, Mapping[str, Any]], other: Inventory, group: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Path and entry of what is not as in other contents; no entry: only the input has it; 'not': it has none.
+
+    Programs write the files of one tokenizer in several forms: only those that both have are compared.
+    """
+    theirs = other.contents
+    has_form = any(p in ours and matches(p, _OF_TOKENIZER) for p in group)
+    for path in group:
+        if path in ours and path in theirs:
+            yield from ((path, key) for key in unequal_keys(ours[path], theirs[path]))
+        elif path in theirs and (path == TEMPLATES or not has_form):
+            yield path, ""
+        elif path in ours and not (other.is_adapter or matches(path, _OF_TOKENIZER)):
+            yield path, "not"
 
 
 def unequal_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -94,19 +98,13 @@ def _is_nothing(value: Any) -> bool:
 
 def _agreed(files: Mapping[str, Inventory], group: Sequence[str]) -> str | None:
     """The first of the experts that have these files, if all full models do and none differs."""
-    experts = {label: of_input for label, of_input in files.items() if label != "base"}
-    holders = [label for label, of_input in experts.items() if any(p in of_input.contents for p in group)]
-    if not holders or any(label not in holders for label, of_input in experts.items() if not of_input.is_adapter):
+    experts = {label: f for label, f in files.items() if label != "base"}
+    holders = [label for label, f in experts.items() if any(p in f.contents for p in group)]
+    if not holders or any(label not in holders and not f.is_adapter for label, f in experts.items()):
         return None
-    for path in group:
-        first, *others = (experts[label].contents.get(path) for label in holders)
-        is_needed = len(group) == 1 or path == TEMPLATES
-        for other in others:
-            if (first is None or other is None) and (first is not None or other is not None) and is_needed:
-                return None
-            if first is not None and other is not None and unequal_keys(first, other):
-                return None
-    return holders[0]
+    first, *others = (experts[label] for label in holders)
+    alike = not any([*_unlike(a.contents, b, group)] for o in others for a, b in ((first, o), (o, first)))
+    return holders[0] if alike else None
 
 
 def _paths(files: Mapping[str, Inventory], source: str, group: Sequence[str], *, is_whole: bool) -> Iterator[str]:
@@ -121,27 +119,3 @@ def _paths(files: Mapping[str, Inventory], source: str, group: Sequence[str], *,
     )
     if "base" in files and (replaced is _OF_TOKENIZER or TEMPLATES in giver.contents):
         yield from (p for p in files["base"].side.kept if matches(p, replaced))
-
-
-def _notes(
-    files: Mapping[str, Inventory], group: Sequence[str], rows: Sequence[tuple[str, str, str]], written: str, fix: str
-) -> Iterator[str]:
-    """Notes on files that differ from those that are written."""
-    whose = f"that of {words_of(written)} is written" if written in files else "none is written"
-    for path in group:
-        keys = {key: label for p, key, label in rows if p == path and key and key != "tokens"}
-        only = [words_of(label) for p, key, label in rows if p == path and not key]
-        labels = [f"'{n}'" for n in dict.fromkeys(label for p, _, label in rows if p == path)]
-        lacking = [f"'{n}'" for n, f in files.items() if path not in f.contents and n != written and not f.is_adapter]
-        is_owned = written in files and path in files[written].contents and not matches(path, _OF_TOKENIZER)
-        if path == TEMPLATES and labels:
-            none = f"{words_of(written)} has none, and none is written" if only and written in files else whose
-            yield f"chat templates differ ({', '.join(labels)}): {none}{fix}"
-        elif keys:
-            shown = [f"{key} ('{label}')" for key, label in keys.items()]
-            yield f"{path} differs in {first_of(shown)}: {whose}{fix}"
-        elif only:
-            where = f"is only in {first_of(only)}" if "base" in files else f"is not alike in {first_of(only)}"
-            yield f"{path} {where}: none is written{fix}"
-        elif lacking and fix and is_owned:
-            yield f"{path} is not in {first_of(lacking)}: {whose}"

@@ -24,8 +24,8 @@ from actmat.identity.tokens import TOKENIZER, TokenInput, TokenReader, tokenizer
 from actmat.layout.ties import is_output_head, is_token_table
 
 DAMAGED = "a file that cannot be read"
-TEMPLATES = "chat templates"
-"""Stands for the files and entries that hold them."""
+TEMPLATES = "the chat template"
+"""Stands for the files and entries that hold all of them."""
 OF_WORDS = ("vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes")
 """Files that say again what `tokenizer.json` says."""
 _UNREAD = re.compile(r"(?i)(^|/)(readme|licen[sc]e|notice|citation|use_policy|requirements)[^/]*$|\.(md|rst|html)$")

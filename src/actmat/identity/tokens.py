@@ -22,9 +22,13 @@ from actmat.checkpoints.sentencepiece import pieces
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 from actmat.identity.configs import words_of
-from actmat.identity.usable import TOKENIZERS
 
 TOKENIZER = "tokenizer.json"
+TOKENIZERS = (
+    *(TOKENIZER, "tokenizer.model*", "tokenizer_config.json", "vocab.*", "*.tiktoken", "tekken.json", "*.spm"),
+    *("spiece.model", "sentencepiece*.model", "spm.model", "bpe.codes"),
+)
+"""Files that a tokenizer may have."""
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
 RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
 """Entries of `tokenizer.json` by which a text becomes tokens."""

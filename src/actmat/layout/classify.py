@@ -97,14 +97,24 @@ def is_variance(name: str) -> bool:
     return owner_of(name)[0] == "running_var"
 
 
+def is_computed(name: str) -> bool:
+    """True for a buffer that a model computes or counts.
+
+    >>> is_computed("embeddings.position_ids"), is_computed("router.tid2eid")
+    (True, False)
+    """
+    owner, leaf, _ = owner_of(name)
+    return not leaf and _COMPUTED.fullmatch(owner) is not None
+
+
 def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) -> TensorLayout:
     """Layout of one tensor, given the stored shape of its partner layer (`fused.PARTNERS`), if there is one."""
     owner, leaf, indexed = owner_of(spec.name)
     shape = spec.shape
-    if not spec.is_floating:
-        return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
-    if not leaf and _COMPUTED.fullmatch(owner):
+    if is_computed(spec.name):
         return TensorLayout(Role.BUFFER, f"indices or a computed buffer, by the name {owner}")
+    if not spec.is_floating:
+        return TensorLayout(Role.BUFFER, f"{spec.dtype} entries ({leaf or owner}): copied from the base")
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
     table = _is_table(owner, tower) and (not indexed or _INDEXED_TABLE.fullmatch(owner) is not None)
@@ -188,9 +198,3 @@ def _scale_or_unknown(what: str, owner: str, leaf: str) -> TensorLayout:
         return TensorLayout(Role.VECTOR, f"{what.split()[0]} scale or decay, by the name {owner}")
     why = f"{what} named {owner}, of unknown use: entry by entry unless the recipe sets its role"
     return TensorLayout(Role.VECTOR, why)
-
-
-def _buffer_reason(spec: TensorSpec, leaf: str) -> str:
-    if len(spec.shape) >= 2 and re.search(r"weight|proj|blocks|scales|qzeros", spec.name):
-        return f"{spec.dtype} entries (packed quantized weights?): copied from the base, not merged"
-    return f"{spec.dtype} entries ({leaf}): copied from the base"

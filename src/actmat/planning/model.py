@@ -89,7 +89,7 @@ class MergePlan(Plain):
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
         versions: of the software that determines the output's bytes.
-        statistics: per expert, a description of its statistics; `statistics_identity`: state of their files.
+        statistics: per expert, a description of its statistics, with the hash of their content.
     """
 
     recipe: Recipe
@@ -113,7 +113,6 @@ class MergePlan(Plain):
     device_memory: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[Mapping[str, Any], ...] = ()
-    statistics_identity: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {a}" for a, n in count_actions(self.items).items() if n)
@@ -207,19 +206,16 @@ class MergePlan(Plain):
         """Estimated peak of a device's memory: its largest item; bytes on their way to it come on top."""
         return max((i.cost.device_bytes for i in self.items), default=0)
 
-    def fingerprint(self, *, times: bool = True) -> str:
-        """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device.
-
-        Without `times`, those of the inputs' files are left out: contents may then differ.
-        """
+    def fingerprint(self) -> str:
+        """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device."""
         files = [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs]
         state = {
             "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
-            "inputs": files if times else [[[f.path, f.size, f.etag] for f in i.files] for i in self.inputs],
+            "inputs": files,
             "output": [self.output, self.adapter_config, dict(self.metadata)],
             "device": self.device.partition(":")[0],
             "versions": dict(self.versions),
-            "statistics": self.statistics_identity if times else [dict(s) for s in self.statistics],
+            "statistics": [dict(s) for s in self.statistics],
         }
         content = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
         content.update(_ITEMS.dump_json(self.items))

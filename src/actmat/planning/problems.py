@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_problems
-from actmat.errors import AlignmentError, MergeError
+from actmat.errors import AlignmentError, MergeError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
+from actmat.layout.classify import is_computed
 from actmat.methods import get_method
 from actmat.planning.choose import Chooser
 from actmat.planning.item import MethodCall, Target
@@ -35,6 +38,25 @@ def input_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> li
         if not checkpoint.specs:
             problems.append(f"{label} ({checkpoint.location}) holds no tensors")
     return problems
+
+
+def integer_problems(
+    base: Model, experts: Sequence[Deltas], labels: Sequence[str], targets: Sequence[Target]
+) -> Iterator[str]:
+    """Integers that differ in an expert: they are copied from the base, and what was changed there would be lost."""
+    for spec, sources in ((t.spec, t.sources) for t in targets if not t.spec.is_floating):
+        if is_computed(spec.name):
+            continue
+        ours, who = base.tensors.read(spec.name), []
+        for label, expert, source in zip(labels, experts, sources, strict=True):
+            if source is not None and source.kind == "stored" and not torch.equal(ours, expert.read(source.name)):
+                who.append(f"'{label}'")
+        if who:
+            yield (
+                f"tensor '{spec.name}' holds {spec.dtype} numbers, which cannot be merged, and those of expert "
+                f"{first_of(who)} are not the base's. Fix: give experts that agree with the base, or copy the base's "
+                f"(--keep '{spec.name}')"
+            )
 
 
 def base_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas], chooser: Chooser) -> Iterator[str]:

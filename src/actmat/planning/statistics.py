@@ -88,11 +88,6 @@ class ExpertStatistics:
             if file is not None
         ]
 
-    def identity(self) -> list[Any]:
-        """For fingerprints: the state of every file."""
-        of_files = [f.identity() if f is not None else () for f in self.files]
-        return [[[i.path, i.size, i.modified_ns, i.change_ns] for i in files] for files in of_files]
-
 
 @contextlib.contextmanager
 def opened_statistics(recipe: Recipe) -> Iterator[ExpertStatistics]:

@@ -17,13 +17,13 @@ from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_n
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.diagnostics.model import write_whole
+from actmat.diagnostics.totals import Totals
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
 from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
-from actmat.report.totals import relative_error
 
 
 def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
@@ -52,6 +52,7 @@ def build_manifest(
     out: Path | None,
     fingerprint: str,
     seconds: float,
+    totals: Totals,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The manifest as plain data, except for its longest lists, which are `StreamedRows` made from the records.
@@ -64,8 +65,8 @@ def build_manifest(
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
             None for an output in a bucket.
-        fingerprint: of the plan, without the times of its inputs' files, by which the same call knows the output.
-        seconds: wall time of the run that finished it.
+        fingerprint, seconds: of the plan, by which the same call knows the output; wall time of the run.
+        totals: of the records.
         files: copied from the inputs.
     """
     is_adapter = plan.output == "adapter"
@@ -73,8 +74,7 @@ def build_manifest(
     of_experts: Sequence[str | None]
     if is_adapter:
         tensors = _written_tensors(plan, records)
-        cut = ((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
-        made: dict[str, Any] = {"relative_error": relative_error(cut)}
+        made: dict[str, Any] = {"relative_error": totals.relative_error}
         content, of_base, of_experts = hash_names((t["name"], t["hash"]) for t in tensors), None, [None] * len(experts)
     else:
         tensors = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
@@ -85,7 +85,6 @@ def build_manifest(
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
         "recipe": plan.recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
-        "plan": fingerprint,
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
@@ -97,6 +96,7 @@ def build_manifest(
         **({"kept": dict(plan.kept), "modules": modules} if is_adapter else {}),
         "tensors": tensors,
         "timing": {
+            "plan": fingerprint,
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),
             ("module_seconds" if is_adapter else "tensor_seconds"): {

@@ -127,6 +127,7 @@ class _NoteRow(_StrictRow):
 
 
 class _Timing(_StrictRow):
+    plan: str
     reports: dict[_FileName, _FileRow] = {}
 
 
@@ -142,7 +143,7 @@ class _Manifest(_StrictRow):
     output: _Output
     notes: list[_NoteRow] = []
     verdict: str = ""
-    timing: _Timing = _Timing()
+    timing: _Timing
 
 
 class _Model(_Manifest):

@@ -115,7 +115,7 @@ def verify(
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(stored_of(merged).tensors, expected, "the output", progress)
         problems += _edits(manifest)
-        files = {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
+        files = {**manifest["output"]["side_files"], **manifest["timing"].get("reports", {})}
         of_files = _file_problems(output, manifest, files)
         problems += of_files.values()
         versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.diagnostics.model import Diagnosis
-from actmat.errors import Note, format_size
+from actmat.diagnostics.totals import Norms
+from actmat.errors import format_size
 from actmat.foreign import terminal
 from actmat.planning.model import Item, MergePlan, count_actions
-from actmat.report.totals import Norms, Totals
 
 SIZE_CODES = ("AM402", "AM403")
 """Checks that find a merge of the wrong size: a residual is then meaningless by itself."""
@@ -117,18 +116,6 @@ def size_words(norms: Norms | None) -> str:
     of_sum = ratios.get("the experts' sum")
     more = "" if of_sum is None else f", {of_sum:.3g} x the norm of their sum"
     return f"{ratios['a mean expert']:.3g} x the experts' mean norm{more}" if ratios else ""
-
-
-def size_finding(norms: Norms | None, plan: MergePlan) -> tuple[str, str] | None:
-    """Code and text of a problem with the size of a merge; None without one, or if its code is muted."""
-    warning = None if norms is None else size_warning(norms.merged, norms.experts, by_inputs=plan.by_inputs)
-    return None if warning is None or warning[0] in plan.recipe.mute else warning
-
-
-def warnings_of(totals: Totals, plan: MergePlan) -> list[Note]:
-    """Warnings on all problems that the totals of a merge show, without muted codes."""
-    findings = (*totals.findings, size_finding(totals.norms, plan), truncation_warning(totals.relative_error))
-    return [Note("warning", code, words) for code, words in filter(None, findings) if code not in plan.recipe.mute]
 
 
 def are_image_files(places: Iterable[str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,12 +86,5 @@ def finish(
     outputs: Sequence[Output], run: Run, progress: Progress, draw: DrawPage | None
 ) -> dict[Path | str, MergeReport]:
     """Write the reports and other files of merged outputs; `stage` renames the outputs afterwards."""
-    settings, began = run.places.settings, run.inputs.began
     progress.finishing()
-    made: dict[Path | str, MergeReport] = {}
-    for output in outputs:
-        diagnosis = output.write_report(time.perf_counter() - began, draw) if settings.diagnose else None
-        totals = output.finish(run.inputs, time.perf_counter() - began, sha256=settings.sha256)
-        seconds = time.perf_counter() - began
-        made[output.out] = MergeReport(output.out, output.plan, seconds, output.resumed, diagnosis, totals=totals)
-    return made
+    return {output.out: output.finish(run, draw) for output in outputs}

@@ -6,37 +6,36 @@ import contextlib
 import functools
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
-from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
-from actmat.diagnostics.identity import identity_findings
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
+from actmat.diagnostics.totals import totals_of
+from actmat.diagnostics.warnings import warnings_of
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Writer
 from actmat.engine.record import Record
-from actmat.errors import MergeError, Note, OutputError, format_size
+from actmat.errors import MergeError, OutputError, format_size
 from actmat.experts.deltas import Deltas
-from actmat.identity.inventory import files_of
+from actmat.identity.inventory import files_of, matches
 from actmat.identity.templates import chat_template
-from actmat.identity.usable import has_files, missing_notes
+from actmat.identity.tokens import TOKENIZERS
 from actmat.planning import MergePlan
 from actmat.planning.model import Item
 from actmat.planning.writes import settled_plan
 from actmat.report.card import model_card
 from actmat.report.manifest import build_manifest, write_manifest
-from actmat.report.totals import Totals, recorded_totals
-from actmat.report.words import warnings_of
-from actmat.run.resume import find_unchanged
+from actmat.run.resume import MergeReport
 from actmat.run.run import Run
 from actmat.settings import RunSettings
 from actmat.system import stored_bytes
@@ -123,18 +122,18 @@ class Output:
             assert isinstance(self.records, dict)
             self.records[record.name] = record
 
-    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> Totals:
-        """Close the shards and write all other files; returns the sums over all records.
+    def finish(self, run: Run, draw: DrawPage | None) -> MergeReport:
+        """Close the shards and write all other files.
 
         Args:
-            inputs: opened.
-            seconds: wall time so far.
-            sha256: hash the finished files as the hub does.
+            run: the inputs and settings.
+            draw: writes the page of a measured merge; None: no page.
 
         Raises:
             OutputError: writing failed.
         """
-        folder, fingerprint = self._staging, self.plan.fingerprint(times=False)
+        staging, settings, seconds = self._staging, run.places.settings, time.perf_counter() - run.inputs.began
+        diagnosis = self._write_report(seconds, draw) if settings.diagnose else None
         if isinstance(self.writer, SpoolWriter):
             changed = {n for n, r in self.records.items() if not r.unchanged and r.stats.get("norm") != 0.0}
             self.plan = settled_plan(self.plan, changed)
@@ -143,24 +142,26 @@ class Output:
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
-        with disk_errors(folder.path):
-            copied = self._write_files(inputs, folder.path)
+        with disk_errors(staging.path):
+            copied = self._write_files(run.inputs, staging.path)
+            totals = totals_of(self.plan, self.records)
+            warnings = warnings_of(self.plan, self.records, totals)
             manifest = build_manifest(
                 self.plan,
                 self.records,
-                inputs.experts,
+                run.inputs.experts,
                 out=None if isinstance(self.out, str) else self.out,
-                fingerprint=fingerprint,
+                fingerprint=staging.fingerprint,
                 seconds=seconds,
+                totals=totals,
                 files=copied,
             )
-            totals = replace(recorded_totals(manifest), findings=identity_findings(self.plan, self.records))
-            warnings = warnings_of(totals, self.plan)
             manifest["notes"] += [asdict(note) for note in warnings]
-            card = model_card(self.plan, inputs, warnings)
-            (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
-            write_manifest(folder.path, manifest, sha256=sha256)
-        return totals
+            card = model_card(self.plan, run.inputs, warnings)
+            (staging.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
+            write_manifest(staging.path, manifest, sha256=settings.sha256)
+        seconds = time.perf_counter() - run.inputs.began
+        return MergeReport(self.out, self.plan, seconds, self.resumed, diagnosis, totals=totals, warnings=warnings)
 
     def _write_files(self, inputs: Inputs, folder: Path) -> Sequence[str]:
         """Write the config, and copy the files beside the weights; returns the paths of those."""
@@ -181,23 +182,14 @@ class Output:
         chosen = [of_experts.get(label or "base", base) for label in (output.files_of, output.config_from)]
         written = {**base.written, **self.plan.configs}
         copied = copy_sidecars(base, *chosen, out=folder, dtype=dtype, configs=written, taken=taken)
-        if not has_files("tokenizer", (*copied, *texts)):
+        if not any(matches(name, TOKENIZERS) for name in (*copied, *texts)):
             texts = {**base.converted_tokenizer(), **texts}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
-        self._note_missing(inputs, (*copied, *texts))
         return copied
 
-    def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
-        """Add notes on a tokenizer or a processor that the output lacks."""
-        assert inputs.base is not None, "a model is merged into a base"
-        others = {n: e.model.folder.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
-        config = self.plan.configs.get("config.json", inputs.base.config)
-        texts = missing_notes(config, written, others, inputs.base.location)
-        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", "", text) for text in texts)))
-
-    def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
-        """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
+    def _write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
+        """The diagnosis of a measured merge, written into the output before the manifest, which has its hash."""
         folder = self._staging
         diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
         with disk_errors(folder.path):
@@ -220,7 +212,7 @@ def stage(run: Run) -> Iterator[list[Output]]:
     settings = run.places.settings
     plans = [plan for _, plan in run.unfinished]
     with contextlib.ExitStack() as stack:
-        stages = [_staging(out, plan, settings, find_unchanged(plan, out, run.inputs)) for out, plan in run.unfinished]
+        stages = [_staging(out, plan, settings) for out, plan in run.unfinished]
         journals = []
         try:
             for staging in stages:
@@ -250,11 +242,10 @@ def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter
     return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
-def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: Journal | None) -> Staging:
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings) -> Staging:
     """Staging of an output in a folder, in a bucket, or on the hub."""
     if isinstance(out, Path):
-        lasting = plan.fingerprint(times=False)
-        return Staging(out, plan.fingerprint(), overwrite=settings.overwrite, lasting=lasting, checked=checked)
+        return Staging(out, plan.fingerprint(), overwrite=settings.overwrite)
     return staging_for(out, plan.fingerprint(), overwrite=settings.overwrite)
 
 

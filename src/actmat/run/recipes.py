@@ -30,8 +30,8 @@ def run_recipes(
 ) -> list[MergeReport]:
     """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
-    An output that an earlier call with the same recipe and inputs finished is verified and not made again, unless it
-    may be overwritten.
+    An output that an earlier call with the same recipe and inputs finished is not made again, unless it may be
+    overwritten.
 
     Args:
         recipes: each with its own `out`.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.bounds import local_path
-from actmat.checkpoints.base import FileIdentity, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import raw_bytes
@@ -51,10 +51,6 @@ class Statistics(AbstractContextManager["Statistics"]):
                 raise StatisticsError(f"{location}: the statistics cannot be read.", error.problems) from None
             raise
         self._hashes = self.header.tensor_hashes()
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """State of the file (size, times), for fingerprints."""
-        return self._reader.identity()
 
     def find(self, name: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> str | None:
         """Key of the Gram of a part of a stored tensor: `expert` of a stack, output features `rows`; or None."""

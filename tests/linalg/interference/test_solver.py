@@ -126,15 +126,6 @@ def test_batches_are_independent_problems(shape, null):
         assert torch.equal(found.value[i, j], solve([d[i, j] for d in deltas], rule).value)
 
 
-def test_stacking_blocks_of_one_input_pools_their_second_moment():
-    """q, k and v: K_t is the sum of the three blocks' Grams, and each block is solved with it."""
-    blocks = [random_deltas(3, rows, 10, seed=rows) for rows in (8, 4, 5)]
-    pooled = [sum(b[t].T @ b[t] for b in blocks) for t in range(3)]
-    found = solve([torch.cat(parts) for parts in zip(*blocks, strict=True)], InterferenceRule()).value.split([8, 4, 5])
-    for block, merged in zip(blocks, found, strict=True):
-        assert relative_error(merged, naive(block, pooled)) < 1e-12
-
-
 def test_finish_leaves_the_state_for_the_next_variant_and_decomposes_once(monkeypatch):
     calls = []
     real = torch.linalg.eigh
@@ -192,16 +183,6 @@ def test_tiny_ridge_on_a_singular_matrix_is_still_that_ridge():
     deltas = [d.float() for d in random_deltas(1, 3, 8)]
     found = solve(deltas, InterferenceRule(spectral=Filter("tikhonov", ridge=1e-12)))
     assert relative_error(found.value, deltas[0]) < 1e-3
-
-
-def test_record_of_a_tensor():
-    deltas = random_deltas(2, 6, 5)
-    stats = solve(deltas, InterferenceRule(solver="eigh")).stats
-    values = torch.linalg.eigvalsh(sum(self_grams(deltas)))
-    assert stats["rank"] == 5
-    assert stats["cutoff"] == pytest.approx(5 * EPS32 * float(values[-1]))
-    assert stats["mean_expert_norm"] == pytest.approx(sum(float(d.norm()) for d in deltas) / 2)
-    assert "retries" not in stats
 
 
 def test_record_of_a_batch_gives_the_extremes():

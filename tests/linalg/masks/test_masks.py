@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 from actmat.extras.research import della
 from actmat.extras.research.breadcrumbs import Band
 from actmat.extras.research.della import normalized_ranks
-from actmat.extras.research.drop import Drop, random_int32
+from actmat.extras.research.drop import Drop
 from actmat.extras.research.sce import Where
 from actmat.linalg import chunks
 from actmat.linalg.masks import threshold
@@ -133,15 +132,6 @@ def test_drop_at_the_ends_of_the_range(density: float, kept: int) -> None:
     assert int(apply(Drop(density, 3), torch.ones(1000)).sum()) == kept
 
 
-def test_random_integers_cover_the_range_evenly() -> None:
-    n = 160_000
-    draws = random_int32(n + 1, seeded(0))
-    assert draws.numel() == n + 1
-    counts = torch.bincount((draws.long() + 2**31) >> 28, minlength=16)
-    assert float(((counts - n / 16) ** 2 / (n / 16)).sum()) < 37.7, "chi-square of 16 bins, 1 in 1000"
-    assert int(torch.unique(draws & 0xFF).numel()) == 256
-
-
 def test_l1_factor_restores_the_norm() -> None:
     flat = torch.randn(1000, generator=seeded(1))
     (factor,) = l1_factors([flat], [Drop(0.3, 2)])
@@ -219,24 +209,6 @@ def test_neighboring_float64_values_are_told_apart() -> None:
 def test_a_stream_needs_one_round_per_sixteen_bits(dtype: torch.dtype, rounds: int) -> None:
     flat = torch.randn(100, generator=seeded(2)).to(dtype)
     assert streamed(list(flat.split(13)), 31) == (by_sorting(flat, 31), rounds)
-
-
-def test_the_order_of_pieces_and_workers_change_nothing() -> None:
-    parts = [torch.randn(50, generator=seeded(i)) for i in range(16)]
-    expected = by_sorting(torch.cat(parts), 100)
-    assert streamed(parts[::-1], 100)[0] == expected
-    selection = StreamedCut(partial(min, 100))
-    again = True
-    while again:
-        selection.observe(parts[0])
-        with ThreadPoolExecutor(4) as pool:
-            forks = list(
-                pool.map(observed, [pickle.dumps(selection.fork())] * 4, [parts[k + 1 :: 4] for k in range(4)])
-            )
-        for fork in forks[::-1]:
-            selection.join(pickle.loads(fork))
-        again = selection.advance()
-    assert selection.cut == expected
 
 
 def test_pieces_of_several_workers_have_one_dtype() -> None:

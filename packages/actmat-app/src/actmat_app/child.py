@@ -1,6 +1,6 @@
 """Run one job in a separate process: a JSON object on stdin, lines of JSON on stdout.
 
-A separate process can be stopped like a command, and has its own memory and token.
+A separate process can be stopped like a command, and has its own memory and, for visitors, its own cache and token.
 """
 
 from __future__ import annotations
@@ -78,6 +78,19 @@ class Stages(TuneProgress):
             thread.join()
 
 
+def _fields(job: Job) -> Mapping[str, Any]:
+    """Arguments of a merge, checked against the limits."""
+    import actmat
+    from actmat_app.limits import Limits
+
+    if job["limits"] is None:
+        return dict(job["fields"])
+    limits = Limits(**job["limits"])
+    fields = limits.pinned(job["fields"])
+    limits.check_plan(actmat.plan(**fields))
+    return fields
+
+
 def _plan(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat.api.merging import INPUT_FIELDS
@@ -85,7 +98,7 @@ def _plan(job: Job, stages: Stages) -> Result:
     from actmat.report.words import are_image_files
     from actmat_app.view import lines_html, plan_html
 
-    fields = {name: value for name, value in job["fields"].items() if name not in INPUT_FIELDS}
+    fields = {name: value for name, value in _fields(job).items() if name not in INPUT_FIELDS}
     data = fields.pop("data", None)
     plan = actmat.plan(**fields)
     if job["out"].endswith(SUFFIX) and not are_image_files(i.location for i in plan.inputs):
@@ -104,7 +117,7 @@ def _merge(job: Job, stages: Stages) -> Result:
     import actmat
     from actmat_app.view import merged_html, notes_html
 
-    fields, is_file = job["fields"], job["out"].endswith(SUFFIX)  # a file holds no report
+    fields, is_file = _fields(job), job["out"].endswith(SUFFIX)  # a file holds no report
     progress = stages if fields.get("data") else MergingProgress(stages, "merging")
     report = actmat.merge(**{"diagnose": not is_file, **fields, "out": job["out"]}, progress=progress)
     page, code = Path(report.out) / "report.html", _loading_commands(str(report.out))
@@ -176,6 +189,8 @@ def main() -> None:
     job = json.load(sys.stdin.buffer)
     if token := job.pop("token", ""):
         os.environ["HF_TOKEN"] = token  # for this process only
+    elif job["limits"] is not None:
+        os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
 
     def tell(event: str, **fields: Any) -> None:
         text = json.dumps({"event": event, **fields})

@@ -1,4 +1,4 @@
-"""Serve the page on this machine, protected by a token."""
+"""Serve the page locally, protected by a token, or to others, within limits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.middleware import Middleware
 from fastapi.responses import PlainTextResponse, RedirectResponse
 
 from actmat.cli.catalog import read_catalog
 from actmat.errors import OutputError
 from actmat_app.jobs import Jobs
+from actmat_app.limits import Limits
 from actmat_app.page import SHOWN, build
 
 ADDRESS = "127.0.0.1"
@@ -28,6 +30,37 @@ POLICY = (
     (b"referrer-policy", b"no-referrer"),
 )  # fmt: skip
 """Headers of every response; the page loads nothing from other hosts."""
+
+
+FORMS = ("/queue/join", "/cancel", "/reset")
+"""Ends of the addresses to which the page itself sends something."""
+STORING = "/deep_link"
+"""Address of Gradio that stores the fields of a page on request."""
+LARGEST_FORM = 1_000_000
+"""Bytes; a recipe has a few thousand."""
+NO_FILES = "This page takes no files. Fix: name repositories of the hub.\n"
+
+
+class OnlyForms:
+    """ASGI middleware of a page for visitors, which has fields and no files: nothing that is sent is stored.
+
+    Gradio's own address for uploads needs neither a session nor a token, and has no limit.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handle a request, or refuse it before its body is read."""
+        answer = self.app
+        if scope["type"] == "http":
+            path, length = scope["path"].rstrip("/"), Request(scope).headers.get("content-length", "")
+            if scope["method"] in ("GET", "HEAD"):
+                is_known = not path.endswith(STORING)
+            else:
+                is_known = path.endswith(FORMS) and length.isdecimal() and int(length) <= LARGEST_FORM
+            answer = self.app if is_known else PlainTextResponse(NO_FILES, 413)
+        await answer(scope, receive, send)
 
 
 class Guard:
@@ -95,3 +128,14 @@ def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.so
     finally:
         jobs.close()
         listening.close()
+
+
+def launch(**options: Any) -> None:
+    """Serve the page to others, with limits from the environment; `options` are passed to Gradio's `launch`.
+
+    Raises:
+        RecipeError: a limit is invalid.
+    """
+    jobs = Jobs(Limits.from_environment())
+    app_kwargs = {"middleware": [Middleware(OnlyForms)]}
+    build(jobs, list(read_catalog())).launch(**SHOWN | {"app_kwargs": app_kwargs} | options)

@@ -63,10 +63,10 @@ def merged_html(report: MergeReport, seconds: float) -> Markup:
         report: of the merge.
         seconds: of the whole job, the comparison of answers included.
     """
-    how = "already complete and intact" if report.was_finished else f"finished in {seconds:.1f} s"
-    checks = () if report.diagnosis is None else report.diagnosis.checks
-    findings = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
-    findings += map(str, words.warnings_of(report.totals, report.plan))
+    how = "already complete" if report.was_finished else f"finished in {seconds:.1f} s"
+    measured = () if report.diagnosis is None else report.diagnosis.findings
+    findings = [f"{f.severity} {f.code}: {f.title}. {f.message}." for f in measured if not f.muted]
+    findings += map(str, report.warnings)
     findings += [str(note) for note in report.plan.notes if note.severity == "warning"]
     notes = [note.text for note in report.plan.notes if note.severity != "warning"]
     said = Markup("<p><b>{}</b> by {}, {}</p>").format(html(report.out), html(report.plan.recipe.method), how)

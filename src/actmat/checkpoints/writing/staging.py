@@ -228,29 +228,18 @@ def disk_errors(path: Path) -> Iterator[None]:
 class Staging:
     """The partial directory of one output: lock, journal, final rename.
 
-    Only a journal with the same fingerprint (of the plan) is resumed, or the one that was `checked`.
+    Only a journal with the same fingerprint (of the plan) is resumed.
 
     Args:
         out: final directory.
         fingerprint: of the plan.
         overwrite: replace an earlier output.
-        lasting: the fingerprint without the times of the inputs, for `checked` journals of later runs.
-        checked: a journal whose inputs were found to have the same content, although their times changed.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        fingerprint: str,
-        *,
-        overwrite: bool = False,
-        lasting: str | None = None,
-        checked: Journal | None = None,
-    ) -> None:
+    def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False) -> None:
         self.out = out
         self.fingerprint = fingerprint
         self.overwrite = overwrite
-        self._lasting, self._checked = lasting, checked
         self.path = sibling(out, "partial")
         self.committed = False
         self._previous = sibling(out, "previous")
@@ -294,8 +283,7 @@ class Staging:
                     shutil.rmtree(self.path)
                 self.path.mkdir()
                 self._journal = Journal(self.path / JOURNAL_NAME)
-                head = {"actmat_journal": 1, "fingerprint": self.fingerprint, "lasting": self._lasting}
-                self._journal.start(head)
+                self._journal.start({"actmat_journal": 1, "fingerprint": self.fingerprint})
             else:
                 self._journal.resume()
         return self._journal
@@ -365,31 +353,15 @@ class Staging:
                 folder.rmdir()
 
     def _read_journal(self) -> Journal | None:
-        """The journal with the fingerprint of this run, or None."""
-        journal = _read_journal(self.path / JOURNAL_NAME)
-        if journal is None or journal.head.get("fingerprint") == self.fingerprint:
-            return journal
-        checked = self._checked
-        is_it = checked is not None and (journal.head, len(journal)) == (checked.head, len(checked))
-        return journal if is_it else None
-
-
-def left_journal(out: Path) -> Journal | None:
-    """The journal that an interrupted run left for `out`, or None. Takes no lock and changes nothing."""
-    folder, aside = sibling(out, "partial"), sibling(out, "journal")
-    with contextlib.suppress(OSError):  # another process may rename them just now; `open` takes the lock, and judges
-        return _read_journal(aside if aside.exists() and folder.exists() else folder / JOURNAL_NAME, folder)
-    return None
-
-
-def _read_journal(path: Path, folder: Path | None = None) -> Journal | None:
-    """The journal of a run, or None if its folder holds anything that no run writes."""
-    if not os.path.exists(path) or _foreign(folder or path.parent):
-        return None
-    try:
-        return Journal.read(path)
-    except OutputError:  # not written by a run
-        return None
+        """The journal of this run, or None; None too if its folder holds anything that no run writes."""
+        path = self.path / JOURNAL_NAME
+        if not os.path.exists(path) or _foreign(self.path):
+            return None
+        try:
+            journal = Journal.read(path)
+        except OutputError:  # not written by a run
+            return None
+        return journal if journal.head.get("fingerprint") == self.fingerprint else None
 
 
 def _foreign(folder: Path) -> bool:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from actmat.diagnostics.checks.base import Check, Facts, Outcome
-from actmat.diagnostics.checks.deltas import IDENTITY_CHECKS, SIGNAL_CHECKS
-from actmat.diagnostics.checks.merged import BALANCE_CHECKS, SIZE_CHECKS, TABLE_CHECKS
-from actmat.diagnostics.model import CheckResult
+from actmat.diagnostics.checks.base import Check, Facts
+from actmat.diagnostics.checks.deltas import DELTA_CHECKS
+from actmat.diagnostics.checks.merged import MERGE_CHECKS
+from actmat.diagnostics.model import Finding
 from actmat.errors import RecipeError, did_you_mean
 
-__all__ = ["CHECKS", "Check", "Facts", "Outcome", "check_codes", "run_checks"]
+__all__ = ["CHECKS", "Check", "Facts", "check_codes", "run_checks"]
 
-CHECKS: tuple[Check, ...] = (*SIGNAL_CHECKS, *IDENTITY_CHECKS, *BALANCE_CHECKS, *SIZE_CHECKS, *TABLE_CHECKS)
+CHECKS: tuple[Check, ...] = (*DELTA_CHECKS, *MERGE_CHECKS)
 
 
-def run_checks(facts: Facts, mute: Collection[str] = ()) -> tuple[CheckResult, ...]:
-    """The outcome of every check, in the order of their codes."""
-    return tuple(check.result(facts, muted=check.code in mute) for check in CHECKS)
+def run_checks(facts: Facts, mute: Collection[str] = ()) -> tuple[Finding, ...]:
+    """Everything that checks find, in the order of their codes."""
+    findings = (check.finding(facts, muted=check.code in mute) for check in CHECKS)
+    return tuple(f for f in findings if f is not None)
 
 
 def check_codes(codes: Collection[str]) -> None:

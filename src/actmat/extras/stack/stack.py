@@ -18,8 +18,9 @@ from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.resolve import commit_of
 from actmat.errors import CheckpointError, first_of
 from actmat.extras.stack.layers import Slice, depth_of, restacked, without_layers
-from actmat.identity.agreement import OutputChoice, agree, label_names
+from actmat.identity.agreement import OutputChoice, agree
 from actmat.identity.configs import compare_configs, listed
+from actmat.identity.entries import label_names
 from actmat.layout.ties import is_output_head
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -26,13 +26,13 @@ MOST_MATRICES = 10
 
 def render_html(diagnosis: Diagnosis) -> str:
     """Render the report of a diagnosis as one HTML page; equal diagnoses give equal pages."""
-    raised = (c for c in diagnosis.checks if c.verdict == "found")
-    issues = sorted(raised, key=lambda c: (c.severity != "issue", c.code))
+    raised = (f for f in diagnosis.findings if not f.muted)
+    issues = sorted(raised, key=lambda f: (f.severity != "issue", f.code))
     return render(
         "report.html",
         d=diagnosis,
         found=issues,
-        others=[c for c in diagnosis.checks if c.verdict != "found"],
+        muted=[f for f in diagnosis.findings if f.muted],
         off=next((c for c in issues if c.code in SIZE_CODES), None),
         measure=measure_answers(diagnosis),
         verdict=verdict(diagnosis.agreement or ()),
