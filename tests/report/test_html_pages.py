@@ -1,6 +1,5 @@
 """The pages as text: well-formed, complete, self-contained, the same every time, safe with any name."""
 
-import itertools
 import json
 import math
 import re
@@ -15,26 +14,22 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from tests.helpers.pages import Page, drawn
+from tests.helpers.pages import Page
 from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.extras.pages.html import render_html, write_html
-from actmat.extras.pages.html.charts import HeatCell, HeatMap, Strip, curve
+from actmat.extras.pages.html.charts import curve
 from actmat.extras.pages.html.environment import dotted, environment, listed
 from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over
 from actmat.extras.pages.html.scales import (
-    HeatScale,
-    diverging,
     number,
     percent,
     range_axis,
     residual_level,
     residual_text,
-    spread,
-    tick_indices,
 )
 from actmat.foreign import terminal
 from actmat.recipe import make_recipe
@@ -89,11 +84,10 @@ def test_it_asks_nothing_of_the_network_and_runs_no_script(page: Page) -> None:
 
 
 def test_figures_have_names_and_tables_beside_them(page: Page) -> None:
-    assert len(page.all("svg", class_="strip")) == 3
     for svg in page.all("svg"):
         assert svg.attributes["role"] == "img"
         assert svg.attributes["aria-label"] is not None
-    assert len(page.all("details", class_="numbers")) == 2
+    assert len(page.all("details", class_="numbers")) == 1
     assert all(e.attributes.get("scope") for e in page.all("th"))
 
 
@@ -157,7 +151,7 @@ def test_sections_without_numbers_are_left_out() -> None:
     page = Page(render_html(Diagnosis.from_json(data)))
     assert page.problems == []
     assert page.sections == SECTIONS
-    assert page.all("table", class_="square") == []
+    assert "Shared subspace" not in page.source
     assert "None" not in page.source
     bare = Page(render_html(Diagnosis.from_json(data | {"measures": [], "findings": []})))
     assert bare.sections == ["good", "experts", "recipe"]
@@ -229,22 +223,17 @@ def test_experts_have_a_row_each() -> None:
     assert "size of the merge is off" not in text_of(page, "experts")
 
 
-def test_a_map_whose_cells_are_all_alike_is_one_sentence() -> None:
-    data = diagnosis_json(3, 4)
-    for measure in data["measures"]:
-        measure |= {"residual": [0.91, 0.93, 0.95], "subspace_overlap": [[1, 0.5, 0.5], [0.5, 1, 0.5], [0.5, 0.5, 1]]}
-    page = Page(render_html(Diagnosis.from_json(data)))
-    assert "All alike: ρ 0.91 to 0.95." in text_of(page, "layers")
-    assert page.all("svg", class_="strip") == []
-    assert "Every pair: 50 %." in text_of(page, "experts")
-    assert page.problems == []
-
-
 def test_the_matrices_of_the_largest_residual_are_listed(page: Page) -> None:
     worst = max(diagnosis(3, 8).measures, key=lambda m: m.contested)
     table = [e for e in page.all("table") if "Matrices of the largest" in e.text]
     assert worst.name in table[0].text
-    assert len(page.all("details", class_="numbers")) == 2
+    assert len(page.all("details", class_="numbers")) == 1
+
+
+def test_layers_are_rows_of_colored_residuals(page: Page) -> None:
+    cells = [e for e in page.all("td") if re.fullmatch(r"q\d|h[01]|none", e.attributes.get("class") or "")]
+    assert len(cells) == 3 * 9
+    assert cells[0].text == residual_text(residual_over(layers_of(diagnosis(3, 8).measures)[0], 0))
 
 
 def test_sizes_are_ratios_in_words(page: Page) -> None:
@@ -277,7 +266,6 @@ def test_texts_and_levels() -> None:
     levels = [residual_level(v) for v in (0.0, 0.1, 0.9999, 1.0, 1.25, None)]
     assert levels == ["q0", "q1", "q9", "h0", "h1", "none"]
     assert [residual_text(v) for v in (None, 0.0, 0.001, 0.005, 0.314)] == ["–", "0.00", "< 0.01", "0.01", "0.31"]
-    assert [diverging(v) for v in (0.0, 0.1, -0.1, -1, 0.4)] == ["p0", "p1", "m1", "m4", "p3"]
     assert [listed(["a"]), listed(["a", "b", "c"])] == ["a", "a, b and c"]
     assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h and 2 more"
     assert (plural(1, "matrix", "matrices"), plural(1200, "matrix", "matrices")) == ("1 matrix", "1,200 matrices")
@@ -286,30 +274,12 @@ def test_texts_and_levels() -> None:
     assert dotted("<b>") == "&lt;b&gt;"
 
 
-def test_heat_maps_use_their_scale() -> None:
-    scale = HeatScale.over([0.52, 0.71, 1.4])
-    assert (scale.low, scale.high) == (0.5, 0.8)
-    assert [scale.level(v) for v in (0.5, 0.65, 0.79, 1.1, 1.3, None)] == ["q0", "q5", "q9", "h0", "h1", "none"]
-    assert HeatScale.over([]) == HeatScale.over([1.0, 2.0]) == HeatScale(0.0, 1.0)
-    assert spread([0.5, 0.55]) == (0.5, 0.55)
-    assert spread([0.5, 0.7]) is spread([]) is None
-
-
 @pytest.mark.parametrize("values", [[0.466, 0.708], [1.0], [-2.0, 3.0], [0.0, 0.0], [1e-9, 2e-9]])
 def test_a_range_has_round_ends_around_its_values(values: list[float]) -> None:
     axis = range_axis(values)
     assert axis.low <= min(values) * (1 + 1e-9) or axis.low <= min(values)
     assert axis.high >= max(values) * (1 - 1e-9)
     assert 2 <= len(axis.ticks) <= 7
-
-
-@given(st.integers(1, 3000), st.integers(2, 20))
-def test_ticks_are_few_even_and_begin_at_the_first(count: int, wanted: int) -> None:
-    places = tick_indices(count, wanted)
-    assert places[0] == 0
-    assert places[-1] < count
-    assert len(places) <= max(wanted, 1)
-    assert len({b - a for a, b in itertools.pairwise(places)}) <= 1
 
 
 def test_sums_over_layers_are_those_of_plain_loops() -> None:
@@ -340,11 +310,3 @@ def test_the_overall_cosine_is_that_of_the_matrices_side_by_side() -> None:
 
 def test_a_curve_is_a_path() -> None:
     assert curve([(0, 0.5), (2, 0.25)]) == "M0 0.5000L2 0.2500"
-
-
-def test_strips_leave_holes_where_there_is_no_matrix() -> None:
-    rows = [Strip("a", [HeatCell("q1", "here"), None, HeatCell("h0", "there")], "0.5")]
-    page = drawn("charts.html", "heat", HeatMap(rows, ["0", "1", "other"], [0.1, 0.5]))
-    cells = [e for e in page.all("rect") if e.text]
-    assert [(e.attributes["x"], e.attributes["class"]) for e in cells] == [("0", "q1"), ("2", "h0")]
-    assert [e.text for e in page.all("span")] == ["0", "1", "other"]

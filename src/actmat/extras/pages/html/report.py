@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from actmat.diagnostics.answers import kept_words, verdict
 from actmat.diagnostics.model import Diagnosis, ExpertRow, Matrix, MatrixRow
-from actmat.extras.pages.html import charts, scales
+from actmat.extras.pages.html import scales
 from actmat.extras.pages.html.environment import render, write_document
 from actmat.recipe.load import printable_yaml
 from actmat.report.words import SIZE_CODES, measure_answers
@@ -79,39 +79,26 @@ def _expert(diagnosis: Diagnosis, t: int, entry: ExpertRow) -> ShownExpert:
     )
 
 
-class PairTable(NamedTuple):
-    """Numbers per pair of experts: a colored table of (text, class, value), and their range if all are alike."""
-
-    title: str
-    note: str
-    rows: Sequence[Sequence[tuple[str, str, float]]]
-    alike: tuple[str, str] | None
-
-
-def overlap(diagnosis: Diagnosis) -> list[PairTable]:
-    """Cosines of whole deltas, and overlaps of their subspaces relative to chance."""
-    measures = diagnosis.measures
+def overlap(diagnosis: Diagnosis) -> list[tuple[str, str, list[list[str]]]]:
+    """Cosines of whole deltas, and overlaps of their subspaces: title, note and rows of a table of experts."""
+    measures, names = diagnosis.measures, [e.name for e in diagnosis.experts]
     entries = [m.shape[0] * m.shape[1] for m in measures]
     weighted = list(zip(entries, measures, strict=True))
     chance = sum(n * m.chance_overlap for n, m in weighted) / sum(entries)
-    size = range(len(diagnosis.experts))
+    size = range(len(names))
     shared = [[math.fsum(n * m.subspace_overlap[s][t] for n, m in weighted) / sum(entries) for t in size] for s in size]
-    others = [v for s in size for t, v in enumerate(shared[s]) if s != t]
+    cosine = zip(names, overall_cosine(measures), strict=True)
     return [
-        _pairs(
+        (
             "Cosine",
             "Between whole changes. 0: unrelated; 1: the same direction; below 0: opposed.",
-            overall_cosine(measures),
-            lambda v: f"{v:z.2f}",
-            scales.diverging,
+            [[name, *(f"{v:z.2f}" for v in row)] for name, row in cosine],
         ),
-        _pairs(
+        (
             "Shared subspace",
             f"Extent to which two experts change the same input directions, weighted by size; by chance "
             f"{scales.percent(chance)}.",
-            shared,
-            scales.percent,
-            scales.HeatScale.over(others).level,
+            [[name, *map(scales.percent, row)] for name, row in zip(names, shared, strict=True)],
         ),
     ]
 
@@ -128,18 +115,6 @@ def overall_cosine(measures: Sequence[MatrixRow]) -> Matrix:
     return tuple(tuple(cosine(s, t) for t in size) for s in size)
 
 
-def _pairs(
-    title: str,
-    note: str,
-    values: Sequence[Sequence[float]],
-    text: Callable[[float], str],
-    color: Callable[[float], str],
-) -> PairTable:
-    rows = [[(text(v), "self" if s == t else color(v), v) for t, v in enumerate(row)] for s, row in enumerate(values)]
-    alike = scales.spread(v for s, row in enumerate(values) for t, v in enumerate(row) if s != t)
-    return PairTable(title, note, rows, None if alike is None else (text(alike[0]), text(alike[1])))
-
-
 # Layers
 
 
@@ -149,10 +124,6 @@ def layers_of(measures: Sequence[MatrixRow]) -> dict[int | None, list[MatrixRow]
     for m in sorted(measures, key=lambda m: (m.layer is None, m.layer or 0)):
         layers.setdefault(m.layer, []).append(m)
     return layers
-
-
-def _label(depth: int | None) -> str:
-    return "other" if depth is None else str(depth)
 
 
 def _title(depth: int | None) -> str:
@@ -168,26 +139,14 @@ def residual_over(measures: Sequence[MatrixRow], expert: int) -> float | None:
 
 
 def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Heat map of residuals over layers by expert, and the matrices with the largest."""
-    layers, names = layers_of(diagnosis.measures), [e.name for e in diagnosis.experts]
-    columns = list(map(_label, layers))
-    by_expert = [[residual_over(ms, t) for ms in layers.values()] for t in range(len(names))]
-    values = [v for row in by_expert for v in row if v is not None]
-    scale = scales.HeatScale.over(values)
-    strips = [
-        charts.Strip(
-            expert.name,
-            [
-                None if v is None else charts.HeatCell(scale.level(v), f"{_title(d)}, {expert.name}: ρ {v:.2f}")
-                for d, v in zip(layers, row, strict=True)
-            ],
-            scales.residual_text(expert.residual),
-        )
-        for expert, row in zip(diagnosis.experts, by_expert, strict=True)
+    """Residuals by layer and expert with their color classes, and the matrices with the largest."""
+    names = [e.name for e in diagnosis.experts]
+    rows = [
+        (_title(depth), [residual_over(measures, t) for t in range(len(names))])
+        for depth, measures in layers_of(diagnosis.measures).items()
     ]
     return {
-        "experts": charts.HeatMap(strips, columns, values),
-        "table": [[_title(d), *map(scales.residual_text, v)] for d, *v in zip(layers, *by_expert, strict=True)],
+        "rows": [(title, [(scales.residual_text(v), scales.residual_level(v)) for v in row]) for title, row in rows],
         "matrices": [
             [m.label, scales.residual_text(m.contested), names[m.residual.index(m.contested)],
              "×".join(map(str, m.shape)), scales.number(m.merged_norm), scales.number(m.mean_norm)]
