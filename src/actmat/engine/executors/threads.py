@@ -79,7 +79,7 @@ class ThreadExecutor:
             MergeError: a device runs out of memory.
         """
         workers, devices = self._resources.workers, self._feeders
-        if workers + devices > 1 and not self._resources.in_order:
+        if workers + devices > 1:
             units = sorted(units, key=planned_seconds, reverse=True)  # a long one at the end would leave others idle
         here = [u for u in units if not (u.device_bytes and devices)]
         moved = [u for u in units if u.device_bytes and devices]
