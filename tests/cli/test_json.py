@@ -108,7 +108,7 @@ def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None
 
 def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
     short = pinned(said("methods", "--json"), "methods")["methods"]
-    assert set(short[0]) == {"name", "summary", "needs", "low_rank", "gflop"}
+    assert set(short[0]) == {"name", "summary", "needs", "low_rank"}
     assert len(said("methods", "--json", "--full")["methods"]) == len(short)
     (ties,) = said("methods", "ties", "--json")["methods"]
     assert ties["options"]
