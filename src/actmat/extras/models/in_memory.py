@@ -18,6 +18,7 @@ from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
 from actmat.engine.record import Record
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.extras.models.layered import ON_CPU, Placement
 from actmat.extras.models.loading import Loaded, load_tensors
 from actmat.foreign import terminal
 from actmat.planning import MergePlan
@@ -104,12 +105,12 @@ class MemoryMerge:
                 merged[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         return copy.deepcopy(base, merged)
 
-    def load(self, *, model_class: str | None = None, dtype: str = "auto", device: str = "cpu") -> Loaded:
+    def load(self, *, model_class: str | None = None, place: Placement = ON_CPU) -> Loaded:
         """Load the model, ready to run; a merged adapter is applied to its base.
 
         Args:
             model_class: transformers class; default: the config's architecture.
-            dtype, device: dtype and device of the model, see `dtype_on`.
+            place: where it runs.
 
         Raises:
             StatisticsError: transformers or PEFT cannot load it.
@@ -123,8 +124,7 @@ class MemoryMerge:
             config=self.config,
             adapter=self.plan.adapter_config,
             model_class=model_class,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
 
 
