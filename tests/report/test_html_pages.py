@@ -35,7 +35,7 @@ from actmat.foreign import terminal
 from actmat.recipe import make_recipe
 from actmat.report.words import plural
 
-SECTIONS = ["good", "experts", "layers", "size", "recipe"]
+SECTIONS = ["good", "experts", "layers", "recipe"]
 SIZE = {
     "code": "AM402", "title": "Merged delta is much larger than the experts'", "severity": "tip",
     "message": "The merged delta has 9 times the mean expert's norm", "tensors": [], "count": 0,
@@ -62,7 +62,7 @@ def text_of(page: Page, section: str) -> str:
 # The whole page
 
 
-def test_it_is_well_formed_and_has_five_sections(page: Page) -> None:
+def test_it_is_well_formed_and_has_four_sections(page: Page) -> None:
     assert page.problems == []
     assert page.sections == SECTIONS
     assert [a.attributes["href"] for a in page.all("a") if "nav" in a.parents] == [f"#{s}" for s in SECTIONS]
@@ -151,7 +151,7 @@ def test_sections_without_numbers_are_left_out() -> None:
     page = Page(render_html(Diagnosis.from_json(data)))
     assert page.problems == []
     assert page.sections == SECTIONS
-    assert "Shared subspace" not in page.source
+    assert "Cosines" not in page.source
     assert "None" not in page.source
     bare = Page(render_html(Diagnosis.from_json(data | {"measures": [], "findings": []})))
     assert bare.sections == ["good", "experts", "recipe"]
@@ -189,9 +189,8 @@ def test_no_residual_and_no_norm_is_praised(residual: float) -> None:
     data["measures"] = [m | {"residual": [residual] * 3} for m in data["measures"]]
     data["experts"] = [e | {"residual": residual} for e in data["experts"]]
     page = Page(render_html(Diagnosis.from_json(data)))
-    words = " ".join(text_of(page, s) for s in ("experts", "layers", "size")).lower()
+    words = " ".join(text_of(page, s) for s in ("experts", "layers")).lower()
     assert not re.search(r"\b(met|well|best|fine|ok)\b", words)
-    assert "do not say whether a merge is good" in words
     assert "no number here says how the model answers" in words
 
 
@@ -205,7 +204,7 @@ def test_findings_are_cards_with_issues_first_and_the_rest_is_folded(page: Page)
     assert "No check found anything; none of them looks at answers." in clear
 
 
-# Experts, layers, size, recipe
+# Experts, layers, recipe
 
 
 def test_experts_have_a_row_each() -> None:
@@ -234,10 +233,6 @@ def test_layers_are_rows_of_colored_residuals(page: Page) -> None:
     cells = [e for e in page.all("td") if re.fullmatch(r"q\d|h[01]|none", e.attributes.get("class") or "")]
     assert len(cells) == 3 * 9
     assert cells[0].text == residual_text(residual_over(layers_of(diagnosis(3, 8).measures)[0], 0))
-
-
-def test_sizes_are_ratios_in_words(page: Page) -> None:
-    assert "times one expert's and 0.8 times their sum's." in text_of(page, "size")
 
 
 def test_the_recipe_on_the_page_makes_the_same_merge(page: Page) -> None:

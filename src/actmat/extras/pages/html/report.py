@@ -1,4 +1,4 @@
-"""Report page of a diagnosis: quality, experts, layers, size, recipe.
+"""Report page of a diagnosis: quality, experts, layers, recipe.
 
 `T` experts; every vector has `T` entries. Norms add in squares, since matrices are blocks of one long vector.
 """
@@ -38,9 +38,8 @@ def render_html(diagnosis: Diagnosis) -> str:
         verdict=verdict(diagnosis.agreement or ()),
         kept=kept_words,
         experts=[_expert(diagnosis, t, e) for t, e in enumerate(diagnosis.experts)],
-        overlap=overlap(diagnosis) if diagnosis.measures and len(diagnosis.experts) > 1 else [],
+        cosines=_cosines(diagnosis) if diagnosis.measures and len(diagnosis.experts) > 1 else [],
         layers=residuals(diagnosis) if diagnosis.measures else None,
-        size=sizes(diagnosis) if diagnosis.measures else None,
         actions=Counter(t.action for t in diagnosis.tensors).most_common(),
         recipe=printable_yaml({k: v for k, v in diagnosis.recipe.items() if k != "out"}),
         place=shlex.quote(diagnosis.out or "merged"),
@@ -79,30 +78,6 @@ def _expert(diagnosis: Diagnosis, t: int, entry: ExpertRow) -> ShownExpert:
     )
 
 
-def overlap(diagnosis: Diagnosis) -> list[tuple[str, str, list[list[str]]]]:
-    """Cosines of whole deltas, and overlaps of their subspaces: title, note and rows of a table of experts."""
-    measures, names = diagnosis.measures, [e.name for e in diagnosis.experts]
-    entries = [m.shape[0] * m.shape[1] for m in measures]
-    weighted = list(zip(entries, measures, strict=True))
-    chance = sum(n * m.chance_overlap for n, m in weighted) / sum(entries)
-    size = range(len(names))
-    shared = [[math.fsum(n * m.subspace_overlap[s][t] for n, m in weighted) / sum(entries) for t in size] for s in size]
-    cosine = zip(names, overall_cosine(measures), strict=True)
-    return [
-        (
-            "Cosine",
-            "Between whole changes. 0: unrelated; 1: the same direction; below 0: opposed.",
-            [[name, *(f"{v:z.2f}" for v in row)] for name, row in cosine],
-        ),
-        (
-            "Shared subspace",
-            f"Extent to which two experts change the same input directions, weighted by size; by chance "
-            f"{scales.percent(chance)}.",
-            [[name, *map(scales.percent, row)] for name, row in zip(names, shared, strict=True)],
-        ),
-    ]
-
-
 def overall_cosine(measures: Sequence[MatrixRow]) -> Matrix:
     """Cosine of whole experts: `sum_m <D_s, D_t> / (||D_s|| ||D_t||)` over all measured matrices; 0 for zero deltas."""
     size = range(len(measures[0].norms))
@@ -113,6 +88,12 @@ def overall_cosine(measures: Sequence[MatrixRow]) -> Matrix:
         return inner / (norms[s] * norms[t]) if norms[s] and norms[t] else 0.0
 
     return tuple(tuple(cosine(s, t) for t in size) for s in size)
+
+
+def _cosines(diagnosis: Diagnosis) -> list[list[str]]:
+    """Rows of a table of experts by experts."""
+    rows = zip(diagnosis.experts, overall_cosine(diagnosis.measures), strict=True)
+    return [[expert.name, *(f"{v:z.2f}" for v in row)] for expert, row in rows]
 
 
 # Layers
@@ -153,20 +134,3 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
             for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:MOST_MATRICES]
         ],
     }  # fmt: skip
-
-
-# Size
-
-
-def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Norms of the merged delta, the experts' sum and their mean."""
-    fields = ("sum_norm", "merged_norm", "mean_norm")
-    whole = [math.hypot(*(getattr(m, field) for m in diagnosis.measures)) for field in fields]
-    expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(len(diagnosis.experts))
-    bars = [("merged", whole[1], "merged solid"), ("sum of the experts", whole[0], "share"),
-            ("their mean", whole[2], "share"), ("one expert, on average", expert, "share")]  # fmt: skip
-    longest = max(n for _, n, _ in bars) or 1.0
-    return {
-        "bars": [(name, n / longest, scales.number(n), style) for name, n, style in bars],
-        "ratios": [(whole[1] / n, words) for n, words in ((expert, "one expert's"), (whole[0], "their sum's")) if n],
-    }
