@@ -41,7 +41,7 @@ PINNED: dict[str, set[str]] = {
         "totals", "findings", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
-        "outs", "methods", "base", "experts", "settings", "relative", "answers", "compared", "names", "left_out",
+        "outs", "methods", "base", "experts", "settings", "relative", "compared", "names", "left_out",
     },
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {

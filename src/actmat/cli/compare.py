@@ -24,7 +24,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
     shown: flags.OutputFlags,
 ) -> None:
-    """Compare two merges of the same base and experts: recipes, weights, answers kept.
+    """Compare two merges of the same base and experts: recipes and weights.
 
     actmat compare merged-actmat merged-ties
 
@@ -50,7 +50,6 @@ def _print(comparison: MergeComparison) -> None:
     onto = f" of {comparison.base}" if comparison.base else ""
     console.print(f"{len(comparison.experts)} experts{escape(onto)}: {escape(names)}\n")
     _print_rows(["differs in", first, second], [d.row for d in comparison.settings])
-    _print_rows(["answers kept", first, second], [d.row for d in comparison.answers])
     if not comparison.tensors:
         console.print(f"all {comparison.compared} tensors are the same\n")
         return

@@ -1,4 +1,4 @@
-"""Compare two merges of the same base and experts: recipes, weights, answers kept."""
+"""Compare two merges of the same base and experts: recipes and weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors, torch_dtype
-from actmat.diagnostics.model import REPORT_NAME, read_diagnosis
 from actmat.errors import AlignmentError, CheckpointError, first_of
 from actmat.experts.locate import OpenInput, locate, require_model, stored_of
 from actmat.experts.lora.adapter import Adapter
@@ -32,7 +30,7 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value in both merges, such as a recipe field or a share of answers. None: missing."""
+    """A value in both merges, such as a recipe field. None: missing."""
 
     name: str
     first: Any
@@ -76,7 +74,6 @@ class MergeComparison:
         settings: differing recipe fields, versions and device.
         compared: number of tensors (for adapters: modules).
         tensors: those that differ, the largest relative distance first.
-        answers: by expert, if both reports have them: share of answers kept.
     """
 
     outs: tuple[str, str]
@@ -86,7 +83,6 @@ class MergeComparison:
     settings: tuple[Difference, ...]
     compared: int
     tensors: tuple[TensorDifference, ...]
-    answers: tuple[Difference, ...] = ()
 
     def __repr__(self) -> str:
         first, second = self.names
@@ -143,7 +139,6 @@ def compare(
             distance, *norms = _distances(one, two, based, name)
             if distance:
                 tensors.append(TensorDifference(name, distance, (norms[0], norms[1])))
-    kept_one, kept_two = map(_answers, outs)
     return MergeComparison(
         outs=outs,
         methods=(_method_of(manifests[0]), _method_of(manifests[1])),
@@ -152,7 +147,6 @@ def compare(
         settings=tuple(_setting_differences(*manifests, dict(experts))),
         compared=len(names),
         tensors=tuple(sorted(tensors, key=lambda t: -t.relative)),
-        answers=tuple(Difference(a, kept_one[a], kept_two[b]) for a, b in experts if a in kept_one and b in kept_two),
     )
 
 
@@ -235,13 +229,6 @@ def _chunk(tensors: Tensors, name: str, start: int) -> Tensor:
 
 def _square(values: Tensor) -> float:
     return float(torch.dot(values, values))
-
-
-def _answers(out: str) -> dict[str, float]:
-    """Share of answers kept, by expert; empty if none were measured."""
-    if not os.path.isfile(Path(out) / REPORT_NAME):
-        return {}
-    return {row.expert: row.kept / row.inputs for row in read_diagnosis(out).agreement or ()}
 
 
 def _method_of(manifest: Manifest) -> str:
