@@ -79,8 +79,14 @@ def test_folders_of_images_name_the_classes_of_a_zero_shot_head(clip: Path, tmp_
 
 
 def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Path) -> None:
-    data, out = {n: f"{clip / n}-images" for n in CLASSES}, tmp_path / "scaled"
-    actmat.tune_scale(clip / "base", [clip / n for n in CLASSES], data=data, method="tsv", dtype="float32", out=out)
+    experts = [x for n in CLASSES for x in ("-e", str(clip / n))]
+    data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")]
+    data += ["--set", "tune_scale=true"]
+    out = tmp_path / "scaled"
+    done = run(
+        ["merge", "-b", str(clip / "base"), *experts, *data, "-m", "tsv", "--dtype", "float32", "--out", str(out)]
+    )
+    assert done.code == 0, done.err
     check_final_losses(clip, out)
 
 

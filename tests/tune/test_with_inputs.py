@@ -258,6 +258,7 @@ def test_without_inputs_the_summary_says_how_to_measure_and_gives_no_norm(family
         (["--data", "math=one two"], "no data is given for 'code'"),
         (["--check", "mth=one two"], "no expert is named 'mth'"),
         (["--data", "math=none.jsonl", "--data", "code=none.jsonl"], "no such file"),
+        (["--set", "tune_scale=true"], "chooses the scale by --data"),
     ],
 )
 def test_wrong_inputs(family: Path, tmp_path: Path, flags: list[str], text: str) -> None:

@@ -62,6 +62,7 @@ class InputFlags(ReadingFlags):
     model_class: ModelClass = None
     model_dtype: ModelDtype = "auto"
     keep_statistics: Annotated[bool, Setting("Keep the statistics of the inputs in OUT.statistics.")] = False
+    tune_scale: Annotated[bool, Setting("Choose the scale by the inputs.")] = False
 
     def settings(self) -> InputSettings:
         """Settings of models that run on inputs."""
@@ -75,7 +76,7 @@ class InputFlags(ReadingFlags):
         return InputSettings(reading=self.options("", SAMPLES), **fields)
 
 
-COMPARED = FlagFields(without=("check", "keep_statistics"))
+COMPARED = FlagFields(without=("check", "keep_statistics", "tune_scale"))
 """Fields of `InputFlags` of commands that do not merge by the inputs."""
 
 

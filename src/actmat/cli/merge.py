@@ -46,13 +46,21 @@ def merge(
     command. 'actmat plan' shows every decision, 'actmat tune' searches more.
     """
     recipes = fields.recipes(recipe)
-    if not (asked.data or asked.check):
+    if not (asked.data or asked.check or asked.tune_scale):
         carry_out(recipes, run, shown, plan=False)
         return
     refuse_no_output(recipes)
-    from actmat.cli.searching import merge_by
+    quiet = shown.quiet or shown.json
+    if asked.tune_scale:
+        if not asked.data or asked.check or "scale" in fields:
+            raise typer.BadParameter("--set tune_scale=true chooses the scale by --data: remove --scale and --check")
+        from actmat.cli.searching import tune_scales
 
-    print_reports(merge_by(asked, recipes, run, quiet=shown.quiet or shown.json), shown)
+        print_reports(tune_scales(recipes, asked, run, quiet=quiet), shown, printed=True)
+    else:
+        from actmat.cli.searching import merge_by
+
+        print_reports(merge_by(asked, recipes, run, quiet=quiet), shown)
 
 
 def refuse_no_output(recipes: Sequence[Recipe]) -> None:
@@ -85,8 +93,10 @@ def carry_out(
     print_reports(reports, shown, layout)
 
 
-def print_reports(reports: Sequence[MergeReport], shown: flags.OutputFlags, layout: str = "merge") -> None:
-    """Print the results of merges: JSON, warnings only, or summaries."""
+def print_reports(
+    reports: Sequence[MergeReport], shown: flags.OutputFlags, layout: str = "merge", *, printed: bool = False
+) -> None:
+    """Print the results of merges: JSON, warnings only, or summaries unless these are `printed`."""
     from actmat.cli.summary import merge_data, print_summary, print_warnings
 
     if shown.quiet:
@@ -94,5 +104,5 @@ def print_reports(reports: Sequence[MergeReport], shown: flags.OutputFlags, layo
     with optional_stdout("The merge is complete."):
         if shown.json:
             print_result(layout, {"outputs": [merge_data(r) for r in reports]})
-        for report in () if shown.json or shown.quiet else reports:
+        for report in () if shown.json or shown.quiet or printed else reports:
             print_summary(report)

@@ -34,7 +34,7 @@ def plan(
     fields: RecipeFlags,
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory"))],
     as_recipe: Annotated[bool, typer.Option("--as-recipe", help="Print the recipe as YAML, also of mergekit.")] = False,
-    asked: Annotated[InputFlags, FlagFields(without=("keep_statistics",))],
+    asked: Annotated[InputFlags, FlagFields(without=("keep_statistics", "tune_scale"))],
     shown: PlanOutput,
 ) -> None:
     """Show what 'actmat merge' would do with the same flags, from headers.

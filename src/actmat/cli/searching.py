@@ -11,7 +11,7 @@ import typer
 
 from actmat.cli.data import pairs_of
 from actmat.cli.screen import console, escape, plain_table, print_result, progress_bar
-from actmat.cli.streams import say
+from actmat.cli.streams import optional_stdout, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +94,23 @@ def print_search(report: TuneReport) -> None:
     for reason in report.refused.values():
         console.print(f"left out: {escape(reason)}")
     console.print(f"\n{escape(report.out)}.tune: recipe.yaml, tune.json, tune.html")
+
+
+def tune_scales(recipes: Sequence[Recipe], asked: InputFlags, run: RunSettings, *, quiet: bool) -> list[MergeReport]:
+    """Merge each recipe at the scale chosen from unlabeled inputs (`--set tune_scale=true`); print summaries."""
+    from actmat.cli.summary import print_summary
+    from actmat.extras.tune.settings import TuneSettings
+    from actmat.extras.tune.space import scale_space
+    from actmat.extras.tune.tuning import tune_recipe
+
+    places, settings = pairs_of(asked.data or []), TuneSettings(average=False)
+    with showing_search(quiet=quiet) as progress:
+        reports = [tune_recipe(r, scale_space, places, settings, run, progress) for r in recipes]
+    with optional_stdout("The merge is complete."):
+        for report in () if quiet else reports:
+            print_summary(report.merged)
+            print_search(report)
+    return [report.merged for report in reports]
 
 
 def merge_by(asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:

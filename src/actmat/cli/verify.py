@@ -23,7 +23,7 @@ def verify(
     against: Annotated[
         list[str] | None, typer.Option(help="Adapter that was added to the base, once per expert: add it again.")
     ] = None,
-    asked: Annotated[InputFlags, FlagFields(without=("data", "keep_statistics"))],
+    asked: Annotated[InputFlags, FlagFields(without=("data", "keep_statistics", "tune_scale"))],
     shown: flags.JsonQuiet,
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
