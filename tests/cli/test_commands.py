@@ -12,7 +12,6 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, Family, actmat, hidden
 import actmat as actmat_package
 from actmat.methods import all_methods
 from actmat.planning import MergePlan
-from actmat.version import __version__
 
 COMMANDS = ("merge", "plan", "diagnose", "compare", "methods", "inspect", "verify", "demo")
 
@@ -21,10 +20,6 @@ def test_the_help_lists_every_command_and_the_exit_codes() -> None:
     text = actmat(["--help"]).out
     for words in (*COMMANDS, "Exit codes", "130"):
         assert words in text
-
-
-def test_version() -> None:
-    assert actmat(["--version"]).out == f"actmat {__version__}\n"
 
 
 @pytest.mark.parametrize(

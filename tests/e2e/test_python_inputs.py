@@ -291,6 +291,12 @@ def test_statistics_are_used() -> None:
     assert relative_error(out, DELTAS[0]) < 1e-3
 
 
+def test_no_experts_are_refused() -> None:
+    for function in (actmat.plan, actmat.diagnose, actmat.merge):
+        with pytest.raises(RecipeError, match="expert"):
+            function()
+
+
 def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(RecipeError, match="actmat"):
         actmat.merge_matrices("actmatt", DELTAS)

@@ -58,14 +58,6 @@ def random_deltas(n_experts: int, *shape: int, seed: int = 0, dtype: torch.dtype
     return [draw.to(dtype, copy=True) for draw in draws]
 
 
-def random_lowrank(
-    n_experts: int, rows: int, columns: int, rank: int, seed: int = 0, batch: tuple[int, ...] = ()
-) -> list[LowRank]:
-    g = seeded(seed)
-    return [
-        LowRank(
-            torch.randn(*batch, rows, rank, generator=g, dtype=torch.float64),
-            torch.randn(*batch, rank, columns, generator=g, dtype=torch.float64),
-        )
-        for _ in range(n_experts)
-    ]
+def random_lowrank(n_experts: int, rows: int, columns: int, rank: int, seed: int = 0) -> list[LowRank]:
+    gaussian = gaussian_of(seed)
+    return [LowRank(gaussian(rows, rank), gaussian(rank, columns)) for _ in range(n_experts)]
