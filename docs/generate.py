@@ -30,7 +30,7 @@ from typer.models import ArgumentInfo
 from actmat.cli.flags import with_flags
 from actmat.cli.listing import COMMANDS, COMMON, DISTRIBUTIONS, declared_command, info_of
 from actmat.errors import MergeError
-from actmat.layout.families import FAMILIES, PLAIN
+from actmat.layout.families import FAMILIES
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
 from actmat.methods.contract import Description
 from actmat.methods.post import STEPS
@@ -276,7 +276,7 @@ KINDS: markdown.Kinds = {
     "exit-codes": exit_codes,
     "recipe": recipe,
     "outputs": outputs,
-    "families": lambda _: ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n",
+    "families": lambda _: ", ".join(f"`{f}`" for f in sorted(FAMILIES, key=str.lower)) + ".\n",
     "api": api,
 }
 

@@ -80,7 +80,7 @@ def test_reports_of_other_kinds_are_short(family: Family) -> None:
 
 def test_checkpoints_and_experts_are_short(family: Family) -> None:
     with actmat.open_model(family.base) as checkpoint:
-        check(checkpoint, "SafetensorsFiles", "tensors", "kB")
+        assert repr(checkpoint).startswith("<Model: <SafetensorsFiles ")
         with open_expert(family.experts[0], checkpoint) as expert:
             assert repr(expert).startswith("<StoredDeltas ")
             assert "model" in repr(expert)

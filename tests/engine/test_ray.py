@@ -99,7 +99,6 @@ class TestRay(ExecutorConformance):
         lost = begun.pop(trouble.first())
         assert {name for names in begun.values() for name in names} >= set(lost), "units of the dead are not done again"
         assert len(run.records) == len(run.units)
-        assert all(result.where for result in self.results)
 
     @pytest.mark.slow  # compares the speed of processes, which a busy machine changes
     def test_a_slow_node_does_less(self, tmp_path: Path) -> None:
