@@ -1,6 +1,6 @@
 """Fill the parts of the pages that follow from the declarations in the code.
 
-    python -m docs.generate             # writes every page, the JSON Schemas and the catalog of methods anew
+    python -m docs.generate             # writes every page and the JSON Schemas anew
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
     python -m docs.generate --pictures  # also takes the pictures anew, by Chromium
 
@@ -12,7 +12,6 @@ Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
 import typing
@@ -21,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from docs import markdown
-from docs.markdown import ROOT, table
+from docs.markdown import table
 from docs.published import WRITTEN as SCHEMA_FILES
 from docs.published import spellings
 from docs.reference import api
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
-from actmat.cli.catalog import EXPERTS, FILE, SIDE, describe, gflop, shown
 from actmat.cli.flags import with_flags
 from actmat.cli.listing import COMMANDS, COMMON, DISTRIBUTIONS, declared_command, info_of
 from actmat.errors import MergeError
@@ -52,10 +50,21 @@ def methods(_: str) -> str:
     return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "GFLOP"], rows)
 
 
+SIDE, EXPERTS = 4096, 4
+"""The layer and the number of experts for which costs are shown."""
+
+
+def _gflop(m: MergeMethod) -> str:
+    """Rough cost of a method on this layer, with fewer experts for methods that take fewer."""
+    experts = min(EXPERTS, m.max_experts or EXPERTS)
+    gflop = round(m.cost.flops((SIDE, SIDE), experts, m.resolve_options({})) / 1e9, 3)
+    return f"{float(f'{gflop:.3g}'):,.0f}" if gflop >= 100 else f"{gflop:.3g}"
+
+
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
     needs, exact, random = ", ".join(m.needs_statistics), "exact" * bool(m.lowrank), "yes" * m.is_random
-    return [needs, exact, _weights(m), random, acts, shown(gflop(m))]
+    return [needs, exact, _weights(m), random, acts, _gflop(m)]
 
 
 def _weights(m: MergeMethod) -> str:
@@ -82,7 +91,7 @@ def method(name: str) -> str:
         ["weights of experts", _weights(m) or "no"],
         ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
         ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
-        ["operations", f"{shown(gflop(m))} GFLOP {_measured_on(m)}"],
+        ["operations", f"{_gflop(m)} GFLOP {_measured_on(m)}"],
         ["holds", passes],
         ["laws (tested)", ", ".join(law.replace("_", " ") for law in sorted(m.laws)) or "none"],
     ]
@@ -272,15 +281,7 @@ KINDS: markdown.Kinds = {
 }
 
 
-def catalog() -> str:
-    """The declarations of all methods, as `actmat methods` reads them."""
-    return json.dumps([describe(m) for m in all_methods()], indent=1) + "\n"
-
-
-WRITTEN: dict[Path, Callable[[], str]] = {
-    ROOT / "src" / "actmat" / "cli" / FILE: catalog,
-    **SCHEMA_FILES,
-}
+WRITTEN: dict[Path, Callable[[], str]] = SCHEMA_FILES
 """Whole files that are made from declarations and pages."""
 
 

@@ -22,9 +22,6 @@ class Progress:
     def tensor(self, name: str, nbytes: int) -> None:
         """One tensor is done; called from any thread."""
 
-    def node(self, name: str, nbytes: int) -> None:
-        """A node of a cluster has done one tensor more; follows `tensor`. Not called for work on this machine only."""
-
     def note(self, text: str) -> None:
         """A sentence about the run for the user, such as a worker that was lost and replaced."""
 

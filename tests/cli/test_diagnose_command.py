@@ -27,7 +27,7 @@ def test_a_summary_of_eighty_columns(family: Family) -> None:
     lines = outcome.out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "expert0" in outcome.out
-    assert "merged delta: norm" in outcome.out
+    assert "share of change" in outcome.out
     assert "is it good? Not measured." in outcome.out
     assert "actmat diagnose merged --data expert0=INPUTS ..." in outcome.out
     assert "checks: " in outcome.out

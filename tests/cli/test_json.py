@@ -77,8 +77,8 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     assert shown["left_out"] == {"tensors": 21}
     assert len(said("inspect", ties, "--json", "--full")["tensors"]) == 21
     compared = pinned(said("compare", out / "actmat", ties, "--json"), "compare")
-    assert (compared["differing"], compared["left_out"], compared["names"]) == (15, {"tensors": 21}, ["actmat", "ties"])
-    assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 21
+    assert (compared["compared"], compared["left_out"], compared["names"]) == (21, {"tensors": 15}, ["actmat", "ties"])
+    assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 15
     (ties / "config.json").write_text("{}")
     broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
     assert not broken["ok"]
@@ -108,7 +108,7 @@ def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None
 
 def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
     short = pinned(said("methods", "--json"), "methods")["methods"]
-    assert set(short[0]) == {"name", "summary", "needs", "low_rank", "gflop"}
+    assert set(short[0]) == {"name", "summary", "needs", "low_rank"}
     assert len(said("methods", "--json", "--full")["methods"]) == len(short)
     (ties,) = said("methods", "ties", "--json")["methods"]
     assert ties["options"]

@@ -9,7 +9,6 @@ from tests.helpers.merging import actmat as run
 
 import actmat
 from actmat.errors import MergeError, by_cause
-from actmat.extras.mergekit import convert
 from actmat.recipe import make_recipe
 from actmat.run.automatic import check_options
 
@@ -42,16 +41,6 @@ def test_a_near_miss_is_named(flags: list[str], words: str) -> None:
 def test_standard_file_names_take_the_name_of_their_folder(name: str) -> None:
     recipe = make_recipe({"experts": [f"ink/{name}", f"oil/{name}", name]})
     assert recipe.labels == ("ink", "oil", name)
-
-
-def test_an_unknown_method_of_mergekit_hides_no_other_problem() -> None:
-    with pytest.raises(MergeError) as error:
-        convert({"merge_method": "florble", "base_model": "a", "models": [{"model": "a"}], "dtype": "bfloat17"})
-    assert [p.partition(":")[0] for p in error.value.problems] == ["merge_method", "dtype"]
-    models = [{"model": "a"}, {"model": "b", "parameters": 3}]
-    with pytest.raises(MergeError) as error:
-        convert({"merge_method": "florble", "base_model": "a", "models": models})
-    assert len(error.value.problems) == 2
 
 
 def test_options_of_another_method_are_one_problem() -> None:

@@ -19,7 +19,7 @@ def calls(kind: type) -> dict[str, list[str]]:
 
 
 def test_the_bar_has_the_calls_of_progress() -> None:
-    assert set(calls(Progress)) == {"started", "tensor", "node", "note", "finishing"}
+    assert set(calls(Progress)) == {"started", "tensor", "note", "finishing"}
     assert calls(MergeProgress) == calls(Progress)
 
 

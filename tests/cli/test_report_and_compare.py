@@ -48,7 +48,7 @@ def test_a_comparison_fits_80_columns(family: Family) -> None:
     paths = [line for line in lines if str(family.root) in line]
     assert max(len(line) for line in lines if line not in paths) <= 80
     text = " ".join(done.out.split())
-    for words in ("method actmat ties", "tensors differ; relative distance there", "differ most relative cosine"):
+    for words in ("method actmat ties", "tensors differ; relative distance there", "differ most relative norm 1"):
         assert words in text
     assert sum("proj " in line for line in lines) <= 10
 

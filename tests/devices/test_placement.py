@@ -308,12 +308,6 @@ def test_one_thread_loads_linear_algebra_before_others_use_it(monkeypatch: pytes
         assert len(seen) == calls, "in the thread that makes the executor, once for all devices"
 
 
-def test_files_are_finished_one_after_another_where_they_are_sent(tmp_path: Path) -> None:
-    with opened(large(tmp_path, 300, 200, layers=4), "out", {"method": "actmat"}) as run:
-        executor = ThreadExecutor(run.inputs, run.writers, Resources(1, 1 << 33, "cpu:0", in_order=True))
-        assert [result.unit for result in executor.run(run.spec, list(run.units))] == list(run.units)
-
-
 @pytest.mark.parametrize("names", ["cpu:0", "cpu:0,1,2"])
 def test_a_merge_on_devices_writes_the_bytes_of_one_on_the_host(tmp_path: Path, names: str) -> None:
     family = Family.make(tmp_path, layers=1)

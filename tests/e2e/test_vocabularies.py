@@ -89,9 +89,7 @@ def test_a_union_is_loaded_tokenized_and_run(family: Path, tmp_path: Path) -> No
         base, one, two = (row(family / m, "a", table) for m in ("base", "chat", "tool"))
         assert relative_error(row(report.out, "a", table), base + 0.5 * (one - base) + 0.5 * (two - base)) < F32_PRODUCT
     notes = " ".join(map(str, report.plan.notes))
-    assert (
-        "base: 5 tokens are new to its tokenizer: 13 '<user>' from chat and tool (mean), 14 '<bot>' from chat" in notes
-    )
+    assert "base: 5 tokens are new to its tokenizer: 13 '<user>', 14 '<bot>'" in notes
     assert notes == " ".join(n["text"] for n in report.manifest["notes"])
     assert actmat(["verify", str(report.out)]).out.startswith("intact")
     again = library.merge(

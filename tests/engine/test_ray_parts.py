@@ -13,7 +13,6 @@ from tests.helpers.sessions import run_here
 
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors import find_executor
-from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, OutputError, RecipeError
@@ -28,7 +27,6 @@ from actmat.extras.ray.batches import (
     unit_seconds,
 )
 from actmat.extras.ray.cluster import connect
-from actmat.extras.ray.executor import RayExecutor
 from actmat.extras.ray.shared import prepared_storage, storage_problems
 from actmat.extras.ray.worker import Answer, Opening, Worker
 
@@ -61,30 +59,6 @@ def test_small_units_travel_together() -> None:
 def test_few_small_units_still_serve_every_worker() -> None:
     units = [unit(f"{n}") for n in range(48)]
     assert len(make_batches(units, workers=3)) >= 24
-
-
-def test_units_in_the_order_of_the_output_make_batches_in_that_order() -> None:
-    """As an upload wants them."""
-    units = [unit(f"{n}", seconds=(n * 7919 % 13) / 5) for n in range(60)]
-    batches = make_batches(units, workers=2, in_order=True)
-    assert [u for b in batches for u in b.units] == units
-    assert 2 * 8 <= len(batches) < 60, "small units still travel together"
-    assert [u for b in make_batches(units, workers=2) for u in b.units] != units
-
-
-class _Idle:
-    """Workers that were sent nothing yet, by their number."""
-
-    def __len__(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_the_executor_asks_for_the_order_that_its_resources_say(merged: Any, in_order: bool) -> None:
-    _, units, _ = merged
-    executor = RayExecutor(None, (), Resources(2, GB, in_order=in_order), workers=_Idle())
-    found = [u.name for batch in executor._batches(units, _Idle()) for u in batch.units]
-    assert (found == [u.name for u in units]) == in_order
 
 
 # Sizes of workers

@@ -41,8 +41,7 @@ PINNED: dict[str, set[str]] = {
         "totals", "findings", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
-        "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "answers", "notes",
-        "differing", "names", "left_out",
+        "outs", "methods", "base", "experts", "settings", "relative", "compared", "names", "left_out",
     },
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {

@@ -3,9 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from typing import Any
-
-from actmat.extras.pages.html.environment import environment
 
 VOID = {"meta", "input", "wbr", "br", "link", "img", "hr"}
 
@@ -80,8 +77,3 @@ class Page(HTMLParser):
     def sections(self) -> list[str | None]:
         """Anchors of the parts of the page."""
         return [e.attributes.get("id") for e in self.all("section")]
-
-
-def drawn(file: str, macro: str, *given: Any, **named: Any) -> Page:
-    """What a macro of a template draws, as a page."""
-    return Page(str(getattr(environment().get_template(file).module, macro)(*given, **named)))

@@ -9,7 +9,6 @@ from tests.helpers.merging import Family, actmat
 from actmat.api.reading import read_recipe
 from actmat.errors import RecipeError
 from actmat.extras.mergekit import convert, is_mergekit
-from actmat.layout.patterns import compile_pattern
 from actmat.recipe import make_recipe
 from actmat.recipe.text import parse_yaml
 
@@ -158,36 +157,6 @@ def test_multislerp_is_no_step_of_the_karcher_mean() -> None:
         converted(f"{{merge_method: multislerp, models: {models}, parameters: {{normalize_weights: false}}}}")
 
 
-def test_two_switches_may_differ_from_tensor_to_tensor() -> None:
-    """A rule for every pair of filters, then for each filter; a name that holds both texts in any way matches both."""
-    models = "[{model: a, parameters: {weight: 1}}, {model: c, parameters: {weight: 1}}]"
-    normalize = "normalize: [{filter: mlp.down, value: false}, {filter: q_proj, value: false}, {value: true}]"
-    rescale = "rescale: [{filter: down_proj, value: true}, {value: false}]"
-    given = f"parameters: {{{normalize}, {rescale}}}"
-    fields = converted(f"{{merge_method: ties, base_model: b, models: {models}, {given}}}")
-    assert fields["options"] == {"reduce": "mean", "variant": "mergekit", "rescale": "none"}
-    both = ["*mlp.down*down_proj*", "*down_proj*mlp.down*", "*mlp.down_proj*"]
-    rows = [(r["match"], r["options"]["reduce"], r["options"]["rescale"]) for r in fields["rules"]]
-    assert rows == [
-        (both, "sum", "l1"),
-        ("*mlp.down*", "sum", "none"),
-        (["*q_proj*down_proj*", "*down_proj*q_proj*"], "sum", "l1"),
-        ("*q_proj*", "sum", "none"),
-        ("*down_proj*", "mean", "l1"),
-    ]
-    assert [r.get("optional", False) for r in fields["rules"]] == [True, False, True, False, False]
-    assert {(r["method"], r["options"]["variant"]) for r in fields["rules"]} == {("ties", "mergekit")}
-    assert any(compile_pattern(p)("model.layers.0.mlp.down_proj.weight") for p in both)
-    flat = "nuslerp_flatten: [{filter: mlp, value: false}, {value: true}]"
-    by_axis = "nuslerp_row_wise: [{filter: mlp.d, value: true}, {value: false}]"
-    fields = converted(f"{{merge_method: nuslerp, models: {models}, parameters: {{{flat}, {by_axis}}}}}")
-    assert [(r["match"], r["options"]["along"]) for r in fields["rules"]] == [
-        (["*mlp.d*"], "columns"),
-        ("*mlp*", "rows"),
-        ("*mlp.d*", "tensor"),
-    ]
-
-
 def test_densities_are_clipped_as_mergekit_clips_them() -> None:
     models = "[{model: a, parameters: {weight: 1, density: 1.5}}, {model: c, parameters: {weight: 1, density: -0.2}}]"
     fields = converted(f"{{merge_method: ties, base_model: b, models: {models}}}")
@@ -270,6 +239,11 @@ def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
         (
             "{merge_method: karcher, models: [{model: a}], parameters: {tol: [0, 1]}}",
             "'tol' differs between tensors",
+        ),
+        (
+            "{merge_method: linear, models: [{model: a, parameters: {weight: 1}}], "
+            "parameters: {normalize: [{filter: mlp, value: true}, {value: false}]}}",
+            "'normalize' differs between tensors",
         ),
         ("{gate_mode: hidden, experts: [{source_model: a}]}", "build the mixture with 'mergekit-moe"),
         (

@@ -21,7 +21,7 @@ return {
   out: all("main *").filter((e) => inside(e) && e.getBoundingClientRect().right > edge + 1)
     .map((e) => e.outerHTML.slice(0, 80)),
   small: all(".x-axis span, .y-axis span").filter((e) => parseFloat(style(e).fontSize) < 10).length,
-  flat: all("svg.plot, svg.strip").filter((s) => s.getBoundingClientRect().height < 8).length,
+  flat: all("svg.plot").filter((s) => s.getBoundingClientRect().height < 8).length,
   nav: all("nav ul").map((e) => e.scrollWidth > e.clientWidth),
   hacked: window.hacked ?? null, images: all("img").length, scripts: all("main script").length,
 };

@@ -1,6 +1,5 @@
 """The pages as text: well-formed, complete, self-contained, the same every time, safe with any name."""
 
-import itertools
 import json
 import math
 import re
@@ -15,33 +14,28 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from tests.helpers.pages import Page, drawn
+from tests.helpers.pages import Page
 from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.extras.pages.html import render_html, write_html
-from actmat.extras.pages.html.charts import HeatCell, HeatMap, Line, Strip, curve, kind_of, layer_lines
+from actmat.extras.pages.html.charts import curve
 from actmat.extras.pages.html.environment import dotted, environment, listed
-from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over, residuals
+from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over
 from actmat.extras.pages.html.scales import (
-    HeatScale,
-    diverging,
     number,
     percent,
-    positive_axis,
     range_axis,
     residual_level,
     residual_text,
-    spread,
-    tick_indices,
 )
 from actmat.foreign import terminal
 from actmat.recipe import make_recipe
 from actmat.report.words import plural
 
-SECTIONS = ["good", "experts", "layers", "size", "recipe"]
+SECTIONS = ["good", "experts", "layers", "recipe"]
 SIZE = {
     "code": "AM402", "title": "Merged delta is much larger than the experts'", "severity": "tip",
     "message": "The merged delta has 9 times the mean expert's norm", "tensors": [], "count": 0,
@@ -68,7 +62,7 @@ def text_of(page: Page, section: str) -> str:
 # The whole page
 
 
-def test_it_is_well_formed_and_has_five_sections(page: Page) -> None:
+def test_it_is_well_formed_and_has_four_sections(page: Page) -> None:
     assert page.problems == []
     assert page.sections == SECTIONS
     assert [a.attributes["href"] for a in page.all("a") if "nav" in a.parents] == [f"#{s}" for s in SECTIONS]
@@ -90,12 +84,10 @@ def test_it_asks_nothing_of_the_network_and_runs_no_script(page: Page) -> None:
 
 
 def test_figures_have_names_and_tables_beside_them(page: Page) -> None:
-    assert len(page.all("svg", class_="plot")) == 1
-    assert len(page.all("svg", class_="strip")) == 3 + 8
     for svg in page.all("svg"):
         assert svg.attributes["role"] == "img"
         assert svg.attributes["aria-label"] is not None
-    assert len(page.all("details", class_="numbers")) == 3
+    assert len(page.all("details", class_="numbers")) == 1
     assert all(e.attributes.get("scope") for e in page.all("th"))
 
 
@@ -159,7 +151,7 @@ def test_sections_without_numbers_are_left_out() -> None:
     page = Page(render_html(Diagnosis.from_json(data)))
     assert page.problems == []
     assert page.sections == SECTIONS
-    assert page.all("table", class_="square") == []
+    assert "Cosines" not in page.source
     assert "None" not in page.source
     bare = Page(render_html(Diagnosis.from_json(data | {"measures": [], "findings": []})))
     assert bare.sections == ["good", "experts", "recipe"]
@@ -197,9 +189,8 @@ def test_no_residual_and_no_norm_is_praised(residual: float) -> None:
     data["measures"] = [m | {"residual": [residual] * 3} for m in data["measures"]]
     data["experts"] = [e | {"residual": residual} for e in data["experts"]]
     page = Page(render_html(Diagnosis.from_json(data)))
-    words = " ".join(text_of(page, s) for s in ("experts", "layers", "size")).lower()
+    words = " ".join(text_of(page, s) for s in ("experts", "layers")).lower()
     assert not re.search(r"\b(met|well|best|fine|ok)\b", words)
-    assert "do not say whether a merge is good" in words
     assert "no number here says how the model answers" in words
 
 
@@ -213,7 +204,7 @@ def test_findings_are_cards_with_issues_first_and_the_rest_is_folded(page: Page)
     assert "No check found anything; none of them looks at answers." in clear
 
 
-# Experts, layers, size, recipe
+# Experts, layers, recipe
 
 
 def test_experts_have_a_row_each() -> None:
@@ -231,28 +222,17 @@ def test_experts_have_a_row_each() -> None:
     assert "size of the merge is off" not in text_of(page, "experts")
 
 
-def test_a_map_whose_cells_are_all_alike_is_one_sentence() -> None:
-    data = diagnosis_json(3, 4)
-    for measure in data["measures"]:
-        measure |= {"residual": [0.91, 0.93, 0.95], "subspace_overlap": [[1, 0.5, 0.5], [0.5, 1, 0.5], [0.5, 0.5, 1]]}
-    page = Page(render_html(Diagnosis.from_json(data)))
-    assert "All alike: ρ 0.91 to 0.95." in text_of(page, "layers")
-    assert page.all("svg", class_="strip") == []
-    assert "Every pair: 50 %." in text_of(page, "experts")
-    assert page.problems == []
-
-
 def test_the_matrices_of_the_largest_residual_are_listed(page: Page) -> None:
     worst = max(diagnosis(3, 8).measures, key=lambda m: m.contested)
     table = [e for e in page.all("table") if "Matrices of the largest" in e.text]
     assert worst.name in table[0].text
-    assert len(page.all("details", class_="numbers")) == 3
+    assert len(page.all("details", class_="numbers")) == 1
 
 
-def test_sizes_are_ratios_in_words(page: Page) -> None:
-    assert "times one expert's and 0.8 times their sum's." in text_of(page, "size")
-    lines = [p.attributes["class"] for p in page.all("path", class_="line") if "section" in p.parents]
-    assert [c for c in lines if c and "merged" in c]
+def test_layers_are_rows_of_colored_residuals(page: Page) -> None:
+    cells = [e for e in page.all("td") if re.fullmatch(r"q\d|h[01]|none", e.attributes.get("class") or "")]
+    assert len(cells) == 3 * 9
+    assert cells[0].text == residual_text(residual_over(layers_of(diagnosis(3, 8).measures)[0], 0))
 
 
 def test_the_recipe_on_the_page_makes_the_same_merge(page: Page) -> None:
@@ -281,31 +261,12 @@ def test_texts_and_levels() -> None:
     levels = [residual_level(v) for v in (0.0, 0.1, 0.9999, 1.0, 1.25, None)]
     assert levels == ["q0", "q1", "q9", "h0", "h1", "none"]
     assert [residual_text(v) for v in (None, 0.0, 0.001, 0.005, 0.314)] == ["–", "0.00", "< 0.01", "0.01", "0.31"]
-    assert [diverging(v) for v in (0.0, 0.1, -0.1, -1, 0.4)] == ["p0", "p1", "m1", "m4", "p3"]
     assert [listed(["a"]), listed(["a", "b", "c"])] == ["a", "a, b and c"]
     assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h and 2 more"
     assert (plural(1, "matrix", "matrices"), plural(1200, "matrix", "matrices")) == ("1 matrix", "1,200 matrices")
     assert dotted("layers.0.self_attn/q") == "layers.0.<wbr>self_attn/<wbr>q"
     assert dotted("a.vector_to_single_lstm") == "a.<wbr>vector_<wbr>to_<wbr>single_<wbr>lstm"
     assert dotted("<b>") == "&lt;b&gt;"
-    assert kind_of("h.2.attn.c_attn.weight", "q") == "attn.c_attn [q]"
-
-
-def test_heat_maps_use_their_scale() -> None:
-    scale = HeatScale.over([0.52, 0.71, 1.4])
-    assert (scale.low, scale.high) == (0.5, 0.8)
-    assert [scale.level(v) for v in (0.5, 0.65, 0.79, 1.1, 1.3, None)] == ["q0", "q5", "q9", "h0", "h1", "none"]
-    assert HeatScale.over([]) == HeatScale.over([1.0, 2.0]) == HeatScale(0.0, 1.0)
-    assert spread([0.5, 0.55]) == (0.5, 0.55)
-    assert spread([0.5, 0.7]) is spread([]) is None
-
-
-@given(st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=9))
-def test_axes_hold_all_values_with_few_labels(values: list[float]) -> None:
-    axis = positive_axis(values)
-    assert axis.low == 0 < max(values) <= axis.high * (1 + 1e-9)
-    assert 2 <= len(axis.ticks) <= 6
-    assert [axis.position(t) for t in (axis.low, axis.high)] == [0, 1]
 
 
 @pytest.mark.parametrize("values", [[0.466, 0.708], [1.0], [-2.0, 3.0], [0.0, 0.0], [1e-9, 2e-9]])
@@ -314,15 +275,6 @@ def test_a_range_has_round_ends_around_its_values(values: list[float]) -> None:
     assert axis.low <= min(values) * (1 + 1e-9) or axis.low <= min(values)
     assert axis.high >= max(values) * (1 - 1e-9)
     assert 2 <= len(axis.ticks) <= 7
-
-
-@given(st.integers(1, 3000), st.integers(2, 20))
-def test_ticks_are_few_even_and_begin_at_the_first(count: int, wanted: int) -> None:
-    places = tick_indices(count, wanted)
-    assert places[0] == 0
-    assert places[-1] < count
-    assert len(places) <= max(wanted, 1)
-    assert len({b - a for a, b in itertools.pairwise(places)}) <= 1
 
 
 def test_sums_over_layers_are_those_of_plain_loops() -> None:
@@ -351,32 +303,5 @@ def test_the_overall_cosine_is_that_of_the_matrices_side_by_side() -> None:
 # Drawing
 
 
-def test_matrices_outside_the_layers_stand_apart() -> None:
+def test_a_curve_is_a_path() -> None:
     assert curve([(0, 0.5), (2, 0.25)]) == "M0 0.5000L2 0.2500"
-    plot = layer_lines([Line("e0", "math", [1.0, 2.0, 4.0])], ["0", "1", "other"], positive_axis([4.0]), label="x")
-    page = drawn("charts.html", "plot", plot)
-    key, shown = page.all("path", class_="line")
-    assert (key.attributes["d"], page.one("ul", class_="legend").text.strip()) == ("M0 1H4", "math")
-    assert shown.attributes["d"] == "M0.5 0.7500L1.5 0.5000"
-    assert (page.one("path", class_="dot").attributes["d"] or "").count("M") == 3
-    tips = [e.text for e in page.all("rect", class_="hit")]
-    assert tips == ["layer 0: math 1", "layer 1: math 2", "outside the layers: math 4"]
-
-
-def test_strips_leave_holes_where_there_is_no_matrix() -> None:
-    rows = [Strip("a", [HeatCell("q1", "here"), None, HeatCell("h0", "there")], "0.5")]
-    page = drawn("charts.html", "heat", HeatMap(rows, ["0", "1", "other"], "all", [0.1, 0.5]))
-    cells = [e for e in page.all("rect") if e.text]
-    assert [(e.attributes["x"], e.attributes["class"]) for e in cells] == [("0", "q1"), ("2", "h0")]
-    assert [e.text for e in page.all("span")] == ["0", "1", "other"]
-
-
-def test_a_strip_shows_the_largest_of_each_cell() -> None:
-    found = diagnosis(3, 4)
-    rows = residuals(found)["kinds"].rows
-    assert [row.name for row in rows] == sorted((r.name for r in rows), key=lambda n: -top_of(found, n))
-    assert all(f"{top_of(found, row.name):.2f}" == row.total for row in rows)
-
-
-def top_of(found: Diagnosis, kind: str) -> float:
-    return max(m.contested for m in found.measures if kind_of(m.name, m.part) == kind)

@@ -24,13 +24,13 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
     shown: flags.OutputFlags,
 ) -> None:
-    """Compare two merges of the same base and experts: recipes, weights, answers kept.
+    """Compare two merges of the same base and experts: recipes and weights.
 
     actmat compare merged-actmat merged-ties
 
-    Reads the weights of both, and of the base if it is found, a few megabytes at
-    a time. Merges of different bases or experts are refused: all differences are
-    listed and the exit code is 1.
+    Reads the weights of both and of the base, a few megabytes at a time. Merges
+    of different bases or experts are refused: all differences are listed and the
+    exit code is 1.
     """
     from actmat.extras.pages.comparison import compare as compare_outputs
 
@@ -49,28 +49,15 @@ def _print(comparison: MergeComparison) -> None:
     names = ", ".join(a if a == b else f"{a} = {b}" for a, b in comparison.experts)
     onto = f" of {comparison.base}" if comparison.base else ""
     console.print(f"{len(comparison.experts)} experts{escape(onto)}: {escape(names)}\n")
-    for title, rows in comparison.tables:
-        _print_rows([title, first, second], rows)
-    _print_tensors(comparison)
-    for note in comparison.notes:
-        console.print(f"note: {escape(note)}")
-
-
-def _print_tensors(comparison: MergeComparison) -> None:
-    differing = comparison.differing
-    if not differing:
-        console.print(f"all {len(comparison.tensors)} tensors are the same\n")
+    _print_rows(["differs in", first, second], [d.row for d in comparison.settings])
+    if not comparison.tensors:
+        console.print(f"all {comparison.compared} tensors are the same\n")
         return
-    apart = "" if comparison.relative is None else f"; relative distance there {comparison.relative:.3g} (0 to 2)"
-    console.print(f"{len(differing)} of {len(comparison.tensors)} tensors differ{apart}")
-    console.print()
-    rows = []
-    for t in differing[:MOST]:
-        # in units of the deltas, if the base was found
-        numbers = [t.distance] if t.norms is None else [t.relative, t.cosine, *t.norms]
-        rows.append([t.name.removesuffix(".weight"), *("-" if v is None else f"{v:.3g}" for v in numbers)])
-    names = ["relative", "cosine", "norm 1", "norm 2"]
-    _print_rows(["differ most", *(names if differing[0].norms is not None else ["distance"])], rows)
+    differing = f"{len(comparison.tensors)} of {comparison.compared} tensors differ"
+    console.print(f"{differing}; relative distance there {comparison.relative:.3g} (0 to 2)\n")
+    numbers = [(t.name.removesuffix(".weight"), t.relative, *t.norms) for t in comparison.tensors[:MOST]]
+    rows = [[name, *(f"{value:.3g}" for value in values)] for name, *values in numbers]
+    _print_rows(["differ most", "relative", "norm 1", "norm 2"], rows)
 
 
 def _print_rows(head: list[str], rows: list[list[str]]) -> None:

@@ -58,9 +58,9 @@ def diagnose(
     actmat diagnose MERGED --data math=math.jsonl        (answers on your data)
     actmat diagnose MERGED --statistics math=stats/math  (rho on measured inputs)
 
-    Takes the inputs of 'actmat merge'. Prints norms, ranks and overlaps of the
-    experts, findings of the checks, and the ten layers on which the experts
-    disagree most. To measure while merging: actmat merge --diagnose.
+    Takes the inputs of 'actmat merge'. Prints how near the merge is to every
+    expert, and the findings of the checks. To measure while merging: actmat
+    merge --diagnose.
     """
     from actmat.api.diagnosing import write_report
     from actmat.diagnostics.model import read_diagnosis

@@ -81,7 +81,7 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
-    from actmat.experts.locate import locate, stored_of
+    from actmat.experts.locate import locate
     from actmat.experts.lora.adapter import Adapter
     from actmat.layout.resolve import resolve_layout
     from actmat.report.manifest import read_manifest
@@ -91,11 +91,6 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
             data, show = _describe_adapter(located), _print_adapter
         else:
             data, show = _describe(located, resolve_layout(located.specs, located.config)), _print
-        header = stored_of(located).folder.header
-    with contextlib.suppress(ModuleNotFoundError):  # an installation without what image models need
-        from actmat.extras.diffusion.metadata import header_facts
-
-        data |= {"header": facts} if (facts := header_facts(header)) else {}
     with contextlib.suppress(CheckpointError):
         data |= {k: v for k, v in read_manifest(Path(checkpoint)).items() if k == "verdict"}
     if json:
@@ -104,10 +99,6 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
         if "verdict" in data:
             console.print(escape(data["verdict"]))
         show(data, every=every)
-        for key, value in data.get("header", {}).items():
-            rows = value.items() if isinstance(value, dict) else ()
-            shown = ", ".join(f"{name} ({of})" for name, of in rows) if rows else value
-            console.print(f"{escape(key)}: {escape(shown)}", soft_wrap=True)
 
 
 def _describe(opened: Model, layouts: LayoutMap) -> dict[str, Any]:

@@ -97,13 +97,12 @@ def print_reports(
     reports: Sequence[MergeReport], shown: flags.OutputFlags, layout: str = "merge", *, printed: bool = False
 ) -> None:
     """Print the results of merges: JSON, warnings only, or summaries unless these are `printed`."""
-    from actmat.cli.outputs import print_outputs
-    from actmat.cli.summary import merge_data, print_warnings
+    from actmat.cli.summary import merge_data, print_summary, print_warnings
 
     if shown.quiet:
         print_warnings(reports[0].plan)
     with optional_stdout("The merge is complete."):
         if shown.json:
             print_result(layout, {"outputs": [merge_data(r) for r in reports]})
-        elif not (shown.quiet or printed):
-            print_outputs(reports)
+        for report in () if shown.json or shown.quiet or printed else reports:
+            print_summary(report)

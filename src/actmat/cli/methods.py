@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,21 +11,23 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 from actmat.cli.screen import console, plain_table, print_result
 
+if TYPE_CHECKING:
+    from actmat.methods import MergeMethod
 
-@command("choose", "listed", "unknown method")
+
+@command("choose", "listed", "unknown method", imports_torch=True)
 def methods(
     name: Annotated[str | None, typer.Argument(help="Method to show in full, such as ties.")] = None,
     shown: flags.OutputFlags = flags.USUAL,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
-    from actmat.cli.catalog import read_catalog
+    from actmat.methods import all_methods, get_method
 
     if name == "auto":
         raise typer.BadParameter("auto is one of the methods, by your experts: 'actmat plan' names it, and says why")
-    known = read_catalog()
-    chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
+    chosen = [_described(m) for m in (all_methods() if name is None else [get_method(name)])]
     if shown.json:
-        short = ("name", "summary", "needs", "low_rank", "gflop")
+        short = ("name", "summary", "needs", "low_rank")
         rows = chosen if shown.full or name is not None else [{key: m[key] for key in short} for m in chosen]
         print_result("methods", {"methods": rows})
     elif shown.quiet:
@@ -36,41 +38,40 @@ def methods(
         _show(chosen[0])
 
 
-def _more(known: Collection[str]) -> list[dict[str, Any]]:
-    """Declarations of methods from other distributions."""
-    from actmat.plugins import entries
+def _described(m: MergeMethod) -> dict[str, Any]:
+    """A declaration as plain data."""
+    return {
+        "name": m.name,
+        "summary": m.text.summary,
+        "equation": m.text.equation,
+        "acts_on": m.acts_on,
+        "needs": {"data": list(m.needs_statistics), "base": m.needs_base}
+        | {"takes_weights": m.is_weighted, "weights_need_overlap": m.meets_all(m.resolve_options({}))}
+        | {"random": m.is_random},
+        "low_rank": m.lowrank is not None,
+        "preset_of": m.preset_of,
+        "laws": sorted(m.laws),
+        "notes": m.text.notes,
+        "source": m.text.source,
+        "options": [
+            {"name": o.name, "type": o.type_name, "default": o.default}
+            | {"bounds": str(o.bounds) if o.bounds else None, "description": o.doc}
+            for o in m.options.values()
+        ],
+    }
 
-    if set(entries("actmat.methods")) <= set(known):
-        return []  # without an import of torch
-    from actmat.cli.catalog import describe
-    from actmat.methods import all_methods
 
-    return [describe(m) for m in all_methods() if m.name not in known]
-
-
-def _one(name: str) -> dict[str, Any]:
-    """Declaration of a method in a user's file or from another distribution."""
-    from actmat.cli.catalog import describe
-    from actmat.methods import get_method
-
-    return describe(get_method(name))
-
-
-def _table(chosen: list[dict[str, Any]]) -> None:
-    from actmat.cli.catalog import shown
-
-    table = plain_table("method", "data?", "low rank", "GFLOP", "idea")
+def _table(chosen: Sequence[dict[str, Any]]) -> None:
+    table = plain_table("method", "data?", "low rank", "idea")
     for m in chosen:
         data, low_rank = ", ".join(m["needs"]["data"]) or "-", "exact" if m["low_rank"] else "dense"
-        table.add_row(m["name"], data, low_rank, shown(m["gflop"]), m["summary"])
+        table.add_row(m["name"], data, low_rank, m["summary"])
     console.print(table)
-    console.print("\n'actmat methods NAME' shows one in full. GFLOP: four experts of a 4096 x 4096 layer.")
+    console.print("\n'actmat methods NAME' shows one in full.")
 
 
 def _show(m: dict[str, Any]) -> None:
     from rich.markdown import Markdown
-
-    from actmat.cli.catalog import shown
 
     console.print(f"[bold]{m['name']}[/bold]: {m['summary']}\n")
     if m["equation"]:
@@ -90,7 +91,6 @@ def _show(m: dict[str, Any]) -> None:
     if needs["weights_need_overlap"]:
         words["weights"] = "where row spaces overlap"
     console.print(f"needs from data: {data}; {'; '.join(f'{need}: {word}' for need, word in words.items())}")
-    console.print(f"cost: {shown(m['gflop'])} GFLOP for four experts of a 4096 x 4096 layer")
     console.print(f"laws: {', '.join(m['laws']) or 'none'}")
     console.print(f"source: {m['source'] or 'none'}\n", markup=False)
     if not m["options"]:

@@ -185,7 +185,6 @@ class MergeProgress(Progress):
     def __init__(self, bar: RichProgress, doing: str) -> None:
         self._bar, self._doing = bar, doing
         self._task: TaskID | None = None
-        self._nodes: dict[str, TaskID] = {}
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
         """Show the bar; print a line when an interrupted run continues."""
@@ -198,13 +197,6 @@ class MergeProgress(Progress):
         """Advance the bar by one tensor."""
         if self._task is not None:
             self._bar.advance(self._task)
-
-    def node(self, name: str, nbytes: int) -> None:
-        """Count the tensor on its node's line."""
-        if name not in self._nodes:
-            total = self._bar.tasks[0].total if self._bar.tasks else None
-            self._nodes[name] = self._bar.add_task(f"  {escape(name)}", total=total)
-        self._bar.advance(self._nodes[name])
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 BETWEEN_LINES = 10.0
-"""Seconds between lines about the search when no bar is shown."""
+"""Seconds between lines about a stage when no bar is shown."""
 
 
 @contextlib.contextmanager
@@ -42,23 +41,26 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
     columns = (BarColumn(16), MofNCompleteColumn(), TimeRemainingColumn(), TimeElapsedColumn())
     with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
-        lines = Lines(say)
+        shows_lines = bar.disable and not quiet
+        start = time.monotonic()
 
         class Shown(TuneProgress):
-            what, total, began, best = "", 0, 0.0, ""
+            what, total, began, best, printed, latest = "", 0, 0.0, "", 0.0, ""
             starts: ClassVar[dict[str, float]] = {}
 
             def doing(self, what: str, total: int = 0) -> None:
                 self.what, self.total, self.best = what, total, ""
                 self.began = self.starts.setdefault(what, time.monotonic())
                 bar.reset(task, total=total or None, description=escape(what)[:60])
-                lines.show(what + (f": {total}" if total else ""), now=True)
+                if (text := what + (f": {total}" if total else "")) != self.latest:
+                    self._print(text)
 
             def done(self, parts: int) -> None:
                 bar.update(task, completed=parts)
                 left = (time.monotonic() - self.began) / max(parts, 1) * (self.total - parts)
                 ahead = f"about {left:.0f} s left" if parts < self.total else "finishing"
-                lines.show(f"{self.what}: {parts} of {self.total}, {ahead}{self.best}", now=False)
+                if time.monotonic() > self.printed + BETWEEN_LINES:
+                    self._print(f"{self.what}: {parts} of {self.total}, {ahead}{self.best}")
 
             def note(self, text: str) -> None:
                 if not quiet:
@@ -68,47 +70,12 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
                 self.best = f"; best so far: {best.candidate} ({best.mean:.4g})"
                 bar.update(task, description=escape(self.what + self.best)[:60])
 
-        with lines.regularly() if bar.disable and not quiet else contextlib.nullcontext():
-            yield Shown()
+            def _print(self, text: str) -> None:
+                self.printed, self.latest = time.monotonic(), text
+                if shows_lines:
+                    say(f"{self.printed - start:.0f} s: {text}")
 
-
-class Lines:
-    """Lines with the elapsed time, in place of a bar: each stage, and the latest state at regular intervals.
-
-    Args:
-        say: prints a line.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._began = say, time.monotonic()
-        self._text, self._ended = "starting", threading.Event()
-        self._on, self._shown = False, ""
-
-    def show(self, text: str, *, now: bool) -> None:
-        """Set the state; `now` prints it at once if it is new."""
-        self._text = text
-        if now and self._on and text != self._shown:
-            self._print()
-
-    @contextlib.contextmanager
-    def regularly(self) -> Iterator[None]:
-        """Print the state every `BETWEEN_LINES` seconds, even if nothing changed."""
-        self._on = True
-        thread = threading.Thread(target=self._repeat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._ended.set()
-            thread.join()
-
-    def _repeat(self) -> None:
-        while not self._ended.wait(BETWEEN_LINES):
-            self._print()
-
-    def _print(self) -> None:
-        self._shown = self._text
-        self._say(f"{time.monotonic() - self._began:.0f} s: {self._text}")
+        yield Shown()
 
 
 def print_search(report: TuneReport) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from actmat.cli.screen import console, escape, note_console, plain_table
 from actmat.diagnostics.answers import RIVALS, UNENDED, kept_words, verdict
-from actmat.diagnostics.model import AgreementRow, DataResidual, Diagnosis, Finding, MatrixRow
+from actmat.diagnostics.model import AgreementRow, Diagnosis, Finding
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
 from actmat.recipe.values import format_value
@@ -343,12 +342,8 @@ def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
         for line in commands:
             console.print(f"  {escape(line)}", soft_wrap=True)
     if diagnosis.measures:
-        console.print("\nper expert: norm and rho over all matrices, medians of the rest")
+        console.print("\nrho: 0 as the expert, 1 as the base")
         console.print(_experts(diagnosis))
-        console.print(_merged(diagnosis.measures))
-    if diagnosis.residual_on_data is not None:
-        console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
-        console.print(_on_data(diagnosis.residual_on_data))
     print_findings(diagnosis.findings)
     for note in diagnosis.recipe.get("notes", ()):
         console.print(f"note: {escape(note)}")
@@ -369,43 +364,14 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 def _experts(diagnosis: Diagnosis) -> Table:
     """Table with a row per expert, over all matrices."""
-    table = _table("expert", "norm", "of base", "snr", "overlap", "rho")
-    for t, summary in enumerate(diagnosis.experts):
-        rows = [m for m in diagnosis.measures if m.norms[t] > 0]
-        norm = math.sqrt(math.fsum(m.norms[t] ** 2 for m in rows))
-        others = [max((m.subspace_overlap[t][s] for s in range(len(m.norms)) if s != t), default=0.0) for m in rows]
-        table.add_row(
-            escape(summary.name),
-            f"{norm:.3g}",
-            _middle([m.relative_norms[t] for m in rows if m.relative_norms is not None]),
-            _middle([m.snr[t] for m in rows if m.snr is not None]),
-            _middle(others),
-            f"{summary.residual:.2f}",
-        )
-    return table
-
-
-def _merged(measures: Sequence[MatrixRow]) -> str:
-    merged, total = (math.hypot(*(getattr(m, f) for m in measures)) for f in ("merged_norm", "sum_norm"))
-    mean, chance = total / len(measures[0].norms), _middle([m.chance_overlap for m in measures])
-    return (
-        f"independent experts would overlap by {chance}\n"
-        f"merged delta: norm {merged:.3g}; of the experts' mean {mean:.3g}, of their sum {total:.3g}"
-    )
-
-
-def _on_data(rows: Sequence[DataResidual]) -> Table:
-    table = _table("expert", "rho", "matrices", "data")
-    for row in rows:
-        rho = "-" if row.residual is None else f"{row.residual:.2f}"
-        table.add_row(escape(row.expert), rho, f"{row.matrices:,}", escape(row.statistics))
+    on_data = {row.expert: row.residual for row in diagnosis.residual_on_data or ()}
+    table = _table("expert", "share of change", "rho", *["rho on data"] * bool(on_data))
+    for expert in diagnosis.experts:
+        measured = on_data.get(expert.name)
+        more = ["-" if measured is None else f"{measured:.2f}"] * bool(on_data)
+        table.add_row(escape(expert.name), f"{expert.energy_share:.0%}", f"{expert.residual:.2f}", *more)
     return table
 
 
 def _table(*columns: str) -> Table:
     return plain_table(*columns, numbers={*columns[1:]} - {"expert", "data"})
-
-
-def _middle(values: Sequence[float]) -> str:
-    """The median, or a dash."""
-    return f"{sorted(values)[len(values) // 2]:.3g}" if values else "-"

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 from actmat.system import replace_file
 
 FORMAT: Literal[1] = 1
@@ -240,10 +240,6 @@ class Diagnosis(_Strict):
         where = f" {self.out}" if self.out else ""
         what = f"{self.method} over {len(self.experts)} experts; {len(self.measures)} matrices"
         return terminal(f"<Diagnosis{where}: {what}; {issues}>")
-
-    def _repr_html_(self) -> str:
-        rows = [(f.code, f.severity, f.message) for f in self.findings if not f.muted]
-        return str(html_table(repr(self), ("check", "severity", "finding"), rows))
 
     kind: Literal["diagnosis"] = "diagnosis"
 

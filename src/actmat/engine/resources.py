@@ -35,7 +35,6 @@ class Resources:
         device_memory: bytes of each device for all of its items together.
         workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
             nothing about other machines.
-        in_order: begin units in the order of the output, so that its files are finished one after another.
     """
 
     workers: int
@@ -44,7 +43,6 @@ class Resources:
     device_memory: float = math.inf
     workers_given: bool = True
     memory_given: bool = True
-    in_order: bool = False
 
 
 def share_resources(

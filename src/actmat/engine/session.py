@@ -79,14 +79,12 @@ class UnitResult:
         unit: which one.
         records: (position of the plan, record) for every output whose bytes are written.
         findings: problems with the values that were read.
-        where: node that merged it, for progress; empty for this machine.
         notes: sentences about the run for the user, such as a worker that was lost.
     """
 
     unit: Unit
     records: tuple[tuple[int, Record], ...]
     findings: Findings
-    where: str = ""
     notes: tuple[str, ...] = ()
 
 

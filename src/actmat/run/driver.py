@@ -54,8 +54,6 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
                 for p, record in result.records:
                     outputs[p].keep(record)
             progress.tensor(result.unit.name, result.unit.traffic)
-            if result.where:
-                progress.node(result.where, result.unit.traffic)
             for note in result.notes:
                 progress.note(note)
     _judge(findings)

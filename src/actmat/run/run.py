@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from actmat.diagnostics.checks import check_codes
@@ -66,8 +66,6 @@ def prepare(inputs: Inputs, places: Places, *, measured: bool | None = None) -> 
         observers,
         inputs.buffer_bytes,
     )
-    if any(isinstance(out, str) for out in places.outs):  # shards that are finished can be sent
-        resources = replace(resources, in_order=True)
     return Run(inputs, plans, places, resources, observers)
 
 

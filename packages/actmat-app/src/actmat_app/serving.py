@@ -15,8 +15,8 @@ from fastapi import FastAPI, Request
 from fastapi.middleware import Middleware
 from fastapi.responses import PlainTextResponse, RedirectResponse
 
-from actmat.cli.catalog import read_catalog
 from actmat.errors import OutputError
+from actmat.methods import all_methods
 from actmat_app.jobs import Jobs
 from actmat_app.limits import Limits
 from actmat_app.page import SHOWN, build
@@ -122,7 +122,7 @@ def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.so
             raise OutputError(f"Cannot use port {port}: {error.strerror}. Fix: another --port, or omit it.") from None
         listening.listen()  # a reader of the address may connect at once
         port = int(listening.getsockname()[1])
-        app = gr.mount_gradio_app(FastAPI(), build(jobs, list(read_catalog())), "/", **SHOWN)
+        app = gr.mount_gradio_app(FastAPI(), build(jobs, [m.name for m in all_methods()]), "/", **SHOWN)
         config = uvicorn.Config(Guard(app, token, port), log_level="warning", timeout_graceful_shutdown=1)
         yield f"http://{ADDRESS}:{port}/?token={token}", uvicorn.Server(config), listening
     finally:
@@ -138,4 +138,4 @@ def launch(**options: Any) -> None:
     """
     jobs = Jobs(Limits.from_environment())
     app_kwargs = {"middleware": [Middleware(OnlyForms)]}
-    build(jobs, list(read_catalog())).launch(**SHOWN | {"app_kwargs": app_kwargs} | options)
+    build(jobs, [m.name for m in all_methods()]).launch(**SHOWN | {"app_kwargs": app_kwargs} | options)

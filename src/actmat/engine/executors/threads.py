@@ -81,10 +81,8 @@ class ThreadExecutor:
             MergeError: a device runs out of memory.
         """
         workers, devices = self._resources.workers, self._feeders
-        if workers + devices > 1 and not self._resources.in_order:
-            units = sorted(
-                units, key=lambda unit: unit.seconds, reverse=True
-            )  # a long one at the end would leave others idle
+        if workers + devices > 1:  # a long one at the end would leave others idle
+            units = sorted(units, key=lambda unit: unit.seconds, reverse=True)
         here = [u for u in units if not (u.device_bytes and devices)]
         moved = [u for u in units if u.device_bytes and devices]
         spec = dataclasses.replace(spec, room=room_for(here, self._resources))

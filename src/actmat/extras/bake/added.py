@@ -40,23 +40,18 @@ class AddedTensor:
 
     Args:
         name, dtype: name and dtype of the output's tensor.
-        entries: entries changed by the delta; `vanished`: those that rounding returned to the base's value.
         differing: entries that differ from the float64 sum rounded to the dtype.
         units: largest deviation from the rounded sum, in units of the last place of the largest number in the sum, in
         the coarser of the output's and the compute dtype; `most`: its limit, 1 plus the rounding errors of the
         compute dtype if the output's is not coarser.
-        deviation: the largest deviation as a difference.
         error_norm, norm: norm of the rounding error in the written delta `W - W_0`, and of the delta.
     """
 
     name: str
     dtype: str
-    entries: int
-    vanished: int
     differing: int
     units: float
     most: float
-    deviation: float
     error_norm: float
     norm: float
 
@@ -78,13 +73,11 @@ class Added:
     Args:
         tensors: tensors changed by an expert.
         unchanged: number of tensors that correctly have the base's values.
-        kept: tensors changed by an adapter that the recipe kept from the base.
         problems: tensors that differ, and parts that are not a sum of deltas.
     """
 
     tensors: tuple[AddedTensor, ...]
     unchanged: int
-    kept: tuple[str, ...]
     problems: tuple[str, ...]
 
     @property
@@ -101,25 +94,21 @@ class Added:
         near = [t for t in self.tensors if t.differing and t.is_sum]
         counts = [f"{exact} of {plural(len(self.tensors), 'changed tensor')} to the bit"]
         if near:
-            worst = max(near, key=lambda t: t.units)
-            units = "one unit" if worst.units <= 1 else f"{worst.units:.2g} units"
-            counts.append(f"{len(near)} within {units} of the last place ({worst.deviation:.2g} in '{worst.name}')")
+            units = max(1.0, *(t.units for t in near))
+            counts.append(f"{len(near)} off by at most {units:.2g} units of the last place")
         if others := len(self.tensors) - exact - len(near):
             counts.append(f"{others} not")
-        kept = [f"{len(self.kept)} kept by the recipe, such as '{self.kept[0]}'"] if self.kept else []
         lost = max(self.tensors, key=lambda t: t.relative_error)
-        entries, vanished = sum(t.entries for t in self.tensors), sum(t.vanished for t in self.tensors)
         return [
-            "; ".join([f"added: {', '.join(counts)}", f"{self.unchanged} as in the base", *kept]),
-            f"rounding to {', '.join(Counter(t.dtype for t in self.tensors))}: relative error "
-            f"{self.relative_error:.2g} of the delta, at most {lost.relative_error:.2g} ('{lost.name}'); {vanished:,} "
-            f"of {entries:,} entries vanished",
+            f"added: {', '.join(counts)}; {self.unchanged} as in the base",
+            f"rounding to {', '.join(dict.fromkeys(t.dtype for t in self.tensors))}: relative error "
+            f"{self.relative_error:.2g} of the delta, at most {lost.relative_error:.2g} ('{lost.name}')",
         ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         rows = [{n: getattr(t, n) for n in (*t.__slots__, "relative_error")} for t in self.tensors]
-        return {"tensors": rows, "unchanged": self.unchanged, "kept": list(self.kept), "error": self.relative_error}
+        return {"tensors": rows, "unchanged": self.unchanged, "error": self.relative_error}
 
 
 def check_added(merged: OpenInput, inputs: ManifestInputs, against: Sequence[OpenInput]) -> Added:
@@ -195,12 +184,11 @@ class _SumComparison:
         self._eps = torch.finfo(torch_dtype(recipe.compute_dtype)).eps
         self._tensors: list[AddedTensor] = []
         self._unchanged = 0
-        self._kept: list[str] = []
         self._problems: list[str] = []
 
     def result(self) -> Added:
         """The result of all comparisons."""
-        return Added(tuple(self._tensors), self._unchanged, tuple(self._kept), tuple(self._problems))
+        return Added(tuple(self._tensors), self._unchanged, tuple(self._problems))
 
     def compare(self, name: str, row: Mapping[str, Any], n_experts: int) -> None:
         """Compare one output tensor; `row` is its manifest entry, or that of the tensor it is tied to."""
@@ -212,11 +200,11 @@ class _SumComparison:
             shares = _shares(row, n_experts)
             assert shares is not None, "checked before"
             terms = list(zip(self._experts, row["sources"], shares, strict=True))
-        elif any(e.needs_base and name in e.specs and e.source(name).kind != "zero" for e in self._experts):
-            if self._chooser.keeps(name) is None:
-                self._problems.append(f"tensor '{name}': an expert changes it, but the manifest records no change")
-                return
-            self._kept.append(name)
+        elif self._chooser.keeps(name) is None and any(
+            e.needs_base and name in e.specs and e.source(name).kind != "zero" for e in self._experts
+        ):
+            self._problems.append(f"tensor '{name}': an expert changes it, but the manifest records no change")
+            return
         if lacking := [f"{e.location} has no '{s}'" for e, s, _ in terms if s not in e.specs]:
             self._problems.append(f"tensor '{name}': {', '.join(lacking)}. Likely cause: another expert was merged")
             return
@@ -229,7 +217,7 @@ class _SumComparison:
         if not total.is_sum:
             self._problems.append(
                 f"tensor '{name}' of the output is not W_0 + sum_t c_t D_t: {total.differing} entries differ, by up to "
-                f"{total.deviation:.3g} or {total.units:.3g} units of the last place; rounding gives {total.most:.3g}"
+                f"{total.units:.3g} units of the last place; rounding gives {total.most:.3g}"
             )
 
     def _compare_copy(self, name: str) -> None:
@@ -245,11 +233,9 @@ class _SumComparison:
         spec = self._out.specs[name]
         dtype = torch_dtype(spec.dtype)
         eps = max(self._eps, torch.finfo(dtype).eps)
-        entries = vanished = differing = 0
-        units = deviation = error = norm = 0.0
+        differing, units, error, norm = 0, 0.0, 0.0, 0.0
         for start, size in _cuts(spec.numel):
-            stored = _entries(self._base, name, start, size)
-            base, written = stored.to(torch.float64), _entries(self._out, name, start, size).to(torch.float64)
+            base, written = (_entries(c, name, start, size).to(torch.float64) for c in (self._base, self._out))
             delta, largest = torch.zeros_like(base), torch.maximum(base.abs(), written.abs())
             for expert, source, share in terms:
                 term, magnitude = _delta(expert, source, start, base)
@@ -259,30 +245,12 @@ class _SumComparison:
             unit = torch.ldexp(torch.full_like(largest, eps / 2), torch.frexp(largest).exponent)
             unit = unit.clamp_min(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
             differing += int((off != 0).sum())
-            units, deviation = max(units, _top(off / unit)), max(deviation, _top(off))
-            changed = delta != 0
-            entries += int(changed.sum())
-            vanished += int((changed & (written == stored.to(dtype).to(torch.float64))).sum())
+            units = max(units, float((off / unit).nan_to_num(nan=math.inf).max()))
             error += float(((written - base) - delta).square().sum())
             norm += float(delta.square().sum())
         terms_of = max(e.source(s).rank for e, s, _ in terms) + len(terms) + MORE_TERMS
-        return AddedTensor(
-            name=name,
-            dtype=spec.dtype,
-            entries=entries,
-            vanished=vanished,
-            differing=differing,
-            units=units,
-            most=1 + terms_of * self._eps / eps,
-            deviation=deviation,
-            error_norm=math.sqrt(error),
-            norm=math.sqrt(norm),
-        )
-
-
-def _top(values: Tensor) -> float:
-    """Largest value; infinity if a value is NaN."""
-    return float(values.nan_to_num(nan=math.inf).max())
+        most = 1 + terms_of * self._eps / eps
+        return AddedTensor(name, spec.dtype, differing, units, most, math.sqrt(error), math.sqrt(norm))
 
 
 def _cuts(numel: int) -> Iterator[tuple[int, int]]:

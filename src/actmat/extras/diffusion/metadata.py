@@ -153,7 +153,6 @@ HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 """Hashes of a file's tensors, by which people find it."""
 _LONGEST, _MOST_TAGS = 2000, 1 << 22
 """Characters of a text, and of the counts of tags, that are read; longer ones are left out."""
-_FIRST_TAGS = 20
 
 
 def joint_metadata(sources: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -183,27 +182,6 @@ def _tags_of(metadata: Mapping[str, str]) -> dict[str, dict[str, int]]:
         for folder, counts in folders.items()
         if isinstance(counts, dict)
     }
-
-
-def header_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What people look for in a header: titles, the model, trigger words, the most frequent tags, hashes and parts.
-
-    >>> header_facts({"modelspec.title": "Ink", "ss_tag_frequency": '{"10_ink": {"1girl": 2, "inkstyle": 20}}'})
-    {'modelspec.title': 'Ink', 'tags': {'inkstyle': 20, '1girl': 2}}
-    """
-    keys = (*_JOINED, _NAME, "ss_base_model_version", "modelspec.architecture", "modelspec.merged_from", *HASHES)
-    facts: dict[str, Any] = {k: metadata[k][:_LONGEST] for k in keys if metadata.get(k)}
-    tags = sum((Counter(counts) for counts in _tags_of(metadata).values()), Counter[str]())
-    if tags:
-        facts["tags"] = dict(tags.most_common(_FIRST_TAGS))
-    record = metadata.get(RECORD, "")
-    rows = (_read_object(record) or {}).get("experts") if len(record) <= _MOST_TAGS else None
-    for row in rows if isinstance(rows, list) else ():
-        if isinstance(row, dict):
-            stated = row.get("hashes")
-            text = next(iter(stated.values()), "") if isinstance(stated, dict) else row.get("content", "")
-            facts.setdefault("parts", {})[str(row.get("name"))[:_LONGEST]] = str(text)[:_LONGEST]
-    return facts
 
 
 DISTILLED = re.compile(

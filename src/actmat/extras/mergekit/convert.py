@@ -19,7 +19,7 @@ from actmat.extras.mergekit.config import (
     read_config,
 )
 from actmat.extras.mergekit.methods import METHODS, Arrangement, Method, MethodMapping
-from actmat.extras.mergekit.parameters import MOST_SWITCHES, Parameters, Switched, joined
+from actmat.extras.mergekit.parameters import Parameters
 from actmat.recipe.experts import RESERVED
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -69,9 +69,7 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     else:
         method = _method(str(data["merge_method"]), findings)
         config = read_config(data, findings)
-        if config is not None and method is None:
-            _RecipeConversion(config, _ANY, findings).check()
-        elif config is not None and config.slices and method is not None and not findings.problems:
+        if config is not None and config.slices and method is not None and not findings.problems:
             fields = _RecipeConversion(config, method, findings).fields()
     if findings.problems:
         n = len(findings.problems)
@@ -91,10 +89,6 @@ def _method(name: str, findings: ConfigFindings) -> Method | None:
     return None
 
 
-_ANY = Method(METHODS["linear"].convert, tuple(dict.fromkeys(n for m in METHODS.values() for n in m.reads)))
-"""Stands for an unknown method, which hides no other problem."""
-
-
 @dataclass
 class _RecipeConversion:
     """Conversion of one configuration."""
@@ -102,11 +96,6 @@ class _RecipeConversion:
     config: MergekitConfig
     method: Method
     found: ConfigFindings
-
-    def check(self) -> None:
-        """Find the problems that do not depend on the method."""
-        self._check_parameters()
-        self._dtypes()
 
     def fields(self) -> dict[str, Any]:
         """Fields of the recipe, in the usual order."""
@@ -128,7 +117,7 @@ class _RecipeConversion:
         out |= {"experts": self._experts(rows, [base for base, _ in pairs], choice)}
         out |= {"method": choice.method}
         if choice.options and out["experts"]:
-            out |= self._options(choice)
+            out["options"] = choice.options
         out |= {"normalize": True} if choice.normalize else {}
         out |= {"scale": choice.scale} if choice.scale != 1.0 else {}
         out["scope"] = "all"
@@ -136,22 +125,6 @@ class _RecipeConversion:
             del out["experts"], out["method"]
         out |= self._dtypes() | self._files(out.get("experts", []))
         return out | self.found.remarks(f"converted from a mergekit configuration ({self.name})")
-
-    def _options(self, choice: MethodMapping) -> dict[str, Any]:
-        """Options, and rules for tensors with another value of an option."""
-        varied = {n: v for n, v in choice.options.items() if isinstance(v, Switched)}
-        if len(varied) > MOST_SWITCHES:
-            listed = ", ".join(f"'{n}'" for n in varied)
-            self.found.problem("parameters", f"{listed} differ between tensors: at most two options may")
-            return {}
-        plain = {n: v.default if isinstance(v, Switched) else v for n, v in choice.options.items()}
-        both = joined(list(varied.values()), lambda *values: values)
-        rules = [
-            {"match": match, "method": choice.method, "options": plain | dict(zip(varied, values, strict=True))}
-            | ({"optional": True} if isinstance(match, list) else {})  # possibly no tensor matches both filters
-            for match, values in both.patterns
-        ]
-        return {"options": plain} | ({"rules": rules} if rules else {})
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.extras.mergekit.config import SliceSource
-from actmat.extras.mergekit.parameters import REQUIRED, Parameters, joined
+from actmat.extras.mergekit.parameters import REQUIRED, Parameters
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Method:
 
 
 def _linear(of: Arrangement) -> MethodMapping:
-    return MethodMapping("linear", {"normalize": of.parameters.switch("normalize", True, (False, True))}, of.weights())
+    return MethodMapping("linear", {"normalize": bool(of.parameters.plain("normalize", True))}, of.weights())
 
 
 def _slerp(of: Arrangement) -> MethodMapping:
@@ -81,7 +81,7 @@ def _slerp(of: Arrangement) -> MethodMapping:
 def _task_arithmetic(of: Arrangement) -> MethodMapping:
     scaling = of.parameters.shared("lambda", 1.0)
     return MethodMapping(
-        "task_arithmetic", {"scaling": scaling}, of.weights(), normalize=of.parameters.flag("normalize", False)
+        "task_arithmetic", {"scaling": scaling}, of.weights(), normalize=bool(of.parameters.plain("normalize", False))
     )
 
 
@@ -92,7 +92,7 @@ def _ties(of: Arrangement) -> MethodMapping:
 
 def _elected(of: Arrangement, elects: bool, default: bool) -> tuple[dict[str, Any], bool]:
     """Options of an election of signs; without one, whether weights are normalized."""
-    return ({"reduce": _reduce(of, default)}, False) if elects else ({}, of.parameters.flag("normalize", False))
+    return ({"reduce": _reduce(of, default)}, False) if elects else ({}, bool(of.parameters.plain("normalize", False)))
 
 
 def _dare(rule: str) -> Callable[[Arrangement], MethodMapping]:
@@ -126,7 +126,7 @@ def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
 
 
 def _model_stock(of: Arrangement) -> MethodMapping:
-    return MethodMapping("model_stock", {"filter_wise": of.parameters.switch("filter_wise", False, (False, True))})
+    return MethodMapping("model_stock", {"filter_wise": bool(of.parameters.plain("filter_wise", False))})
 
 
 def _sce(of: Arrangement) -> MethodMapping:
@@ -164,16 +164,14 @@ def _passthrough(of: Arrangement) -> MethodMapping:
 
 def _nuslerp(of: Arrangement) -> MethodMapping:
     """NuSLERP of deltas if there is a base, else of weights; whole, by rows or by columns."""
-    flat = of.parameters.switch("nuslerp_flatten", True, ("", "tensor"))
-    other = of.parameters.switch("nuslerp_row_wise", False, ("rows", "columns"))
-    both = joined([flat, other], lambda whole, along: whole or along)
-    along = both if len({v for _, v in both.patterns} | {both.default}) > 1 else both.default
+    whole, columns = of.parameters.plain("nuslerp_flatten", True), of.parameters.plain("nuslerp_row_wise", False)
+    along = "tensor" if whole else "columns" if columns else "rows"
     return MethodMapping("nuslerp", {"of": _of(of), "along": along}, of.weights())
 
 
 def _multislerp(of: Arrangement) -> MethodMapping:
     """Direction of the weighted mean of unit vectors, times the mean norm: the Karcher mean with zero steps."""
-    weights, normalized = of.weights(), of.parameters.flag("normalize_weights", True)
+    weights, normalized = of.weights(), bool(of.parameters.plain("normalize_weights", True))
     scale = 1.0
     if not normalized:
         if _of(of) == "weights" or not all(isinstance(w, int | float) for w in weights):
@@ -237,8 +235,8 @@ def _clipped(value: Any, of: Arrangement) -> Any:
     return value if 0 <= value <= 1 else min(max(value, 0.0), 1.0)
 
 
-def _rescale(of: Arrangement, *, default: bool = True) -> Any:
-    return of.parameters.switch("rescale", default, ("none", "l1"))
+def _rescale(of: Arrangement, *, default: bool = True) -> str:
+    return "l1" if of.parameters.plain("rescale", default) else "none"
 
 
 def _rescale_if_on(of: Arrangement) -> dict[str, Any]:
@@ -247,8 +245,8 @@ def _rescale_if_on(of: Arrangement) -> dict[str, Any]:
     return {} if value == "none" else {"rescale": value}
 
 
-def _reduce(of: Arrangement, default: bool) -> Any:
-    return of.parameters.switch("normalize", default, ("sum", "mean"))
+def _reduce(of: Arrangement, default: bool) -> str:
+    return "mean" if of.parameters.plain("normalize", default) else "sum"
 
 
 _SUMS = ("weight", "lambda", "normalize", "int8_mask", "rescale")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,57 +31,9 @@ class _ParameterPart:
     offset: int = 0
 
 
-@dataclass(frozen=True)
-class Switched:
-    """An option whose value differs between tensors: the first matching pattern (or list of patterns) decides.
-
-    `default` is the value of all other tensors.
-    """
-
-    patterns: tuple[tuple[Any, Any], ...]
-    default: Any
-
-
-MOST_SWITCHES = 2
-"""Maximum number of options that may differ between tensors."""
-
-
-def joined(switches: Sequence[Any], value: Callable[..., Any]) -> Switched:
-    """Combine at most two options into one with values `value(...)`; an option may be constant."""
-    full = [s if isinstance(s, Switched) else Switched((), s) for s in switches]
-    if not full:
-        return Switched((), None)
-    if len(full) < MOST_SWITCHES:
-        return Switched(tuple((p, value(v)) for p, v in full[0].patterns), value(full[0].default))
-    first, second = full
-    out = []
-    for p, v in first.patterns:
-        out += [(_both(p, q), value(v, w)) for q, w in second.patterns] + [(p, value(v, second.default))]
-    out += [(q, value(first.default, w)) for q, w in second.patterns]
-    return Switched(tuple(out), value(first.default, second.default))
-
-
-def _both(pattern: str, other: str) -> list[str]:
-    """Patterns of names that contain two filter texts, in either order or overlapping.
-
-    >>> _both("*mlp*", "*down*"), _both("*mlp.*", "*.down*"), _both("*a*", "*bar*")
-    (['*mlp*down*', '*down*mlp*'], ['*mlp.*.down*', '*.down*mlp.*', '*mlp.down*'], ['*bar*'])
-    """
-    a, b = (re.sub(r"\\(.)", r"\1", p[1:-1]) for p in (pattern, other))
-    if a in b or b in a:
-        return [_glob(max(a, b, key=len))]
-    overlaps = [
-        first + second[n:]
-        for first, second in ((a, b), (b, a))
-        for n in range(1, min(len(a), len(b)))
-        if first.endswith(second[:n])
-    ]
-    return [_glob(a, b), _glob(b, a), *map(_glob, overlaps)]
-
-
-def _glob(*texts: str) -> str:
-    """Pattern of names that contain these texts in this order."""
-    return "*" + "*".join(_SPECIAL.sub(r"\\\1", text) for text in texts) + "*"
+def _glob(text: str) -> str:
+    """Pattern of names that contain this text."""
+    return "*" + _SPECIAL.sub(r"\\\1", text) + "*"
 
 
 @dataclass(frozen=True)
@@ -105,32 +57,12 @@ class Parameters:
             start += part.n_layers
         return self._joined(parts)
 
-    def flag(self, name: str, default: bool) -> bool:
-        """A switch that must be equal for all tensors."""
-        value = self.switch(name, default, (False, True))
-        if isinstance(value, Switched):
-            self.found.problem("parameters", f"'{name}' differs between tensors, which has no counterpart")
-            return default
-        return bool(value)
-
-    def switch(self, name: str, default: bool, values: tuple[Any, Any]) -> Any:
-        """`values[1]` if a switch is on, `values[0]` if it is off; `Switched` if tensors differ."""
-        value = self.shared(name, default)
-        leaves = {bool(v) for v in _leaves(value)}
-        if len(leaves) == 1:
-            return values[leaves.pop()]
-        if not all(isinstance(e, Mapping) and "layers" not in e and not isinstance(e["value"], list) for e in value):
-            self.found.problem("parameters", f"'{name}' differs between layers, which has no counterpart")
-            return values[default]
-        *first, last = [(e.get("match"), values[bool(e["value"])]) for e in value]
-        return Switched(tuple(first), last[1])
-
     def plain(self, name: str, default: Any) -> Any:
-        """A number that must be equal for all tensors."""
-        value = self.shared(name, default)
-        if isinstance(value, list):
+        """A number or a switch that must be equal for all tensors."""
+        first, *others = _leaves(self.shared(name, default))
+        if any(value != first for value in others):
             self.found.problem("parameters", f"'{name}' differs between tensors, which has no counterpart")
-        return value
+        return first
 
     def own(self, name: str, sources: Sequence[SliceSource | None], default: Any, absent: Any) -> Any:
         """Value of an expert's parameter; filters match the expert's own tensor names.

@@ -20,7 +20,7 @@ from actmat.engine.record import Record
 from actmat.errors import Note, OutputError, RecipeError, first_of, format_size, memory_errors
 from actmat.extras.models.layered import ON_CPU, Placement
 from actmat.extras.models.loading import Loaded, load_tensors
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 from actmat.planning import MergePlan
 from actmat.progress import Progress
 from actmat.recipe import Recipe
@@ -86,9 +86,6 @@ class MemoryMerge:
         size = format_size(sum(t.nbytes for t in {id(t): t for t in self.tensors.values()}.values()))
         of = f"{self.plan.recipe.method} over {len(self.plan.experts)} experts"
         return terminal(f"<MemoryMerge: {of}; {len(self.tensors)} tensors, {size}; {self.seconds:.1f} s>")
-
-    def _repr_html_(self) -> str:
-        return str(html_table(repr(self), (), ())) + self.plan._repr_html_()
 
     @property
     def base(self) -> str:

@@ -1,8 +1,7 @@
 """Batches of units, and sizes of workers, from the plan's costs and the cluster's nodes; does not import Ray.
 
-Longest first, because a large last unit would leave the other workers idle; or in output order, if finished files are
-sent early. Small units are batched to reduce the driver's time per tensor; batches are short, because a lost worker
-loses its current batch.
+Longest first, because a large last unit would leave the other workers idle. Small units are batched to reduce the
+driver's time per tensor; batches are short, because a lost worker loses its current batch.
 """
 
 from __future__ import annotations
@@ -61,18 +60,17 @@ def unit_seconds(unit: Unit) -> float:
     return UNIT_SECONDS + unit.seconds
 
 
-def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False) -> list[UnitBatch]:
+def make_batches(units: Sequence[Unit], workers: int) -> list[UnitBatch]:
     """Divide units into batches, longest first; a unit longer than the batch limit is a batch of its own.
 
     Args:
         units: units to merge.
         workers: number of workers.
-        in_order: keep the order of units and of batches.
     """
     most = min(BATCH_SECONDS, sum(map(unit_seconds, units)) / max(1, workers * BATCHES_PER_WORKER))
     batches: list[list[Unit]] = []
     total = 0.0
-    for unit in units if in_order else sorted(units, key=unit_seconds, reverse=True):
+    for unit in sorted(units, key=unit_seconds, reverse=True):
         total += unit_seconds(unit)
         if not batches or len(batches[-1]) == BATCH_UNITS or total > most:
             batches.append([])

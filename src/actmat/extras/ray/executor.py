@@ -115,7 +115,7 @@ class RayExecutor:
                 yield from answer.results
 
     def _batches(self, units: Sequence[Unit], workers: Dispatcher) -> list[UnitBatch]:
-        return make_batches(units, len(workers), in_order=self._resources.in_order)
+        return make_batches(units, len(workers))
 
     def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
         """Workers with an open session for the spec, possibly without its survey results."""

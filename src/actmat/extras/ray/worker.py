@@ -108,7 +108,7 @@ class Worker:
                 answer.error = _portable(error, self.where)
                 break
             session.inspect_only |= result.findings.fatal
-            answer.results.append(dataclasses.replace(result, where=self.where))
+            answer.results.append(result)
         return answer
 
     def observe(self, units: Sequence[Unit], state: Any) -> Answer:

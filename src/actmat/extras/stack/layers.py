@@ -1,8 +1,8 @@
 """Entries of a config that speak of layers by number, for models whose layers are put in another order.
 
-Some have an entry per layer (`layer_types`), some list numbers of layers (`mlp_only_layers`), some give a rule on the
-number (`first_k_dense_replace`, periods and offsets). A config is read by its class first, which makes the lists that
-the file leaves out; the config of a stack is read again, and refused if its class makes other layers of it.
+Some have an entry per layer (`layer_types`), some list numbers of layers (`mlp_only_layers`), some count the first ones
+(`first_k_dense_replace`); periods are refused. A config is read by its class first, which makes the lists that the file
+leaves out; the config of a stack is read again, and refused if its class makes other layers of it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NUMBERS: Final = re.compile(
 _BOUND: Final = re.compile(
     r"^(num_kv_shared_layers|kv_source_layers|kv_sharing_modes|hybrid_layer_ids|scale_attn_by_inverse_layer_idx"
     r"|cross_attention_frequency|n_layers_per_attn_res_block|aligner_num_add_layers|num_first_full_attention_layers"
-    r"|num_last_full_attention_layers|ple_layer_ids|mtp_local_layer_ids|hidden_size_per_layer_input)$"
+    r"|num_last_full_attention_layers|ple_layer_ids|mtp_local_layer_ids|hidden_size_per_layer_input"
+    r"|(attn|expert)_layer_period|moe_layer_interval)$"
 )
 """Keys by which a layer depends on others or on its own place: no other order of layers has the same meaning."""
 _FIRST: Final = ("first_k_dense_replace", "num_dense_layers")
 """Keys with the number of layers at the start that are of one kind."""
-_PERIODS: Final = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset"))
 _ON_INDEX: Final = re.compile(
     r"(layer|block|attn|attention|moe|dense|window|rope)\w*_(period|interval|offset|step|freq|frequency|every\w*|pattern"
     r"|idx|idxs|ids|indices|indexes)$|every_n|_interval$"
@@ -133,7 +133,7 @@ class _ConfigStack:
             return dict(self.whole)
         self._read()
         self._refuse_bound()
-        entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._rules_on_numbers())}
+        entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._first_layers())}
         self._refuse_unknown(entries)
         out = {k: self.size if k in DEPTH_KEYS else v for k, v in self.first.items()}
         if depth_of(out) is None:
@@ -199,8 +199,8 @@ class _ConfigStack:
             elif _NUMBERS.search(key) and any(isinstance(v, list) for v in values):
                 yield key, [n for n, (p, i) in enumerate(self._layers) if i in (p.filled.get(key) or ())]
 
-    def _rules_on_numbers(self) -> Iterator[tuple[str, Any]]:
-        """Numbers from which the kinds of layers follow, where no list replaces them."""
+    def _first_layers(self) -> Iterator[tuple[str, Any]]:
+        """Numbers of layers of one kind at the start, where no list replaces them."""
         filled = self.lead.filled
         listed = {key for name, keys in LISTED.items() if filled.get(name) for key in keys}
         for key in (k for k in _FIRST if filled.get(k) is not None):
@@ -213,46 +213,12 @@ class _ConfigStack:
                     f"'{key}': {filled[key]} says that only the first layers are dense, and the stack has such layers "
                     "further up, for which the class has no entry. Fix: take them from the start only"
                 )
-        for period, offset in (k for k in _PERIODS if filled.get(k[0]) is not None and k[0] not in listed):
-            wanted = [i % int(p.filled[period]) == (p.filled.get(offset) or 0) for p, i in self._layers]
-            yield from zip((period, offset), _period_of(wanted, filled[period], period), strict=True)
-        if filled.get("decoder_sparse_step") not in (None, 1):
-            yield "decoder_sparse_step", 1
-            yield (
-                "mlp_only_layers",
-                [
-                    n
-                    for n, (p, i) in enumerate(self._layers)
-                    if i in (p.filled.get("mlp_only_layers") or ()) or (i + 1) % int(p.filled["decoder_sparse_step"])
-                ],
-            )
-        if filled.get("moe_layer_interval") is not None:
-            yield from self._between()
-
-    def _between(self) -> Iterator[tuple[str, Any]]:
-        """Ernie: mixtures of experts in every n-th layer between two."""
-
-        def is_sparse(p: _Part, i: int) -> bool:
-            start, end, every = (p.filled.get(f"moe_layer_{k}") for k in ("start_index", "end_index", "interval"))
-            last = (p.depth or 0) - 1 if end in (None, -1) else int(end)
-            return (i + 1) % int(every or 1) == 0 and int(start or 0) <= i <= last
-
-        wanted = [is_sparse(p, i) for p, i in self._layers]
-        places = [n for n, is_in in enumerate(wanted) if is_in] or [self.size]
-        low, high = places[0], places[-1]
-        for every in dict.fromkeys((self.lead.filled["moe_layer_interval"], 1)):
-            if wanted == [(n + 1) % every == 0 and low <= n <= high for n in range(self.size)]:
-                yield from zip(
-                    ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-                    (low, high, every),
-                    strict=True,
-                )
-                return
-        raise _CannotStackError("the layers with experts are in no order that 'moe_layer_interval' can say")
 
     def _refuse_bound(self) -> None:
-        for key in filter(_BOUND.search, self.lead.filled):
-            if any(p.filled.get(key) for p in self.parts):
+        for key in self.lead.filled:
+            values = [p.filled.get(key) for p in self.parts]
+            is_sparse = key == "decoder_sparse_step" and {*values} != {1}
+            if is_sparse or (_BOUND.search(key) and any(values)):
                 raise _CannotStackError(
                     f"'{key}' is {self.lead.filled.get(key)}: what a layer computes depends on its number or on other "
                     "layers, so that layers in another order are not those of the model"
@@ -276,17 +242,3 @@ class _ConfigStack:
 
 def _of_layer(value: Any, number: int) -> Any:
     return value.get(str(number), value.get(number)) if isinstance(value, Mapping) else None
-
-
-def _period_of(wanted: Sequence[bool], period: int, key: str) -> tuple[int, int]:
-    """Period and offset that give these layers."""
-    size = len(wanted)
-    for n in dict.fromkeys((period, *range(1, size + 2))):
-        for offset in range(n):
-            if [i % n == offset for i in range(size)] == list(wanted):
-                return n, offset
-    places = [i for i, is_in in enumerate(wanted) if is_in]
-    raise _CannotStackError(
-        f"'{key}' can only say layers at equal distances, and in the stack they are {', '.join(map(str, places))}. "
-        "Fix: cut between whole periods"
-    )

@@ -13,7 +13,7 @@ from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import write_whole
 from actmat.extras.tune.evaluate import AnswerComparison, ScoreName, Trial, counts_of, loss_of
 from actmat.extras.tune.memory import MemoryPlan
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import MergeReport
@@ -86,10 +86,6 @@ class TuneReport:
     def __repr__(self) -> str:
         chosen, tried = self.finals[0].name, len(self.trials)
         return terminal(f"<TuneReport {self.out}: {chosen}, of {tried} tried; {self.seconds:.0f} s>")
-
-    def _repr_html_(self) -> str:
-        rows = [(f.name, f.verdict) for f in self.finals]
-        return str(html_table(repr(self), ("final comparison", "verdict"), rows))
 
     @property
     def compared(self) -> ScoreName:

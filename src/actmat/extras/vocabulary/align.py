@@ -8,8 +8,7 @@ experts starts from their mean. The rule is that of mergekit's `tokenizer_source
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,9 +134,16 @@ class _Joined:
         folders = [f for m in models if (f := m.folder.directory) is not None]
         files = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
         tensors = TokenRows([m.tensors for m in (donor.model, *models)], names, joined_runs(rows), files)
-        folder = donor.model.folder.noted(*self._counts(donor, number, rows))
+        lost = sum(t not in self.tokens for t in donor.tokens)
+        lacks = sum(donor.row(t) is None for t in self.tokens)
+        folder = donor.model.folder.noted(
+            f"has another vocabulary: its rows are matched by token; {lacks} missing tokens come from other inputs, "
+            f"{lost} tokens outside the new vocabulary are left out"
+        )
         if label == BASE:
-            folder = replace(folder.with_config(self._config), texts=self._sidecars()).noted(*self._new_tokens())
+            new = first_of([f"{self.tokens[t]} {t!r}" for t in self.added], SHOWN)
+            notes = [f"{len(self.added)} tokens are new to its tokenizer: {new}"] if self.added else []
+            folder = replace(folder.with_config(self._config), texts=self._sidecars()).noted(*notes)
         return Model(tensors, folder)
 
     def _added(self) -> dict[str, str]:
@@ -216,39 +222,6 @@ class _Joined:
                         "no such table of the same width. Are these models of one architecture? (PEFT does not save "
                         "a table of another length that the adapter does not train.)"
                     )
-
-    def _counts(self, donor: _TokenInput, number: int, rows: Sequence[Sources]) -> Iterator[str]:
-        """Note on the sources of all rows of an input."""
-        counts = Counter(self._words(number, row, sources) for row, sources in enumerate(rows))
-        lost = sum(t not in self.tokens for t in donor.tokens)
-        lacks = sum(donor.row(t) is None for t in self.tokens)
-        yield (
-            f"has another vocabulary: its rows are matched by token; {lacks} missing tokens come from other inputs, "
-            f"{lost} tokens outside the new vocabulary are left out. Its {self.rows} rows: "
-            + ", ".join(f"{n} {words}" for words, n in counts.most_common())
-        )
-
-    def _words(self, number: int, row: int, sources: Sources) -> str:
-        if sources == OWN_MEAN:
-            return "of padding, the mean of the others"
-        if not sources:
-            return "of zeros"
-        if row not in self.by_row:
-            return f"of padding, from {self.labels[sources[0][0]]}"
-        if sources[0][0] == number and len(sources) == 1:
-            return "of its own"
-        return ("from " if len(sources) == 1 else "mean of ") + " and ".join(self.labels[k] for k, _ in sources)
-
-    def _new_tokens(self) -> Iterator[str]:
-        """Note on tokens that are new to the kept tokenizer."""
-        if not self.added:
-            return
-        listed = []
-        for token in self.added:
-            sources = self._lent[token]
-            of = " and ".join(self.labels[k] for k, _ in sources) or "zeros"
-            listed.append(f"{self.tokens[token]} {token!r} from {of}{' (mean)' if len(sources) > 1 else ''}")
-        yield f"{len(self.added)} tokens are new to its tokenizer: {first_of(listed, SHOWN)}"
 
     def _config(self, config: Config) -> Config:
         """A config of the base for the new tables."""
