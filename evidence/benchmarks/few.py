@@ -38,7 +38,7 @@ from actmat.extras.collect.data import SELF, DataOptions
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.written import write_prompts
 from benchmarks.common import RESULTS, program, read_lines
-from benchmarks.provenance import processor
+from benchmarks.provenance import commit, processor
 
 FILE = RESULTS / "few.jsonl"
 NUMBERS = (1, 2, 4, 8, 16, 32, 64)
@@ -123,9 +123,13 @@ def wanted_of_chats() -> Iterator[dict[str, Any]]:
     """Rows of `merge --data` by a user's prompts, by those that the experts write, and by random tokens."""
     yield {"kind": "average", "n": 0, "draw": 0, "prior": 0.0, "ridge": 0.0}
     yield from toward(("own",))
-    for draw in range(3):
-        for kind, n in (("self", 8), ("own", 8), ("self", 32), ("random", 8), ("own", 32)):
-            yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
+    yield from by_prompts(("self", 8), ("own", 8), ("self", 32), ("random", 8), ("own", 32))
+
+
+def by_prompts(*kinds: tuple[str, int]) -> Iterator[dict[str, Any]]:
+    """Rows of `merge --data` by kinds and numbers of prompts, in three draws."""
+    for draw, (kind, n) in itertools.product(range(3), kinds):
+        yield {"kind": kind, "n": n, "draw": draw, "prior": PRIORS[1], "ridge": RIDGES[1]}
 
 
 def merge_weights(subject: Subject, method: str) -> dict[str, Tensor]:
@@ -152,9 +156,10 @@ def study(name: str, subject: Subject, rows: Iterator[dict[str, Any]], until: fl
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a result file, with processor and date."""
+    """Append a row to a result file, with processor, date and commit."""
+    about = {"processor": processor(), "date": time.strftime("%Y-%m-%d"), "commit": commit()}
     with file.open("a") as lines:
-        lines.write(json.dumps({**row, "processor": processor(), "date": time.strftime("%Y-%m-%d")}) + "\n")
+        lines.write(json.dumps({**row, **about}) + "\n")
     print(row, flush=True)
 
 
@@ -416,7 +421,10 @@ def main() -> None:
     rows = {
         "digits": lambda: wanted([NUMBERS] * 3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), dict.fromkeys(kinds, few)),
         "whole-texts": wanted_of_chats,
-        "adapters": lambda: wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,))),
+        "adapters": lambda: itertools.chain(
+            wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,))),
+            by_prompts(("self", 8), ("self", 32)),
+        ),
     }
     encoders = functools.partial(wanted, [(8, 1, 64, 2, 4, 16)] * 3, {PRIORS[1]: NUMBERS}, dict.fromkeys(kinds, (8,)))
     study(given.subject, open_subject(given), rows.get(given.subject, encoders)(), until)

@@ -83,4 +83,4 @@ def test_an_average_takes_no_more_memory_for_more_checkpoints(tmp_path: Path) ->
         found = measured(tmp_path / str(count), models, method="linear", scope="all")
         assert found["peak"] <= found["foretold"]
         grown[count] = found["peak"] - found["start"]
-    assert grown[48] < grown[3] + 4_000_000, grown  # less than one chunk of one of the 45 others
+    assert grown[48] < grown[3] + 45 * 300_000, grown  # a sample of each of the 45 others, no chunk of 2 MB

@@ -18,7 +18,7 @@ from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune import memory
 from actmat.extras.tune.live import LiveModel, Loader, fixed_tensors, reached, state_of
-from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory
+from actmat.extras.tune.memory import MemoryPlan, model_device, place_models, plan_memory
 from actmat.recipe import Recipe
 from actmat.run import plan_recipe
 from actmat.settings import RunSettings
@@ -31,8 +31,8 @@ SPECS = {
 
 
 def planned(run: RunSettings, **fields: Any) -> MemoryPlan:
-    given: dict[str, Any] = {"dtype": "float32", "merges": 5, "factors": False, "statistics": 0} | fields
-    return plan_memory(SPECS, run, **given)
+    given: dict[str, Any] = {"merges": 5, "factors": False, "statistics": 0} | fields
+    return plan_memory(SPECS, place_models(run, given.pop("dtype", "float32")), **given)
 
 
 def test_bytes_are_those_of_the_formulae_and_less_is_refused() -> None:

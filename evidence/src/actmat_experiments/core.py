@@ -7,8 +7,11 @@ from actmat.checkpoints.model import Model
 from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.extras.collect.collect import collect
+from actmat.extras.collect.data import SELF, DataOptions
 from actmat.extras.collect.on_data import output_energy
+from actmat.extras.models.loading import Loaded
 from actmat.extras.research.adamerging import AdamState, adam_step, entropy
+from actmat.extras.tune.written import MOST, write_prompts
 from actmat.foreign import in_one_line
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import TensorLayout
@@ -20,7 +23,11 @@ from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
 __all__ = [
+    "MOST",
+    "SELF",
     "AdamState",
+    "DataOptions",
+    "Loaded",
     "MergeMethod",
     "Model",
     "RunSettings",
@@ -42,4 +49,5 @@ __all__ = [
     "resolve_layout",
     "size_and_overlap",
     "tensor_specs",
+    "write_prompts",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from actmat.diagnostics.model import AgreementRow, DataResidual
 from actmat.recipe.arguments import Location
+from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +55,8 @@ def agreement(
 
     settings = InputSettings(new_tokens=new_tokens, model_class=model_class, model_dtype=model_dtype)
     progress = progress or usual_tune_progress()
-    return measure_agreement(directory, data, settings, base=base, device=device, progress=progress)
+    run = RunSettings(device=device)
+    return measure_agreement(directory, data, settings, base=base, run=run, progress=progress)
 
 
 def residual_on_data(

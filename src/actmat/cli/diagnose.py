@@ -112,7 +112,7 @@ def _of_output(merged: Path, fields: RecipeFlags, run: RunSettings, asked: Input
     if asked.data:
         from actmat.cli.searching import compare_answers
 
-        rows = compare_answers(merged, asked, base=base, device=run.device, quiet=quiet)
+        rows = compare_answers(merged, asked, base=base, run=run, quiet=quiet)
     with showing_progress("measuring", quiet=quiet) as progress:
         diagnosis = diagnose_output(merged, run, progress)
     if rows is not None:

@@ -60,7 +60,7 @@ def show_plans(recipes: Sequence[Recipe], run: RunSettings, asked: InputFlags | 
     if asked is not None and asked.data:
         from actmat.cli.searching import plan_by
 
-        plan_by(asked, recipes[0], run.device, json=shown.json, quiet=shown.quiet)
+        plan_by(asked, recipes[0], run, json=shown.json, quiet=shown.quiet)
         return
     from actmat.cli.summary import compact_plan, print_plan
     from actmat.run import plan_recipe

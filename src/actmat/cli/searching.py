@@ -155,11 +155,11 @@ def merge_by(asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, 
         return merge_with_inputs(recipes, data, check, settings, run, progress)
 
 
-def plan_by(asked: InputFlags, recipe: Recipe, device: str, *, json: bool, quiet: bool) -> None:
+def plan_by(asked: InputFlags, recipe: Recipe, run: RunSettings, *, json: bool, quiet: bool) -> None:
     """Print what a merge by inputs would measure and hold."""
     from actmat.extras.tune.with_inputs import plan_inputs
 
-    lines = plan_inputs(recipe, *_inputs(asked), device)
+    lines = plan_inputs(recipe, *_inputs(asked), run)
     if json:
         print_result("plan", {"plans": [], "inputs": [line.strip() for line in lines]})
     elif not quiet:
@@ -177,11 +177,11 @@ def _inputs(asked: InputFlags) -> tuple[Any, Any, InputSettings]:
 
 
 def compare_answers(
-    merged: str | Path, asked: InputFlags, *, base: str | None = None, device: str = "cpu", quiet: bool
+    merged: str | Path, asked: InputFlags, *, base: str | None = None, run: RunSettings, quiet: bool
 ) -> tuple[AgreementRow, ...]:
     """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
     from actmat.extras.tune.kept import measure_agreement
 
     data, settings = pairs_of(asked.data or []), asked.settings()
     with showing_search(quiet=quiet) as progress:
-        return measure_agreement(merged, data, settings, base=base, device=device, progress=progress)
+        return measure_agreement(merged, data, settings, base=base, run=run, progress=progress)

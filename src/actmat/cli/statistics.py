@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,8 @@ from actmat.cli.flags import FlagFields, with_flags
 from actmat.cli.listing import command
 from actmat.cli.screen import console, escape, print_result, progress_bar
 from actmat.cli.streams import say
-from actmat.flag import Flag
+from actmat.flag import Flag, Setting
+from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.extras.models.loading import Loaded
@@ -41,16 +42,22 @@ class Loading:
         str | None, Flag(("--base", "-b"), "Base of an adapter; default: the base that its config names.")
     ] = None
     device: Annotated[str, Flag(help="Device the model runs on: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device_memory: Annotated[str | None, Setting("Memory limit of the device; a larger model runs layer by layer.")] = (
+        None
+    )
+    max_memory: Annotated[str | None, Setting("The same of the host.")] = None
     model_class: ModelClass = None
     model_dtype: ModelDtype = "auto"
 
-    def load(self, model: str) -> Loaded:
-        """Load the model at a location."""
+    def load(self, model: str, *, whole: bool = False) -> Loaded:
+        """Load the model at a location; if it need not be `whole`, layer by layer where it does not fit."""
         from actmat.extras.models.loading import load_model
+        from actmat.extras.tune.memory import place_models
 
-        return load_model(
-            model, base=self.base, model_class=self.model_class, dtype=self.model_dtype, device=self.device
-        )
+        run = RunSettings(device=self.device, device_memory=self.device_memory, max_memory=self.max_memory)
+        place = place_models(run, self.model_dtype)
+        place = replace(place, limit=None) if whole else place
+        return load_model(model, base=self.base, model_class=self.model_class, place=place)
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,9 @@ def collect(
 
     check_output(out, overwrite=overwrite)
     options = reading.options(data)
-    loaded = loading.load(model)
+    loaded = loading.load(model, whole=measuring.fisher)
     labels = measuring.fisher and measuring.fisher_labels == "given"
-    notes: list[str] = []
+    notes = [loaded.note] if loaded.note else []
     counts = "{task.completed} samples, {task.fields[tokens]} tokens"
     if getattr(loaded.model, "main_input_name", "") == "pixel_values":
         counts = "{task.completed} images"
@@ -154,7 +161,7 @@ def staged(
     ],
     out: Out,
     *,
-    loading: Annotated[Loading, FlagFields(without=("base",))],
+    loading: Annotated[Loading, FlagFields(without=("base", "device_memory", "max_memory"))],
     staging: StageFlags,
     reading: Annotated[DataReading, FlagFields(without=("label_column",))],
     shown: flags.JsonQuiet,
@@ -175,7 +182,7 @@ def staged(
     experts = {name or ExpertRef(path=place).label: place for name, place in named}
     if len(experts) < len(expert):
         raise typer.BadParameter("two experts have the same name; name them with NAME=PATH")
-    loaded = loading.load(base)
+    loaded = loading.load(base, whole=True)
     sources = {name: reading.options(place) for name, place in map(split_name, data)}
     written = staged_statistics(
         loaded.model,

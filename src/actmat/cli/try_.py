@@ -13,6 +13,7 @@ from actmat.cli.data import ModelClass, ModelDtype
 from actmat.cli.flags import FlagFields, RecipeFlags, split_list
 from actmat.cli.listing import command
 from actmat.cli.screen import console, escape, print_result, showing_progress
+from actmat.cli.streams import say
 from actmat.flag import Flag, Setting
 from actmat.settings import RunSettings
 
@@ -126,18 +127,20 @@ def _models(
     """Yield name and model of each merge, and of the inputs with --compare; one at a time is in memory."""
     from actmat.extras.models.in_memory import run_in_memory
     from actmat.extras.models.loading import load_model
-    from actmat.extras.tune.memory import model_device
+    from actmat.extras.tune.memory import place_models
     from actmat.extras.tune.space import MergeChoice
     from actmat.recipe.values import format_value
 
-    device, _ = model_device(run.device)
-    options: dict[str, Any] = {"model_class": question.model_class, "dtype": question.model_dtype, "device": device}
+    place = place_models(run, question.model_dtype)
+    options: dict[str, Any] = {"model_class": question.model_class, "place": place}
     base = ""
     for wanted in recipes:
         with showing_progress(quiet=quiet) as progress:
             merged = run_in_memory(wanted, run, progress)
         base, recipe = merged.base, merged.plan.recipe
         loaded = merged.load(**options)
+        if loaded.note and not quiet:
+            say(f"note: {loaded.note}")
         del merged
         where = "" if recipe.space == "full" else f" --set space={recipe.space}"
         where += "".join(f" -w {format_value(w)}" for w in recipe.weights) if {*recipe.weights} - {1.0} else ""
@@ -158,7 +161,7 @@ def _show_written(recipe: Recipe, run: RunSettings, question: QuestionFlags, sho
     names = ("template", "model_class", "model_dtype")
     settings = InputSettings(**{name: getattr(question, name) for name in names})
     with showing_search(quiet=shown.quiet or shown.json) as progress:
-        prompts = read_written(recipe, settings, run.device, progress)
+        prompts = read_written(recipe, settings, run, progress)
     rows = [{"model": label, "gain": gain, "written": list(texts)} for label, (texts, gain) in prompts.items()]
     if shown.json:
         print_result("try", {"prompts": [], "models": rows})

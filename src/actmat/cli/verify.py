@@ -12,6 +12,7 @@ from actmat.cli.data import InputFlags
 from actmat.cli.flags import FlagFields
 from actmat.cli.listing import command
 from actmat.cli.screen import console, escape, print_result
+from actmat.settings import RunSettings
 
 
 @command("look", "everything matches", "something differs, or the merge is not finished")
@@ -41,7 +42,7 @@ def verify(
 
     result = compare(out, inputs=inputs, against=against or ())
     asked, quiet = dataclasses.replace(asked, data=asked.check), shown.quiet or shown.json
-    rows = compare_answers(out, asked, quiet=quiet) if asked.data else ()
+    rows = compare_answers(out, asked, run=RunSettings(), quiet=quiet) if asked.data else ()
     if shown.json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         added: dict[str, Any] = {} if result.added is None else {"added": result.added.to_json()}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.tolerances import F64_ORACLE, relative_error
 
-from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, gram_panels
-from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments, gram_of_rows
+from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, column_gram, gram_panels
+from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments
 
 
 def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:
@@ -24,9 +24,9 @@ def test_gram_panels_cover_the_columns_once(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [7, PANELLED_FROM + 3, 8 * GRAM_COLUMNS + 5])
-def test_gram_of_rows_is_the_product(width: int) -> None:
+def test_column_gram_is_the_product(width: int) -> None:
     stacked = torch.cat(factors(3, 5, width))
-    assert relative_error(gram_of_rows(stacked), stacked.mT @ stacked) < F64_ORACLE
+    assert relative_error(column_gram(stacked), stacked.mT @ stacked) < F64_ORACLE
 
 
 def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor]) -> Reduced:
@@ -45,7 +45,7 @@ def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor
 @pytest.mark.parametrize("form", ["primal", "dual", "stacked"])
 def test_coordinates_in_the_leading_eigenvectors(form: Literal["primal", "dual", "stacked"]) -> None:
     given = factors(2, 4, 11)
-    gram = gram_of_rows(torch.cat(given))
+    gram = column_gram(torch.cat(given))
     vectors = torch.linalg.eigh(gram).eigenvectors
     for count in (1, 3, 8):
         found = reduced(form, given).coordinates(given[0], count)

@@ -110,7 +110,7 @@ def _plan(job: Job, stages: Stages) -> Result:
     from actmat.recipe.arguments import make_arguments
 
     recipe, run = make_arguments(fields.pop("base"), fields.pop("experts"), fields)
-    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings(), run.device))}
+    return {"html": lines_html(plan_inputs(recipe, data, {}, InputSettings(), run))}
 
 
 def _merge(job: Job, stages: Stages) -> Result:

@@ -98,8 +98,8 @@ class GramMeasure:
         self._model, self._binding, self._mask = run.model, run.binding, settings.mask
         self._dtype = FLOATS[settings.dtype]
         weights = {n: w for n, w in run.binding.weights().items() if settings.only is None or n in settings.only}
-        place = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
-        device = torch.device(settings.sums_on) if settings.sums_on else place
+        places = {p.device for p in run.binding.weights().values()}  # several: layers wait on the host for their turn
+        device = torch.device(settings.sums_on or (places.pop() if len(places) == 1 else "cpu"))
         make = partial(GramSum, dtype=FLOATS[settings.compute_dtype], device=device)
         self._sums = InputSums(make, share=settings.share)
         self._scopes = Scopes(run.model)
@@ -209,6 +209,8 @@ class FisherMeasure:
     """Running sums of squared per-sample gradients of all floating-point parameters."""
 
     def __init__(self, run: Measurement) -> None:
+        if getattr(run.model, "in_layers", False):
+            raise StatisticsError("The Fisher needs the whole model in memory, and this one runs layer by layer.")
         self._run = run
         self._parameters = {n: p for n, p in run.binding.parameters.items() if p.is_floating_point()}
         self._sums = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in self._parameters.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from actmat.bounds import local_path
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
-from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.memory import hold_model, tensor_specs
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import CheckpointError, StatisticsError, did_you_mean, first_of
@@ -26,11 +26,11 @@ from actmat.experts.locate import fields_of, locate, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.stacks import release_of
+from actmat.extras.models.layered import AUTO_DTYPE, FLOAT32, ON_CPU, Placement, run_in_layers
 from actmat.foreign import in_one_line
 
 POOLING = "add_pooling_layer"
 """Argument of transformers encoders."""
-AUTO_DTYPE = "auto"
 LONGEST = 200
 """Characters of a library's message that are repeated in an error of ours."""
 
@@ -44,6 +44,7 @@ class Loaded:
     adapter: str | None  # location of the adapter on it, or None
     files: str  # location of tokenizer and image processor: the checkpoint's or the adapter's
     read: dict[str, Any] = field(default_factory=dict, compare=False)  # tokenizer and processor that were loaded
+    note: str = ""  # how a model runs that does not fit
 
 
 def extra(name: str, *, user: str = "Running a model from its files", group: str = "statistics") -> Any:
@@ -89,8 +90,7 @@ def load_model(
     base: str | None = None,
     adapters_base: str | None = None,
     model_class: str | None = None,
-    dtype: str = "auto",
-    device: str = "cpu",
+    place: Placement = ON_CPU,
 ) -> Loaded:
     """Load a model, or an adapter on its base; raises if the checkpoint lacks parameters of the model.
 
@@ -99,14 +99,14 @@ def load_model(
         base: base of the adapter at `location`; default: the one named in its config.
         adapters_base: like `base`, but ignored for a model.
         model_class: transformers class, such as `AutoModelForCausalLM`; default: the config's architecture.
-        dtype, device: dtype and device of the model, see `dtype_on`.
+        place: where it runs; a model that does not fit there runs layer by layer.
 
     Raises:
         StatisticsError: it cannot be loaded, or a base is given for a model.
     """
     adapter, checkpoint = None, location
     with locate(location) as located:
-        config = fields_of(located)
+        config, note = fields_of(located), "" if isinstance(located, Adapter) else place.layers(located.specs)
         if isinstance(located, Adapter):
             _check_for_peft(located, location)
             adapter, checkpoint = location, base or adapters_base or located.config.base_model
@@ -116,24 +116,15 @@ def load_model(
             raise StatisticsError(f"--base goes with an adapter only; {location} is a full checkpoint")
     if adapter is not None:
         with named_base(adapter, checkpoint), locate(checkpoint) as under:
-            config = require_model(under).config or {}
-    model = _load(
-        checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype_on(device, dtype)
-    )
+            base_model = require_model(under)
+            config, note = base_model.config or {}, place.layers(base_model.specs)
+    model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), place, note)
     if adapter is not None:
         path, revision = local_files(adapter)
         with quiet_peft() as peft:
             model = peft.PeftModel.from_pretrained(model, path, **revision)
-    return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
-
-
-def dtype_on(device: str, dtype: str) -> str:
-    """The dtype of a model that runs: `auto` is float32 on the CPU, elsewhere the checkpoint's own.
-
-    >>> dtype_on("cpu", "auto"), dtype_on("cuda:0", "auto"), dtype_on("cuda:0", "float16")
-    ('float32', 'auto', 'float16')
-    """
-    return "float32" if dtype == AUTO_DTYPE and device == "cpu" else dtype
+    model = model if note else model.to(place.device)
+    return Loaded(model.eval(), checkpoint, adapter, _files(adapter, checkpoint), note=note)
 
 
 def can_switch(location: str) -> bool:
@@ -230,8 +221,7 @@ def load_tensors(
     config: Mapping[str, Any],
     adapter: Mapping[str, Any] | None = None,
     model_class: str | None = None,
-    dtype: str = "auto",
-    device: str = "cpu",
+    place: Placement = ON_CPU,
 ) -> Loaded:
     """Load a model from tensors in memory; the counterpart of `load_model`.
 
@@ -241,7 +231,7 @@ def load_tensors(
         files: location of tokenizer and image processor.
         config: content of `config.json`, for a whole model.
         adapter: content of `adapter_config.json`; None for a whole model.
-        model_class, dtype, device: as in `load_model`.
+        model_class, place: as in `load_model`.
 
     Raises:
         StatisticsError: the model cannot be loaded, PEFT would misread it, or parameters are missing.
@@ -254,20 +244,22 @@ def load_tensors(
     with tempfile.TemporaryDirectory() as folder, _silent(extra("transformers")):
         if adapter is not None:
             with named_base("the merged adapter", location):
-                loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
+                loaded = load_model(location, model_class=model_class, place=place)
             Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
             with quiet_peft() as peft:
                 model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
                 result = peft.set_peft_model_state_dict(model, dict(tensors))
             if result.unexpected_keys:
                 raise StatisticsError(f"PEFT finds no module for {result.unexpected_keys[0]} in {location}")
-            return Loaded(model.to(device).eval(), location, None, files)
+            model = model if loaded.note else model.to(place.device)
+            return Loaded(model.eval(), location, None, files, note=loaded.note)
         if architecture is None or "model_type" not in config:
             raise StatisticsError(_unnamed(location))
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         parsed = extra("transformers").AutoConfig.from_pretrained(folder)
-    model = _load(location, architecture, dtype_on(device, dtype), config=parsed, state_dict=dict(tensors))
-    return Loaded(model.to(device).eval(), location, None, files)
+    note = place.layers(tensor_specs(tensors, "memory", location=location))
+    model = _load(location, architecture, place, note, config=parsed, state_dict=dict(tensors))
+    return Loaded((model if note else model.to(place.device)).eval(), location, None, files, note=note)
 
 
 def _unnamed(location: str) -> str:
@@ -278,8 +270,13 @@ def _unnamed(location: str) -> str:
     )
 
 
-def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> Any:
-    """Load a transformers model; `more`: config and tensors instead of the files at `location`."""
+def _load(location: str, model_class: str | None, place: Placement, note: str, **more: Any) -> Any:
+    """Load a transformers model onto the host.
+
+    Args:
+        note: not empty if it is to run layer by layer.
+        more: config and tensors instead of the files at `location`.
+    """
     transformers = extra("transformers")
     if model_class is None:
         raise StatisticsError(_unnamed(location))
@@ -288,6 +285,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
         near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])
         raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
     path, revision = (None, {}) if "state_dict" in more else local_files(location)
+    dtype = AUTO_DTYPE if note and place.running == FLOAT32 else place.running  # layers are widened one at a time
     try:
         with _silent(transformers):
             model, info = kind.from_pretrained(
@@ -304,13 +302,15 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
         ) from error
     missing = sorted(info.get("missing_keys") or ())
     if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
-        return _load(location, model_class, dtype, **more, **{POOLING: False})
+        return _load(location, model_class, place, note, **more, **{POOLING: False})
     if missing:
         raise StatisticsError(
             f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({first_of(missing)}); "
             "they would be random, and so would all results that depend on them. Fix: pass the class that it was saved "
             "from (--set model_class=...)."
         )
+    if note:
+        run_in_layers(model, place)
     return model
 
 

@@ -41,7 +41,6 @@ from actmat.extras.tune.inputs import (
     takes_columns,
 )
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.memory import model_device
 from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.written import check_written, write_own
@@ -69,10 +68,10 @@ Samples = DataRows | Sequence[InputBatch]
 
 
 def read_written(
-    recipe: Recipe, settings: InputSettings, device: str, progress: TuneProgress
+    recipe: Recipe, settings: InputSettings, run: RunSettings, progress: TuneProgress
 ) -> dict[str, tuple[Sequence[str], float]]:
     """Expert -> prompts that it writes, and by how many nats per token they are more probable than under the base."""
-    loader = settings.loader(recipe.base, model_device(device)[0])
+    loader = settings.loader(recipe.base, run)
     options = {label: s.options for label, s in read_sources(recipe, SELF, settings, {}, measured=False).items()}
     prompts, gains = write_own(loader, progress, {e.label: e.path for e in recipe.experts}, options, recipe.seed)
     return {label: (prompts[label].texts, gain) for label, gain in gains.items()}
@@ -157,6 +156,14 @@ class Asking:
         self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}  # judge the merge itself
         self.dealt: dict[str, Question] = {}  # each fold judges a merge that has not seen it
+
+    def load(self, location: str) -> Loaded:
+        """The model at a location, with a note if it runs layer by layer."""
+        loaded = self.loader.load(location)
+        if loaded.note and loaded.note not in self.notes:
+            self.notes.append(loaded.note)
+            self.progress.note(loaded.note)
+        return loaded
 
     def with_written(self, recipe: Recipe, sources: Mapping[str, DataRows]) -> dict[str, DataRows]:
         """The sources; prompts that experts are to write are written.
@@ -275,7 +282,7 @@ class Asking:
         """Comparison of the model at a place with experts that were asked, on one fold of their inputs or on all."""
         if not questions:
             return {}
-        model = self.loader.load(str(place)).model
+        model = self.load(str(place)).model
         self.progress.doing(f"running {name}", len(questions))
         compared = {}
         for number, (label, question) in enumerate(questions.items(), 1):
@@ -430,7 +437,7 @@ def measure_agreement(
     settings: InputSettings,
     *,
     base: str | Path | None = None,
-    device: str = "cpu",
+    run: RunSettings,
     progress: TuneProgress,
 ) -> tuple[AgreementRow, ...]:
     """Rows of `actmat.agreement`."""
@@ -441,12 +448,12 @@ def measure_agreement(
     experts = {e.label: e.path for e in recipe.experts if e.label in sources}
     if base is not None and not any(needs for _, needs in map(_looked_at, (str(place), *experts.values()))):
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
-    loader = settings.loader(str(base or recipe.base or ""), device)
+    loader = settings.loader(str(base or recipe.base or ""), run)
     asking = Asking(loader, settings, progress)
     sources = asking.with_written(recipe, sources)
     for label, location in experts.items():
         try:
-            asking.ask(label, asking.loader.load(location), sources[label])
+            asking.ask(label, asking.load(location), sources[label])
         except StatisticsError as error:
             raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
     compared = asking.compare(place, "the merge", asking.questions)

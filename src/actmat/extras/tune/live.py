@@ -8,7 +8,7 @@ a merged adapter is switched onto the base, and its scaling is multiplied.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.model import Model
 from actmat.errors import StatisticsError
 from actmat.extras.collect.binding import Binding, locate_parameters
+from actmat.extras.models.layered import Placement
 from actmat.extras.models.loading import Loaded, can_switch, load_model, switched
 from actmat.layout.patterns import compile_pattern
 from actmat.planning.model import MergePlan
@@ -28,26 +29,24 @@ class Loader:
 
     base: str
     model_class: str | None = None
-    dtype: str = "auto"
-    device: str = "cpu"
+    place: Placement = field(default_factory=Placement)
     given: Callable[[str], Loaded | None] = dict[str, Loaded]().get
     on_base: Loaded | None = None
     binding: Binding | None = None  # of the base on which adapters are switched
 
-    def load(self, place: str) -> Loaded:
-        """The model at a place; an adapter that was loaded before it cannot be used any more."""
-        if (ready := self.given(place)) is not None:
+    def load(self, location: str) -> Loaded:
+        """The model at a location; an adapter that was loaded before it cannot be used any more."""
+        if (ready := self.given(location)) is not None:
             return ready
         before, self.on_base = self.on_base, None
-        can = can_switch(place)
-        model = switched(before, place) if before is not None and can else None
+        can = can_switch(location)
+        model = switched(before, location) if before is not None and can else None
         del before  # a base is freed before a full model is loaded
         if model is None:
             self.binding = None
             model = load_model(
-                place, adapters_base=self.base or None, model_class=self.model_class, dtype=self.dtype,
-                device=self.device,
-            )  # fmt: skip
+                location, adapters_base=self.base or None, model_class=self.model_class, place=self.place
+            )
         self.on_base = model if can else None
         return model
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices import check_device, open_devices, parse_devices
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
-from actmat.extras.models.loading import AUTO_DTYPE, dtype_on
+from actmat.extras.models.layered import Placement, model_bytes
 from actmat.settings import RunSettings
 
 USABLE = 0.9
@@ -66,31 +66,35 @@ class MemoryPlan:
 
 
 def plan_memory(
-    specs: Mapping[str, TensorSpec], run: RunSettings, *, dtype: str, merges: int, factors: bool, statistics: int
+    specs: Mapping[str, TensorSpec], place: Placement, *, merges: int, factors: bool, statistics: int
 ) -> MemoryPlan:
     """The plan of a search.
 
     Args:
         specs: tensors of the base.
-        dtype: of the models while they run.
+        place: of the models while they run, with a limit.
         merges: that are made.
         factors: they are adapters.
         statistics: experts whose Gram matrices are measured.
+    """
+    model = model_bytes(specs, place.running)
+    disk = (0 if factors else merges * model) + statistics * gram_bytes(specs)
+    needed = place.peak(specs) if factors else COPIES * model
+    assert place.limit is not None
+    return MemoryPlan(place.limit, place.source, place.device, model, needed, disk)
+
+
+def place_models(run: RunSettings, dtype: str) -> Placement:
+    """The place of models that run.
+
+    Args:
+        dtype: of the models.
 
     Raises:
         RecipeError: a limit that is no size, or a device that is not there.
     """
     device, _ = model_device(run.device)
-    model = model_bytes(specs, dtype_on(device, dtype))
-    limit, source = _limit(run, device)
-    disk = (0 if factors else merges * model) + statistics * gram_bytes(specs)
-    return MemoryPlan(limit, source, device, model, model if factors else COPIES * model, disk)
-
-
-def model_bytes(specs: Mapping[str, TensorSpec], dtype: str) -> int:
-    """Weights of a model in a dtype, or as they are stored."""
-    sizes = {s.name: s.itemsize if dtype == AUTO_DTYPE else torch_dtype(dtype).itemsize for s in specs.values()}
-    return sum(s.numel * sizes[s.name] for s in specs.values() if s.is_floating)
+    return Placement(device, dtype, *_limit(run, device))
 
 
 def gram_bytes(specs: Mapping[str, TensorSpec]) -> int:

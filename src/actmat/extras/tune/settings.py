@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from actmat.extras.models.layered import Placement
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Predict, Score, default_predict
 from actmat.extras.tune.live import Loader
@@ -18,7 +19,7 @@ class TuneSettings:
         score: see `evaluate.Score`.
         minutes, budget: of the search, in minutes and in evaluations; default: until all is tried.
         least_agreement: share of its own predictions that every expert must keep in the chosen merge.
-        model_class, model_dtype, device: of the models while they run.
+        model_class, model_dtype: of the models while they run.
         new_tokens: tokens that a generating expert adds to an input.
         predict: logits of a model, for models whose output has none; or one for
             each expert by its name, if they have heads of their own.
@@ -34,7 +35,6 @@ class TuneSettings:
     least_agreement: float = 0.0
     model_class: str | None = None
     model_dtype: str = "auto"
-    device: str = "cpu"
     new_tokens: int = 16
     predict: Predict | Mapping[str, Predict] = default_predict
     load: Callable[[str], Loaded] | None = None
@@ -46,9 +46,9 @@ class TuneSettings:
         """Logits for the inputs of an expert."""
         return self.predict[label] if isinstance(self.predict, Mapping) else self.predict
 
-    def loader(self, base: str) -> Loader:
+    def loader(self, base: str, place: Placement) -> Loader:
         """Loads the models of a search."""
-        return Loader(base, self.model_class, self.model_dtype, self.device, self.load or dict[str, Loaded]().get)
+        return Loader(base, self.model_class, place, self.load or dict[str, Loaded]().get)
 
     @property
     def score_name(self) -> str:

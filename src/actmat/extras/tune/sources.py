@@ -25,8 +25,10 @@ from actmat.extras.collect.data import (
 )
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.live import Loader
+from actmat.extras.tune.memory import place_models
 from actmat.extras.tune.written import MOST
 from actmat.recipe import Recipe
+from actmat.settings import RunSettings
 
 PROMPT = "text:"
 """Beginning of a prompt without a space."""
@@ -53,9 +55,9 @@ class InputSettings:
     template: str | Mapping[str, str] | None = None
     loaded: Mapping[str, Loaded] = field(default_factory=dict)
 
-    def loader(self, base: str, device: str) -> Loader:
+    def loader(self, base: str, run: RunSettings) -> Loader:
         """Loads the models."""
-        return Loader(base, self.model_class, self.model_dtype, device, self.loaded.get)
+        return Loader(base, self.model_class, place_models(run, self.model_dtype), self.loaded.get)
 
     def source(self, data: Any, *, measured: bool) -> DataOptions:
         """A data set, or the inputs themselves; `samples` limits what is measured, not what is compared.

@@ -14,13 +14,13 @@ from typing import Any
 from actmat.checkpoints.writing.staging import OutputLock, check_output_path, disk_errors
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import SAMPLES, DataOptions, by_expert, prepare_data
-from actmat.extras.models.loading import dtype_on
+from actmat.extras.models.layered import Placement
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.asking import ExpertData, ask_experts
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
-from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory
+from actmat.extras.tune.memory import MemoryPlan, model_device, place_models, plan_memory
 from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
 from actmat.extras.tune.page import write_tune
 from actmat.extras.tune.progress import MergingProgress, TuneProgress
@@ -92,7 +92,7 @@ def tune_recipe(
         ]
         fitted = space.fitted(-(-min(sizes) // 4), to_adapters=inputs.are_adapters)
         device, note = model_device(run.device)
-        settings = dataclasses.replace(settings, device=device, model_dtype=dtype_on(device, settings.model_dtype))
+        settings = dataclasses.replace(settings, model_dtype=Placement(device, settings.model_dtype).running)
         work = stack.enter_context(_work_folder(out, run))
         searching = _Search(recipe, inputs, fitted, settings, run, progress, work)
         if note:
@@ -188,7 +188,7 @@ class _Search:
         self.space, self.settings = space, settings
         self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
-        self.base, self.loader = inputs.base, settings.loader(named.base)
+        self.base, self.loader = inputs.base, settings.loader(named.base, place_models(run, settings.model_dtype))
         self.are_adapters = inputs.are_adapters and settings.load is None
 
     def say(self, note: str) -> None:
@@ -246,13 +246,14 @@ class _Search:
         """The memory plan, checked and told."""
         plan = plan_memory(
             self.base.specs,
-            self.run,
-            dtype=self.settings.model_dtype,
+            self.loader.place,
             merges=len(self.space.merges) + 1,
             factors=self.are_adapters,
             statistics=experts if self.space.statistics else 0,
         )
         plan.check()
+        if self.are_adapters and (layers := self.loader.place.layers(self.base.specs)):
+            self.say(layers)
         self.progress.note(plan.line())
         return plan
 

@@ -27,10 +27,11 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import evaluating
 from actmat.extras.collect.data import SELF
 from actmat.extras.collect.files import merge_statistics
-from actmat.extras.models.loading import Loaded, dtype_on
+from actmat.extras.models.layered import model_bytes
+from actmat.extras.models.loading import Loaded
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
-from actmat.extras.tune.memory import gram_bytes, model_bytes, model_device
+from actmat.extras.tune.memory import gram_bytes, place_models
 from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
@@ -75,7 +76,7 @@ def merge_with_inputs(
         raise OutputError(f"{wrong[0]} is not a local folder: a merge with inputs is loaded and run from its folder")
     sources = read_inputs(recipes, data, check, settings, run.held)
     folder = Path(f"{outs[0]}.statistics")
-    asking = Asking(settings.loader(recipes[0].base, model_device(run.device)[0]), settings, progress)
+    asking = Asking(settings.loader(recipes[0].base, run), settings, progress)
     measuring = InputMeasuring(asking, sources, folder)
     removed = not (settings.keep_statistics or folder.exists())
     try:
@@ -251,7 +252,7 @@ def merge_by_arguments(
         return merge_with_inputs([recipe], data, check, settings, run, watching)[0]
 
 
-def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, device: str) -> list[str]:
+def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, run: RunSettings) -> list[str]:
     """Lines about the inputs, measurements and memory of a merge with inputs; data sets are read, no model is loaded.
 
     Raises:
@@ -275,9 +276,9 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, 
         size, matrices = format_size(gram_bytes(weights)), sum(len(s.shape) == 2 for s in weights.values())
         inputs = f"  inputs of {matrices} matrices: at most {size} on the disk per expert and fold,"
         lines += [inputs, "  removed after the merge"]
-    place, _ = model_device(device)
-    model = format_size(model_bytes(specs, dtype_on(place, settings.model_dtype)))
-    return [*lines, f"  memory: one model of {model} at a time, on {place}; nothing was run"]
+    place = place_models(run, settings.model_dtype)
+    model = place.layers(specs) or f"one model of {format_size(place.peak(specs))} at a time, on {place.device}"
+    return [*lines, f"  memory: {model}; nothing was run"]
 
 
 def kinds_of(recipes: Sequence[Recipe], located: Located) -> frozenset[str]:
@@ -323,7 +324,7 @@ class InputMeasuring:
             return
         asking, label = self.asking, expert.label
         asking.progress.doing(f"loading {label}")
-        loaded = asking.loader.load(expert.path)
+        loaded = asking.load(expert.path)
         folds: list[int | None] = []
         if self._kinds and data is not None and not expert.statistics:
             folds = deal(data, self.folds, checks=check is not None)

@@ -160,7 +160,7 @@ class WordedLlm(Experiment):
     def _merging(self, live: Live, experts: Mapping[str, Path], work: Path, rows: Sequence[Row]) -> Merging:
         starts = frozenset(row.toward for row in rows)
         run = {"threads": self.threads}
-        return Merging(live, self.base.path, experts, self.tasks, self.coder, work, starts, run)
+        return Merging(live, self.base.path, experts, self.tasks, self.coder, work, starts, self.seed, run)
 
     def _score_row(self, merging: Merging, row: Row) -> tuple[dict[str, Counts], dict[str, Any]]:
         merged = merging.merge(row)

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 import actmat
+from actmat_experiments.core import MOST, SELF, DataOptions, Loaded, write_prompts
 from actmat_experiments.harness.cache import file_digest
-from actmat_experiments.pretrained.decoder import Coder
+from actmat_experiments.pretrained.decoder import Coded, Coder
+from actmat_experiments.pretrained.generated import Question, turn
 from actmat_experiments.pretrained.qwen.live import Deltas, Factors, Live, dense, read_factors
-from actmat_experiments.pretrained.qwen.rows import Row
+from actmat_experiments.pretrained.qwen.rows import Prompts, Row
 from actmat_experiments.pretrained.qwen.tasks import Worded, Words
 
 
@@ -46,6 +48,7 @@ class Merging:
         tasks: with prompts, the part "validation".
         work: folder of merged adapters; those from which another row starts stay there.
         starts: names of these rows.
+        seed: of prompts that are drawn.
         run: settings of the merges, such as `threads`.
     """
 
@@ -56,8 +59,10 @@ class Merging:
     coder: Coder
     work: Path
     starts: frozenset[str]
+    seed: int
     run: Mapping[str, Any]
-    _inputs: dict[Words, list[dict[str, Tensor]]] = field(default_factory=dict)
+    _inputs: dict[tuple[Prompts, int], list[dict[str, Tensor]]] = field(default_factory=dict)
+    _written: dict[str, tuple[list[Coded], float]] = field(default_factory=dict)
 
     def merge(self, row: Row) -> Merged:
         """The merge of a row.
@@ -68,14 +73,17 @@ class Merging:
         if row.by != "layers":
             return self._by_actmat(row)
         factors = [read_factors(folder, self.live.device) for folder in self.experts.values()]
-        if row.words not in self._inputs:
-            self._inputs.clear()  # of one wording fit the memory of a device
-            self._inputs[row.words] = [
-                self._layer_inputs(task, row.words, own) for task, own in zip(self.tasks, factors, strict=True)
+        if (key := (row.prompts, row.number)) not in self._inputs:
+            self._inputs.clear()  # of one kind of prompts fit the memory of a device
+            self._inputs[key] = [
+                self._layer_inputs(task, row, expert) for task, expert in zip(self.tasks, factors, strict=True)
             ]
         start = read_factors(self._folder(row.toward), self.live.device) if row.toward else None
-        merged = dict(merge_by_inputs(row, factors, self._inputs[row.words], start))
-        return Merged(merged.items(), {"merge": _digest(merged)})
+        merged = dict(merge_by_inputs(row, factors, self._inputs[key], start))
+        facts: dict[str, Any] = {"merge": _digest(merged)}
+        if row.prompts in ("self", "mixed"):
+            facts["gains"] = {name: round(gain, 3) for name, (_, gain) in self._written.items()}
+        return Merged(merged.items(), facts)
 
     def _by_actmat(self, row: Row) -> Merged:
         """A merge by `actmat.merge`, whose output is read and, unless another row starts from it, removed."""
@@ -109,17 +117,47 @@ class Merging:
         data = {}
         for task in self.tasks:
             path = self.work / f"{task.name}.jsonl"
-            rows = ({"text": question.prompt} for question in task.part(row.words, "validation"))
+            rows = ({"text": question.prompt} for question in task.part(_words(row), "validation"))
             path.write_text("".join(json.dumps(prompt) + "\n" for prompt in rows), encoding="utf-8")
             data[task.name] = str(path)
         return {"data": data, "device": self.live.device}
 
-    def _layer_inputs(self, task: Worded, words: Words, expert: Mapping[str, Factors]) -> dict[str, Tensor]:
+    def _layer_inputs(self, task: Worded, row: Row, expert: Mapping[str, Factors]) -> dict[str, Tensor]:
+        prompts = self._prompts(task, row, expert)
         with self.live.changed(dense(expert)):
-            return self.live.layer_inputs(self.coder(task.part(words, "validation")))
+            return self.live.layer_inputs(prompts)
+
+    def _prompts(self, task: Worded, row: Row, expert: Mapping[str, Factors]) -> list[Coded]:
+        """Prompts of a task for a row."""
+        given = self.coder(task.part(_words(row), "validation"))[: row.number or None]
+        if row.prompts == "random":
+            tokens = torch.Generator().manual_seed(self.seed)
+            words = self.live.model.config.vocab_size
+            return [Coded(torch.randint(words, (len(c.prompt),), generator=tokens).tolist(), []) for c in given]
+        if row.prompts not in ("self", "mixed"):
+            return given
+        if task.name not in self._written:
+            self._written[task.name] = self._write(expert)
+        written, _ = self._written[task.name]
+        half = row.number // 2
+        return written[: row.number] if row.prompts == "self" else [*given[:half], *written[:half]]
+
+    def _write(self, expert: Mapping[str, Factors]) -> tuple[list[Coded], float]:
+        """Prompts that an expert writes, and the nats per token by which they are more probable than under the base."""
+        template = turn("{}")
+        loaded = Loaded(self.live.model, str(self.base), None, str(self.base))
+        with self.live.changed(dense(expert)):
+            written = write_prompts(loaded, DataOptions(SELF, template=template), MOST, self.seed)
+        prompts = [Question(template.replace("{}", text), "") for text in written.texts]
+        return self.coder(prompts), written.gain(self.live.model)
 
     def _folder(self, row: str) -> Path:
         return self.work / row.replace("=", "-").replace(":", "-")
+
+
+def _words(row: Row) -> Words:
+    """The wording of a row's prompts."""
+    return "other" if row.prompts == "other" else "training"
 
 
 def merge_by_inputs(

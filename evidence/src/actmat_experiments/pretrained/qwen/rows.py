@@ -11,6 +11,9 @@ from actmat_experiments.pretrained.qwen.tasks import Words
 
 By = Literal["weights", "tool", "layers"]
 """Ways of a merge: from weights only; by `merge --data`; or by the inputs of layers."""
+Prompts = Words | Literal["self", "mixed", "random"]
+"""Prompts of the task in some words; those that the experts write; half of the first and half of these; or prompts of
+random tokens, as long as those in the words of the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class Row:
         name: of the row.
         method, options, post: of the merge.
         by: how it is merged.
-        words: of the prompts, where there are some.
+        prompts: of each task, where there are some.
+        number: of these prompts; 0 takes all that the settings ask for.
         toward: row from whose merge the regression starts.
         prior: share of the experts' own `D^T D`, at equal traces, that is added to the Gram matrices of the layers.
     """
@@ -31,7 +35,8 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     post: tuple[str, ...] = ()
     by: By = "weights"
-    words: Words = "training"
+    prompts: Prompts = "training"
+    number: int = 0
     toward: str = ""
     prior: float = 0.0
 
@@ -41,8 +46,10 @@ class Row:
         facts: dict[str, Any] = {"rule": self.method, "options": dict(self.options)}
         facts |= {"post": list(self.post)} if self.post else {}
         if self.by != "weights":
-            facts |= {"by": self.by, "prompts": self.words}
-        return facts | ({"toward": self.toward, "prior": self.prior} if self.toward else {})
+            facts |= {"by": self.by, "prompts": self.prompts}
+            facts |= {"number": self.number} if self.number else {}
+        facts |= {"toward": self.toward} if self.toward else {}
+        return facts | ({"prior": self.prior} if self.toward or self.prior else {})
 
 
 def _plain(method: str, *post: str) -> Row:
@@ -50,14 +57,15 @@ def _plain(method: str, *post: str) -> Row:
 
 
 def _tool(words: Words) -> Row:
-    return Row(f"regmean:data={words}", "auto", by="tool", words=words)
+    return Row(f"regmean:data={words}", "auto", by="tool", prompts=words)
 
 
-def _regression(words: Words, ridge: float, toward: str = "", prior: float = 0.0) -> Row:
-    facts = {"toward": toward, "ridge": ridge, "prior": prior}
-    name = ":".join([words, *(f"{key}={value}" for key, value in facts.items() if value)])
+def _regression(prompts: Prompts, ridge: float, toward: str = "", prior: float = 0.0, number: int = 0) -> Row:
+    facts = {"number": number, "toward": toward, "ridge": ridge, "prior": prior}
+    name = ":".join([prompts, *(f"{key}={value}" for key, value in facts.items() if value)])
     options: dict[str, Any] = {"ridge": ridge} | ({"normalize": "trace"} if toward else {})
-    return Row(f"regmean:{name}", "regmean", options, by="layers", words=words, toward=toward, prior=prior)
+    fields: dict[str, Any] = {"prompts": prompts, "number": number, "toward": toward, "prior": prior}
+    return Row(f"regmean:{name}", "regmean", options, by="layers", **fields)
 
 
 ROWS: tuple[Row, ...] = (
@@ -73,9 +81,11 @@ ROWS: tuple[Row, ...] = (
     Row("ssr:training", "ssr", by="layers"),
     *(_plain("tsv", "mean_norm"), _plain("dc_merge", "mean_norm")),
     *(_plain("iso_c"), _plain("aswudi"), _plain("cart")),
+    *(_regression(prompts, 0.001, prior=0.5, number=8) for prompts in ("training", "self", "mixed", "random")),
+    _regression("self", 0.001, prior=0.125, number=32),
 )
 """All rows, the most telling first: a run that ends early lacks the last ones. `auto` is the method that `actmat merge`
-takes; `task_arithmetic_1` is the sum; a prior of 0.5 is that of `merge --data` for eight prompts."""
+takes; `task_arithmetic_1` is the sum; a prior of 4 / n is that of `merge --data` for n prompts."""
 
 
 def chosen_rows(names: Sequence[str] | None) -> tuple[Row, ...]:

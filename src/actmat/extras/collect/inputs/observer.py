@@ -49,6 +49,7 @@ class InputObserver(TorchFunctionMode):
         for convolution in (functional.conv1d, functional.conv2d, functional.conv3d):
             self._observed[convolution] = self._convolution
         self._observed[functional.embedding] = self._embedding
+        self._observed[Tensor.data.__set__] = self._index.move  # type: ignore[attr-defined]  # of a layer in turn
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

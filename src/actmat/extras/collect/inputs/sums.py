@@ -43,6 +43,14 @@ class ParameterIndex:
                 self._known.setdefault(tensor.data_ptr(), (name, tensor))
         self._starts = sorted(self._known)
 
+    def move(self, parameter: Tensor, data: Tensor) -> None:
+        """Follow a parameter that is about to get other memory."""
+        known = self._known.get(parameter.data_ptr())
+        if known is not None and known[1] is parameter:
+            del self._known[parameter.data_ptr()]
+            self._known[data.data_ptr()] = known
+            self._starts = sorted(self._known)
+
     def linear_map(self, weight: Tensor, *, out_axis: int) -> LinearMap | None:
         """The linear map of a 2-D weight, `O I` for `out_axis` 0, `I O` for 1; None if some inputs are missing."""
         owner = self._owner(weight)
@@ -98,7 +106,8 @@ class GramSum:
     """A running `sum z z^T` of width `I`: the rows `z` while they are at most `I / 2`, then their sum in float64.
 
     `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`, and are summed at
-    once. The products are in `dtype`, float32 or float64.
+    once. Rows and sums are kept on `device`; the products are computed where the rows come from, in `dtype`, float32 or
+    float64.
     """
 
     def __init__(
@@ -118,7 +127,8 @@ class GramSum:
 
     def add(self, rows_NI: Tensor) -> None:
         """Add rows, `N I` (`N G I` for groups)."""
-        self._held.append(rows_NI.detach().to(self._dtype, copy=True))
+        self._place = rows_NI.device
+        self._held.append(rows_NI.detach().to(self._home, self._dtype, copy=True))
         self.rows += len(rows_NI)
         if self.groups > 1 or 2 * sum(map(len, self._held)) > self.width:
             self._sum_up()
@@ -126,7 +136,7 @@ class GramSum:
     def _sum_up(self) -> None:
         """Add the held rows to the sums."""
         self._sums = self._sums or [torch.zeros(s, dtype=torch.float64, device=self._home) for s in self._shapes]
-        rows, self._held = torch.cat(self._held), []
+        rows, self._held = torch.cat(self._held).to(self._place), []
         rows_GNI = rows.unsqueeze(0) if rows.ndim == 2 else rows.transpose(0, 1)
         for start, total in zip(self._starts, self._sums, strict=True):
             stop = start + total.shape[1]
