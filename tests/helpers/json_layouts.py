@@ -38,7 +38,7 @@ PINNED: dict[str, set[str]] = {
     },
     "diagnose": {
         "format", "kind", "actmat", "created", "recipe", "method", "source", "base", "out", "experts",
-        "totals", "findings", "agreement", "residual_on_data", "left_out",
+        "totals", "actions", "findings", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
         "outs", "methods", "base", "experts", "settings", "relative", "compared", "names", "left_out",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.diagnostics.model import Finding, MatrixRow, Severity, TensorRow
+from actmat.diagnostics.model import Finding, MatrixRow, NormRow, Severity
 
 SHOWN_TENSORS = 20
 
@@ -23,15 +23,15 @@ class Facts:
 
     Args:
         labels: names of the experts.
-        tensors: rows of the report; `stats` of merged ones that are not matrices hold `norms` and `base_norm`.
         measures: of matrices.
+        norms: of merged tensors that are not matrices.
         samples: tensor -> counts of `diagnostics.sample`.
         of_records: code -> words, of `diagnostics.warnings.merge_findings`.
     """
 
     labels: Sequence[str]
-    tensors: Sequence[TensorRow]
     measures: Sequence[MatrixRow]
+    norms: Sequence[NormRow] = ()
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     of_records: Mapping[str, str] = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
 
 
 def _tables_move(facts: Facts) -> Outcome:
-    tables = [r for r in facts.tensors if r.role == "embedding" and r.stats.get("base_norm")]
+    tables = [r for r in facts.norms if r.role == "embedding" and r.base_norm]
     medians = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
     said, names = [], []
     for t, label in enumerate(facts.labels):
@@ -43,7 +43,7 @@ def _tables_move(facts: Facts) -> Outcome:
         if not usual:
             continue
         for row in tables:
-            change = row.stats["norms"][t] / row.stats["base_norm"]
+            change = row.norms[t] / row.base_norm
             if change > SURPRISING * usual:
                 said.append(f"'{label}' changes {row.name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
                 names.append(row.name)

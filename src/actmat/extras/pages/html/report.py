@@ -40,7 +40,7 @@ def render_html(diagnosis: Diagnosis) -> str:
         experts=[_expert(diagnosis, t, e) for t, e in enumerate(diagnosis.experts)],
         cosines=_cosines(diagnosis) if diagnosis.measures and len(diagnosis.experts) > 1 else [],
         layers=residuals(diagnosis) if diagnosis.measures else None,
-        actions=Counter(t.action for t in diagnosis.tensors).most_common(),
+        actions=Counter(diagnosis.actions).most_common(),
         recipe=printable_yaml({k: v for k, v in diagnosis.recipe.items() if k != "out"}),
         place=shlex.quote(diagnosis.out or "merged"),
     )
