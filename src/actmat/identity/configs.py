@@ -133,7 +133,7 @@ def agree_configs(
     if take is None:
         problems = _problems(differences, readings, fix or CHOOSE, head)
         noted = [d for d in differences if d.kind == "noted"]
-        agreed = {} if fix else _agreed_entries(configs, noted)  # a header is written as it is
+        agreed = {} if fix else _agreed_entries(base, configs, noted)  # a header is written as it is
         for whose, of_owner in (
             ("as the experts agree", [d for d in noted if d.at in agreed]),
             (owner, [d for d in noted if d.at not in agreed]),
@@ -152,13 +152,15 @@ def agree_configs(
     return InputAgreement(tuple(problems), tuple(notes), configs={} if written == base else _by_path(base, written))
 
 
-def _agreed_entries(experts: Mapping[str, Mapping[str, Any]], noted: Sequence[ConfigDifference]) -> dict[Place, Any]:
+def _agreed_entries(
+    base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]], noted: Sequence[ConfigDifference]
+) -> dict[Place, Any]:
     """Entries to note that the files of all experts have alike, by their places; those of another class are not."""
     other_classes = {d.at[:-1] for d in noted if d.at[-1] in CLASSES and d.base is not ABSENT}
     agreed = {}
     for at in dict.fromkeys(d.at for d in noted if d.at[:-1] not in other_classes and d.at[-1] != "auto_map"):
         first, *others = (_entry(config, at) for config in experts.values())
-        if first is not None and all(same(first, v) for v in others):
+        if first is not None and all(same(first, v) for v in others) and _has_part(base, at):
             agreed[at] = first
     if _LABELS[:1] in agreed:
         agreed[_LABELS[1:]] = _entry(next(iter(experts.values())), _LABELS[1:])
@@ -170,6 +172,11 @@ def _entry(config: Any, at: Place) -> Any:
     for key in at:
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
+
+
+def _has_part(config: Mapping[str, Any], at: Place) -> bool:
+    """True if the entry's part is in the file: one that has all entries at its top must not get a part of a few."""
+    return isinstance(_entry(config, at[:-1]), Mapping)
 
 
 def _with_value(config: Mapping[str, Any], at: Place, value: Any) -> dict[str, Any]:
@@ -284,7 +291,7 @@ def _unlike_marks(pair: _ConfigPair) -> Iterator[ConfigDifference]:
         return
     ours = dict(_marks(pair.base))
     for at, theirs in _marks(pair.expert):
-        if not same(base := ours.get(at, ABSENT), theirs):
+        if not same(base := ours.get(at, ABSENT), theirs) and _has_part(pair.base, at):
             is_other = at[-1] == "architectures" and base != ABSENT
             yield ConfigDifference((*pair.at, *at), pair.label, base, theirs, "function" if is_other else "noted")
     if not _is_unsure(pair):
