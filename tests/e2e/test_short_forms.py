@@ -92,7 +92,6 @@ def test_checkpoints_and_experts_are_short(family: Family) -> None:
 @pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_methods_are_short(method: Any) -> None:
     assert repr(method) == f"<MergeMethod {method.name}: {method.text.summary}>"
-    assert Tags(method._repr_html_()).rows == len(method.options) + bool(method.options)
 
 
 def test_gradients_reach_the_modules_of_adapters(tmp_path: Path) -> None:
