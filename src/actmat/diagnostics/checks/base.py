@@ -66,7 +66,8 @@ class Check:
         if self.judge is not None:
             outcome = self.judge(facts)
         else:
-            outcome = (facts.of_records[self.code], ()) if self.code in facts.of_records else None
+            said = facts.of_records.get(self.code, "")
+            outcome = (said[0].upper() + said[1:], ()) if said else None
         if outcome is None:
             return None
         message, tensors = outcome[0], tuple(dict.fromkeys(outcome[1]))
