@@ -32,7 +32,7 @@ from actmat.cli.catalog import EXPERTS, FILE, SIDE, describe, gflop, shown
 from actmat.cli.flags import with_flags
 from actmat.cli.listing import COMMANDS, COMMON, DISTRIBUTIONS, declared_command, info_of
 from actmat.errors import MergeError
-from actmat.layout.families import FAMILIES, PLAIN
+from actmat.layout.families import FAMILIES
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
 from actmat.methods.contract import Description
 from actmat.methods.post import STEPS
@@ -267,7 +267,7 @@ KINDS: markdown.Kinds = {
     "exit-codes": exit_codes,
     "recipe": recipe,
     "outputs": outputs,
-    "families": lambda _: ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n",
+    "families": lambda _: ", ".join(f"`{f}`" for f in sorted(FAMILIES, key=str.lower)) + ".\n",
     "api": api,
 }
 

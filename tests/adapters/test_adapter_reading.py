@@ -54,8 +54,7 @@ def test_weights_of_torch_are_those_of_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
-        ("peft_type", "LOHA", "LoHa"),
-        ("peft_type", "VERA", "VeRA"),
+        ("peft_type", "LOHA", "only LoRA adapters have factors"),
         ("peft_type", "SOMETHING", "only LoRA"),
         ("use_dora", True, "DoRA"),
         ("alora_invocation_tokens", [1, 2], "activated LoRA"),

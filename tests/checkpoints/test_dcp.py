@@ -220,14 +220,12 @@ def test_an_average_of_distributed_checkpoints(tmp_path: Path) -> None:
     assert any(note in n and "base, expert 'step-0'" in n for n in map(str, report.plan.notes))
 
 
-def test_inspect_recognizes_training_checkpoints(tmp_path: Path) -> None:
+def test_inspect_recognizes_training_checkpoints() -> None:
     shown = actmat(["inspect", str(TWO_RANKS)])
     assert shown.code == 0
     assert "note: 10 tensors of training" in shown.out
     one_file = actmat(["inspect", str(TWO_RANKS / "__0_0.distcp")])
-    assert "Fix: give its folder" in " ".join(one_file.err.split())
-    (tmp_path / "run/step-10").mkdir(parents=True)
-    assert "found a training run with the folders step-10" in actmat(["inspect", str(tmp_path / "run")]).err
+    assert "Fix: give the folder" in " ".join(one_file.err.split())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +233,7 @@ def test_inspect_recognizes_training_checkpoints(tmp_path: Path) -> None:
     [
         (("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), "zero_to_fp32.py"),
         (("layer_00-model_states.pt", "mp_rank_00_model_states.pt"), "DeepSpeed states"),
-        (("latest", "zero_to_fp32.py", "global_step100"), "the folders global_step100. Fix: give one of them"),
+        (("latest", "zero_to_fp32.py", "global_step100"), "found global_step100, .*Fix: give the folder that holds"),
         ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "a Megatron-core file"),
         (("common.pt", "metadata.json"), "a Megatron-core file"),
         (("shard-00001-model-00001-of-00001.safetensors",), "consolidate_safetensors_files"),

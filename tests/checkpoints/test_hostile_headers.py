@@ -43,20 +43,6 @@ def problems(content: bytes) -> str:
     return str(caught.value)
 
 
-def test_a_valid_file_parses_in_storage_order() -> None:
-    specs, metadata = parse(VALID)
-    assert metadata == {"format": "pt"}
-    assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
-        "a": ((2, 3), "float32"),
-        "b": ((3,), "bfloat16"),
-        "c": ((0,), "float32"),
-    }
-    offsets = [spec.offset for spec in specs.values()]
-    assert offsets == sorted(offsets)
-    spec = specs["a"]
-    assert VALID[spec.offset : spec.offset + spec.nbytes] == struct.pack("<6f", *range(6))
-
-
 def test_a_file_cut_anywhere_is_refused() -> None:
     for cut in range(len(VALID)):
         assert "interrupted download" in problems(VALID[:cut])

@@ -104,7 +104,12 @@ def test_folders_without_usable_weights_say_what_they_hold(tmp_path: Path, files
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("x.ggml", "GGML"), ("x.h5", "TensorFlow"), ("notes.txt", "'notes.txt'"), ("adapter_model.safetensors", "PEFT")],
+    [
+        ("x.ggml", "GGML"),
+        ("x.h5", "TensorFlow"),
+        ("notes.txt", "notes.txt"),
+        ("adapter_model.safetensors", "PEFT"),
+    ],
 )
 def test_files_of_other_kinds_are_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).write_text("")

@@ -9,8 +9,6 @@ import pytest
 import torch
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, Outcome, actmat, hidden, save_checkpoint
 
-"""Spoils a family and returns the flags to add."""
-
 
 def refused(family: Family, *flags: str, says: tuple[str, ...]) -> Outcome:
     outcome = actmat(family.argv(*flags))
@@ -147,16 +145,6 @@ def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Famil
 )
 def test_flags_that_cannot_be_carried_out(family: Family, flags: tuple[str, ...], says: tuple[str, ...]) -> None:
     refused(family, *flags, says=says)
-
-
-def test_an_output_that_is_not_empty(family: Family) -> None:
-    family.out.mkdir()
-    (family.out / "mine.txt").write_text("precious")
-    outcome = actmat(family.argv())
-    assert (outcome.code, "is not empty" in outcome.err) == (1, True)
-    outcome = actmat(family.argv("--overwrite"))
-    assert (outcome.code, "was not written by actmat" in outcome.err) == (1, True)
-    assert [p.name for p in family.out.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("place", ["base", "expert0", "base/inside", "."])

@@ -12,17 +12,6 @@ from actmat.cli import listing
 toy = typer.Typer(name="toy", help="A command of another distribution.", no_args_is_help=True)
 
 
-@toy.command()
-def greet(name: str) -> None:
-    """Greet somebody."""
-    typer.echo(f"Hello {name}")
-
-
-@toy.command()
-def part() -> None:
-    """Say goodbye."""
-
-
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Entry points by name; what is put here is installed for the test."""
@@ -37,12 +26,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     before = len(app.registered_commands)
     yield found
     assert len(app.registered_commands) == before
-
-
-def test_an_extension_is_listed_and_runs(installed: dict[str, str]) -> None:
-    installed["toy"] = f"{__name__}:toy"
-    assert "A command of another distribution." in " ".join(actmat(["--help"]).out.split())
-    assert actmat(["toy", "greet", "Ada"]).out == "Hello Ada\n"
 
 
 def test_a_command_of_actmat_takes_precedence(installed: dict[str, str]) -> None:

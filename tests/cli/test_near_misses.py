@@ -10,7 +10,6 @@ from tests.helpers.merging import actmat as run
 import actmat
 from actmat.errors import MergeError, by_cause
 from actmat.extras.mergekit import convert
-from actmat.methods import get_method
 from actmat.recipe import make_recipe
 from actmat.run.automatic import check_options
 
@@ -53,12 +52,6 @@ def test_an_unknown_method_of_mergekit_hides_no_other_problem() -> None:
     with pytest.raises(MergeError) as error:
         convert({"merge_method": "florble", "base_model": "a", "models": models})
     assert len(error.value.problems) == 2
-
-
-@pytest.mark.parametrize("name", ["weight sum", "add_difference", "trainDifference", "cosineA", "smooth add"])
-def test_merges_of_image_tools_are_pointed_at(name: str) -> None:
-    with pytest.raises(MergeError, match=r"weight sum A\*\(1-alpha\)\+B\*alpha is -b A -e B -w alpha, add difference"):
-        get_method(name)
 
 
 def test_options_of_another_method_are_one_problem() -> None:

@@ -29,7 +29,7 @@ from actmat.extras.demo.tasks import (
     shift,
     split_photographs,
 )
-from actmat.extras.demo.training import DemoSchedule, finetune, warm_cosine
+from actmat.extras.demo.training import DemoSchedule, finetune
 from actmat.methods import all_methods
 
 # The demo from end to end, with a model too small to be good at anything.
@@ -305,12 +305,3 @@ def test_an_expert_learns_its_task_while_base_and_head_stay():
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["norm.weight"], other["norm.weight"])
     assert all(not torch.equal(tensor, before[name]) for name, tensor in first.items())  # every tensor takes part
-
-
-def test_the_learning_rate_rises_then_falls_to_nearly_nothing():
-    shares = [warm_cosine(step, 100) for step in range(100)]
-    assert shares[:3] == pytest.approx([0.1, 0.2, 0.3])
-    assert shares[9:11] == [1.0, 1.0]
-    assert shares[55] == pytest.approx(0.5)
-    assert shares[99] < 0.001
-    assert shares[10:] == sorted(shares[10:], reverse=True)

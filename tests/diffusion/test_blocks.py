@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.shell import actmat_command
+from tests.helpers.merging import actmat_command
 from tests.tolerances import F64_IDENTITY, relative_error
 
 import actmat

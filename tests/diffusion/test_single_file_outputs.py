@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.helpers.shell import actmat_command
+from tests.helpers.merging import actmat_command
 from tests.tolerances import F32_ELEMENTWISE
 from torch import Tensor
 

@@ -49,6 +49,22 @@ def equal(found: Any, wanted: Any) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 
+@pytest.mark.parametrize(
+    ("stops", "written", "said"), [((5, 5), 5, "theirs"), ((5, 7), 2, "the base's"), ((2, 2), 2, "")]
+)
+def test_settings_of_generation_follow_the_rule_of_files(
+    models: dict[str, Any], stops: tuple[int, int], written: int, said: str
+) -> None:
+    for name, token in zip("ab", stops, strict=True):
+        models[name].generation_config.eos_token_id = token
+    merged: Any = actmat.merge(models["base"], {n: models[n] for n in "ab"}, method="average")
+    assert merged.model.generation_config.eos_token_id == written
+    notes = [n.text for n in merged.plan.notes if "eos_token_id" in n.text]
+    assert bool(notes) == bool(said)
+    assert all(note.endswith(said) for note in notes)
+    assert models["base"].generation_config.eos_token_id == 2
+
+
 @pytest.mark.parametrize("method", ["auto", "ties", "dare"])
 def test_any_mixture_has_the_bytes_of_saved_folders(models: dict[str, Any], tmp_path: Path, method: str) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
@@ -289,6 +305,12 @@ def test_statistics_are_used() -> None:
     one = [torch.ones_like(DELTAS[0]), torch.zeros_like(DELTAS[0]), torch.zeros_like(DELTAS[0])]
     out = actmat.merge_matrices(method.name, DELTAS, statistics={"fisher": one})
     assert relative_error(out, DELTAS[0]) < 1e-3
+
+
+def test_no_experts_are_refused() -> None:
+    for function in (actmat.plan, actmat.diagnose, actmat.merge):
+        with pytest.raises(RecipeError, match="expert"):
+            function()
 
 
 def test_errors_say_what_is_wrong() -> None:

@@ -10,9 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tests.helpers.hub import HubStandIn
-from tests.helpers.merging import card, flip
+from tests.helpers.merging import actmat_command, card, flip
 from tests.helpers.models import BY_NAME, save_family, stored
-from tests.helpers.shell import actmat_command
 
 import actmat
 from actmat.errors import MergeError

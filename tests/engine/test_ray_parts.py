@@ -35,22 +35,17 @@ from actmat.extras.ray.worker import Answer, Opening, Worker
 GB = 10**9
 
 
-def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB) -> Unit:
-    return Unit(((0, 0),), name, traffic, peak, flops)
+def unit(name: str = "w", *, seconds: float = 0.0, peak: int = GB) -> Unit:
+    return Unit(((0, 0),), name, 0, seconds, peak)
 
 
 # Batches
 
 
 def test_long_units_come_first_and_alone() -> None:
-    units = [unit(f"{n}", flops=n * 10**11) for n in (1, 9, 3, 7)]
+    units = [unit(f"{n}", seconds=2.0 * n) for n in (1, 9, 3, 7)]
     batches = make_batches(units, workers=2)
     assert [[u.name for u in b.units] for b in batches] == [["9"], ["7"], ["3"], ["1"]]
-
-
-def test_traffic_counts_as_well_as_operations() -> None:
-    units = [unit("copied", traffic=10 * GB), unit("computed", flops=10**11)]
-    assert make_batches(units, 1)[0].units[0].name == "copied"
 
 
 def test_small_units_travel_together() -> None:
@@ -70,7 +65,7 @@ def test_few_small_units_still_serve_every_worker() -> None:
 
 def test_units_in_the_order_of_the_output_make_batches_in_that_order() -> None:
     """As an upload wants them."""
-    units = [unit(f"{n}", flops=(n * 7919 % 13) * 10**10) for n in range(60)]
+    units = [unit(f"{n}", seconds=(n * 7919 % 13) / 5) for n in range(60)]
     batches = make_batches(units, workers=2, in_order=True)
     assert [u for b in batches for u in b.units] == units
     assert 2 * 8 <= len(batches) < 60, "small units still travel together"

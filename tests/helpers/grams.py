@@ -1,6 +1,6 @@
 """Naive statistics: hooks on modules and loops over single tokens, in float64."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,13 +61,13 @@ def linear_grams(
     return out
 
 
-def measured_gram(result: Collected, name: str, *, expert: int | None = None, rows: Any = None) -> Tensor:
+def measured_gram(result: Collected, name: str, *, rows: Any = None) -> Tensor:
     """The sum that `collect` has for a stored tensor."""
     for place in result.header.places[name]:
-        if (place.expert is None or place.expert == expert) and (place.rows is None or place.rows == rows):
+        if place.expert is None and (place.rows is None or place.rows == rows):
             info = result.header.grams[place.gram]
             return unpack(result.tensors[f"gram.{place.gram}"].double(), info.width, info.groups)
-    raise AssertionError(f"{name} has no Gram for {expert}, {rows}")
+    raise AssertionError(f"{name} has no Gram for {rows}")
 
 
 def padded_batches(vocabulary: int, *, left: bool = False, n: int = 2) -> list[dict[str, Tensor]]:
@@ -84,8 +84,3 @@ def padded_batches(vocabulary: int, *, left: bool = False, n: int = 2) -> list[d
         ids[mask == 0] = 0
         out.append({"input_ids": ids, "attention_mask": mask})
     return out
-
-
-def masks_by_length(batches: Iterable[Mapping[str, Tensor]], key: str = "attention_mask") -> dict[int, Tensor]:
-    """Length -> mask, for batches whose lengths differ."""
-    return {b[key].shape[1]: b[key] for b in batches}

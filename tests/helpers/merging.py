@@ -142,6 +142,13 @@ def actmat(argv: Sequence[str]) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def actmat_command(*arguments: object, code: int = 0) -> str:
+    """What `actmat` prints, errors included, of a command with this exit code."""
+    found = actmat([*map(str, arguments)])
+    assert found.code == code, f"exit code {found.code}, expected {code}:\n{found.out}{found.err}"
+    return found.out + found.err
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a merged model; the manifest without `timing`."""
     files = {p.name: p.read_bytes() for p in sorted(folder.iterdir())}

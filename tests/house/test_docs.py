@@ -121,15 +121,6 @@ def run_in(folder: Path, page: str) -> Run:
     return run_page("page.md", page, folder)
 
 
-def test_a_page_runs_in_order_with_shared_variables(tmp_path: Path) -> None:
-    page = (
-        "```python\nfrom pathlib import Path\n```\n<!-- file: a/in.txt -->\n```text\nhello\n```\n"
-        "```bash\ncat a/in.txt > out.txt\n```\n```python\nassert Path('out.txt').read_text() == 'hello\\n'\n```\n"
-    )
-    done = run_in(tmp_path / "page", page)
-    assert done.returncode == 0, done.log
-
-
 @pytest.mark.parametrize(
     ("page", "where"),
     [("a\n```bash\nfalse\ntrue\n```\n", "page.md:3"), ("```python\nx = 1\nassert x == 2\n```\n", '"page.md", line 3')],

@@ -13,19 +13,7 @@ from tests.helpers.repository import SOURCES
 
 from actmat.cli.listing import COMMANDS
 
-HEAVY = (
-    "torch",
-    "transformers",
-    "peft",
-    "matplotlib",
-    "sklearn",
-    "scipy",
-    "pandas",
-    "datasets",
-    "ray",
-    "pydantic",
-    "yaml",
-)
+HEAVY = ("torch", "transformers", "peft", "matplotlib", "sklearn", "scipy", "datasets", "ray", "pydantic", "yaml")
 
 
 def imported_by(code: str, wanted: tuple[str, ...] = HEAVY) -> list[str]:

@@ -135,18 +135,3 @@ def test_no_import_cycles() -> None:
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
     assert any(problem(layer, imported) for imported in imports_of(source, f"actmat.{layer}"))
-
-
-@pytest.mark.parametrize(
-    ("layer", "source"),
-    [
-        ("methods", "import math\nimport torch\nfrom torch import Tensor\nfrom .contract import Merged"),
-        ("report", "from actmat import __version__"),
-        ("extras.demo", "import sklearn\nfrom actmat.run import run_recipes"),
-        ("extras.tune", "from actmat.run import run_recipes\nfrom actmat.extras.pages import html"),
-        ("cli", "from actmat.api import merging\nfrom actmat.extras.tune import report"),
-        ("actmat_experiments", "from actmat.cli import screen\nfrom actmat_experiments import suites"),
-    ],
-)
-def test_a_right_import_passes(layer: str, source: str) -> None:
-    assert not [why for i in imports_of(source, f"actmat.{layer}") if (why := problem(layer, i))]

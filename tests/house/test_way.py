@@ -1,7 +1,6 @@
 """The lists of CONTRIBUTING.md ("The way of one merge") against merges: what is listed is called, in that order."""
 
 import importlib
-import json
 import re
 import sys
 import threading
@@ -10,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from tests.helpers.docs_fixture import write_adapter, write_models
-from tests.helpers.merging import Family
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.family import tuned, write_family
 from tests.helpers.repository import ROOT
 
 import actmat
@@ -21,23 +20,18 @@ LIST = re.compile(r"^\*\*(.+?)\*\*.*?```text\n(.*?)```", re.DOTALL | re.MULTILIN
 
 
 def full(root: Path) -> None:
-    family = Family.make(root, layers=1)
-    actmat.merge(family.base, family.experts, method="actmat", out=root / "out", threads=1)
+    write_models(root)
+    actmat.merge(root / "base", [*(root / "experts").iterdir()], method="actmat", out=root / "out", threads=1)
 
 
 def adapter(root: Path) -> None:
-    experts = [root / "one", root / "two"]
-    for seed, folder in enumerate(experts):
-        write_adapter(folder, seed=seed)
-    actmat.merge(None, experts, method="actmat", out=root / "out", threads=1)
+    write_models(root)
+    actmat.merge(None, [*(root / "adapters").iterdir()], method="actmat", out=root / "out", threads=1)
 
 
 def tune(root: Path) -> None:
-    write_models(root)
-    inputs = root / "inputs.jsonl"
-    inputs.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two", "three", "four five", "six")))
-    experts, space = [root / "experts" / name for name in ("math", "code")], {"methods": ["average"], "scales": [1.0]}
-    actmat.tune(root / "base", experts, data=inputs, space=space, out=root / "out", threads=1)
+    write_family(root)
+    tuned(root, root / "out", threads=1)
 
 
 RUNS: dict[str, Callable[[Path], None]] = {"A full merge": full, "A merge of adapters": adapter, "A tune": tune}
@@ -71,14 +65,10 @@ def calls_of(names: list[str], run: Callable[[], None]) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("title", RUNS)
+@pytest.mark.parametrize("title", sorted({*RUNS, *lists()}))
 def test_a_merge_passes_the_functions_that_are_listed(title: str, tmp_path: Path) -> None:
     names = lists()[title]
     calls = calls_of(names, lambda: RUNS[title](tmp_path))
     later = iter(calls)
     missing = next((name for name in names if name not in later), None)
     assert missing is None, f"{missing} is not called after what stands above it; calls: {list(dict.fromkeys(calls))}"
-
-
-def test_every_list_has_a_run() -> None:
-    assert lists().keys() == RUNS.keys()

@@ -126,20 +126,21 @@ def test_tokens_of_adapters_without_a_base(trained: str, tmp_path: Path) -> None
     assert ("row 16 is '<a>' and '<b>'" in " ".join(done.err.split())) == done.code
 
 
+@pytest.mark.parametrize("form", ["tokenizer.model", "tekken.json"])
 @pytest.mark.parametrize(("texts", "who"), [("aaa", ""), ("aab", "b"), ("abb", "b"), ("-aa", "a"), ("-ab", "b")])
-def test_tokenizers_that_are_not_read_are_said(texts: str, who: str, tmp_path: Path) -> None:
-    """Files of SentencePiece by their content; `-` is a tokenizer that is read."""
+def test_tokenizers_that_are_not_read_are_said(form: str, texts: str, who: str, tmp_path: Path) -> None:
+    """Files of SentencePiece and of Mistral by their content; `-` is a tokenizer that is read."""
     for seed, (name, text) in enumerate(zip(("base", "a", "b"), texts, strict=True)):
         folder = save_checkpoint(tmp_path / name, llama_tensors(seed=seed))
         if text == "-":
             write_tokens(folder, "fast", WORDS)
         else:
             (folder / "tokenizer.json").unlink()
-            (folder / "tokenizer.model").write_text(text)
+            (folder / form).write_text(json.dumps({"vocab": [text]}))
     flags = ["-b", tmp_path / "base", "-e", tmp_path / "a", "-e", tmp_path / "b", "-m", "linear"]
     found = " ".join(actmat(["plan", *map(str, flags)]).out.split())
     assert ("are not compared with those of others: their tokenizers differ" in found) == bool(who)
-    assert not who or f"expert '{who}' (tokenizer.model)" in found
+    assert not who or f"expert '{who}' ({form})" in found
 
 
 def planned(folder: Path) -> str:

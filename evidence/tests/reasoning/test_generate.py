@@ -104,14 +104,6 @@ def test_prompts_that_leave_too_little_for_the_answer_are_refused_and_not_cut(mo
     assert not read_answers(path)
 
 
-def test_a_back_end_that_is_not_there_is_told(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(MergeError, match="vllm"):
-        answer_all(replace(job(model, tmp_path / "answers.jsonl"), engine=Engine("vllm")))
-    with pytest.raises(MergeError, match="pip install vllm"):
-        Engine("vllm").check()
-    Engine().check()
-
-
 def test_a_back_end_without_a_library_of_its_device_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.api.registry
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError, did_you_mean, format_size
-from actmat.foreign import html_table, terminal
+from actmat.foreign import terminal
 
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "F64"),
@@ -39,9 +39,6 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 }
 """dtype name -> (torch dtype, safetensors code): the one table of dtypes in the project."""
 
-
-SHOWN = 20
-"""Most tensors that a notebook shows."""
 
 MAX_DID_YOU_MEAN = 2000
 """Most tensors that are searched for similar names."""
@@ -208,11 +205,6 @@ class Tensors(AbstractContextManager["Tensors"]):
         specs = getattr(self, "specs", {})
         size = format_size(sum(s.nbytes for s in specs.values()))
         return f"<{type(self).__name__} {terminal(getattr(self, 'location', ''))}: {len(specs)} tensors, {size}>"
-
-    def _repr_html_(self) -> str:
-        rows = [(s.name, "x".join(map(str, s.shape)), s.dtype) for s in list(self.specs.values())[:SHOWN]]
-        more = [("...", f"{len(self.specs) - SHOWN} more", "")] if len(self.specs) > SHOWN else []
-        return str(html_table(repr(self), ("tensor", "shape", "dtype"), [*rows, *more]))
 
     def __exit__(self, *error: object) -> None:
         self.close()

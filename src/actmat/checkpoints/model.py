@@ -143,9 +143,6 @@ class Model(AbstractContextManager["Model"]):
     def __repr__(self) -> str:
         return f"<Model: {self.tensors!r}>"
 
-    def _repr_html_(self) -> str:
-        return self.tensors._repr_html_()
-
     def __exit__(self, *error: object) -> None:
         self.close()
 

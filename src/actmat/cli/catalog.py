@@ -30,7 +30,7 @@ SIDE, EXPERTS = 4096, 4
 def gflop(m: MergeMethod) -> float:
     """Rough cost of a method on the reference layer in GFLOP; with fewer experts for methods that take fewer."""
     experts = min(EXPERTS, m.max_experts or EXPERTS)
-    return round(m.cost.flops((SIDE, SIDE), experts, m.resolve_options({})) / 1e9, 3)
+    return round(m.cost.operations((SIDE, SIDE), experts, m.resolve_options({})) / 1e9, 3)
 
 
 def shown(gflop: float) -> str:

@@ -32,7 +32,7 @@ from actmat.experts.deltas import AdapterFamily, Deltas, DeltasHandle
 from actmat.experts.lora.adapter import Adapter, AdapterHandle, leave_out
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
-from actmat.experts.lora.names import first_factor, foreign_writer
+from actmat.experts.lora.names import first_factor
 from actmat.experts.peft import PEFT
 from actmat.experts.restacked import in_layout_of
 from actmat.experts.stored import StoredDeltas, UnfittedDeltas
@@ -192,12 +192,9 @@ def require_model(located: OpenInput) -> Model:
     if (first := first_factor(located.specs, located.config or {})) is not None:
         raise CheckpointError(
             f"{located.location}: expected a full checkpoint, found factors of an adapter, such as '{first}', "
-            + (
-                foreign_writer(first)
-                or "which are not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file "
-                "(safetensors.torch.save_file); merge one that is part of a model into it first (merge_and_unload, "
-                "fuse_lora)"
-            )
+            "which are not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file "
+            "(safetensors.torch.save_file); merge one that is part of a model into it first (merge_and_unload, "
+            "fuse_lora)"
         )
     return located
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from actmat import plugins
@@ -18,7 +17,7 @@ from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES
 from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Model
-from actmat.checkpoints.source import LocalSource, Source
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Content, Reader
 from actmat.experts.changes.deltas import fit_changes
@@ -119,14 +118,10 @@ def look_for_peft(source: Source, file: Model | None, stacks: tuple[StackWord, .
     """The PEFT adapter in a source, or None; its config and the headers of its weights are read. See `AdapterFamily`.
 
     Raises:
-        CheckpointError: its files cannot be read, or a folder of several adapters. Problems of its contents are in
-            `Adapter.problems`.
+        CheckpointError: its files cannot be read. Problems of its contents are in `Adapter.problems`.
     """
-    if source.named is None and not _holds_adapter(source.names):
-        if isinstance(source, LocalSource):
-            _refuse_several(source)
-        return None
-    if source.named is not None and source.named not in ADAPTER_WEIGHTS:
+    is_adapter = _holds_adapter(source.names) if source.named is None else source.named in ADAPTER_WEIGHTS
+    if not is_adapter:
         return None
     folder = source.whole()
     name = source.named or next((n for n in ADAPTER_WEIGHTS if n in folder.names), None)
@@ -144,23 +139,6 @@ def _holds_adapter(names: Sequence[str]) -> bool:
     if any(n in ADAPTER_WEIGHTS for n in names):  # a value head or a projector may lie beside it
         others = [n for n in others if n.startswith(_OF_MODELS) and "_fsdp" not in n]
     return ADAPTER_CONFIG in names and not others
-
-
-def _refuse_several(folder: LocalSource) -> None:
-    """Refuse a folder of adapters, as PEFT saves several of one model.
-
-    Raises:
-        CheckpointError: names them.
-    """
-    if any(n.endswith((".safetensors", *TORCH_SUFFIXES)) or n == "config.json" for n in folder.names):
-        return
-    path = Path(folder.address)
-    children = sorted(n for n in folder.names if (path / n / ADAPTER_CONFIG).is_file())
-    if children:
-        raise CheckpointError(
-            f"{folder.location}: expected one adapter, found a folder of {len(children)}: {', '.join(children)}. Fix: "
-            f"give those that you want, such as {folder.location.rstrip('/')}/{children[0]}"
-        )
 
 
 PEFT = AdapterFamily("PEFT", look_for_peft, _fit, _no_factors, _described)

@@ -86,7 +86,7 @@ def _merges(data: Mapping[str, Any]) -> str:
 
 def tokenizer_file(files: Source) -> str | None:
     """The file with the tokens of a tokenizer: JSON, a list of words, or another form such as SentencePiece's."""
-    patterns = [p for p in TOKENIZERS if not p.endswith(".json") and not p.startswith("vocab.")]
+    patterns = [p for p in TOKENIZERS if p not in (TOKENIZER, CONFIG, "vocab.*")]
     others = (n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p))
     return next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), next(others, None))
 

@@ -1,7 +1,7 @@
 """Architecture families whose layouts do not follow from names and shapes, and the towers of a model.
 
 The entries were read from the families' modelling code and hold for their checkpoints on disk. A family without an
-entry is decided by names and shapes (`classify.py`, `fused.py`); PLAIN lists those for which this has been checked.
+entry is decided by names and shapes (`classify.py`, `fused.py`).
 
 A tower (text, vision, audio) has a config and a family of its own: multimodal configs nest one config per tower, and
 the head counts that split a packed projection must come from the right one.
@@ -82,17 +82,6 @@ _GROUPS: Mapping[str, ModelFamily] = {
 FAMILIES = {model_type: family for names, family in _GROUPS.items() for model_type in names.split()}
 """`model_type` -> its exceptions."""
 
-_PLAIN = """
-albert arcee bart bert blip blip-2 camembert clip clip_text_model clip_vision_model cohere cohere2 convnext deberta-v2
-deepseek_v2 deepseek_v3 deit dinov2 distilbert electra exaone4 gemma gemma2 gemma3 gemma3_text glm glm4 gpt_neo gptj
-granite granitemoe internlm3 llama llava llava_next longt5 m2m_100 marian mbart ministral mistral mistral3 mixtral
-modernbert-decoder mt5 nemotron olmo olmo2 olmo3 olmoe opt paligemma pegasus phi phimoe qwen2 qwen2_5_vl qwen2_moe
-qwen2_vl qwen3 qwen3_moe qwen3_vl resnet roberta sam seed_oss siglip siglip2 smollm3 smolvlm stablelm starcoder2 swin
-switch_transformers t5 umt5 vit vit_mae wav2vec2 whisper xlm-roberta
-"""
-PLAIN = frozenset(_PLAIN.split())
-"""Families whose layouts follow from names and shapes."""
-
 _TIED_BY_DEFAULT = """
 albert bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small blip blip_text_model
 bloom camembert cohere cohere2 cohere2_moe convbert cpmant ctrl data2vec-text deberta deberta-v2 distilbert electra
@@ -108,27 +97,11 @@ whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso youtu zamba zamba2
 TIED_BY_DEFAULT = frozenset(_TIED_BY_DEFAULT.split())
 """Families whose output head shares the token embedding where their config does not mention `tie_word_embeddings`."""
 
-_CLASS_PREFIXES = """
-GPTNeoXJapanese:gpt_neox_japanese GPTNeoX:gpt_neox GPTBigCode:gpt_bigcode GPT2:gpt2 GptOss:gpt_oss Falcon:falcon
-RWForCausalLM:RefinedWebModel Bloom:bloom Persimmon:persimmon CodeGen:codegen Phi3:phi3 Dbrx:dbrx MPT:mpt Mpt:mpt
-ModernBert:modernbert InternLM2:internlm2 ChatGLM:chatglm Llama4:llama4 Llama:llama Mixtral:mixtral Mistral:mistral
-Qwen2Moe:qwen2_moe Qwen2:qwen2 Bert:bert T5:t5 CLIP:clip ViT:vit
-"""
-"""Start of a class name in `architectures`, and its model type, for configs without `model_type`."""
-
 
 def recognize(config: Config | None) -> str | None:
-    """The `model_type` of a config, or that of its first architecture, or None."""
-    if config is None:
-        return None
-    model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type:
-        return model_type
-    architectures = config.get("architectures")
-    if isinstance(architectures, (list, tuple)) and architectures and isinstance(architectures[0], str):
-        known = (pair.split(":") for pair in _CLASS_PREFIXES.split())
-        return next((family for prefix, family in known if architectures[0].startswith(prefix)), None)
-    return None
+    """The `model_type` of a config, or None."""
+    model_type = (config or {}).get("model_type")
+    return model_type if isinstance(model_type, str) and model_type else None
 
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "decoder")

@@ -11,7 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.components import component_configs, single_file_of
-from actmat.layout.families import FAMILIES, PLAIN, Towers, recognize, text_config_of
+from actmat.layout.families import FAMILIES, Towers, recognize, text_config_of
 from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT, Shape
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
@@ -113,11 +113,8 @@ def _family(config: Mapping[str, Any] | None) -> str | None:
     """The recognized family of the whole model or of its language model; of diffusers' models, their class."""
     if config is not None and isinstance(config.get("_class_name"), str):
         return str(config["_class_name"])
-    for candidate in (config, text_config_of(config or {})):
-        family = recognize(candidate)
-        if family in FAMILIES or family in PLAIN:
-            return family
-    return None
+    inner = recognize(text_config_of(config or {}))
+    return inner if inner in FAMILIES else recognize(config) or inner
 
 
 _AXES: Mapping[Role, tuple[int, int | None]] = {
@@ -197,22 +194,14 @@ def _misfit(layout: TensorLayout, spec: TensorSpec) -> str | None:
 
 def _blocks_misfit(blocks: Sequence[Block], rows: int) -> str | None:
     """The reason why blocks do not share one grouping or do not cover its rows exactly once, or None."""
-    groups = {block.groups for block in blocks}
-    if len(groups) > 1:
-        return f"blocks disagree on the number of groups ({sorted(groups)})"
-    count = groups.pop()
-    if count < 1 or rows % count:
-        return f"{rows} rows do not divide into {count} groups"
-    per_group = rows // count
-    where = f"{per_group} rows" + (f" of each of the {count} groups" if count > 1 else " of the output axis")
-    end = 0
-    for block in sorted(blocks, key=lambda b: b.start):
-        if block.stop <= block.start:
-            return f"block {block.name!r} ({block.start}:{block.stop}) is empty"
-        if block.stop > per_group:
-            return f"block {block.name!r} ({block.start}:{block.stop}) reaches beyond the {where}"
-        if block.start != end:
-            gap = f"block {block.name!r} starts at {block.start} where {end} is expected"
-            return f"{gap}: the blocks must cover the {where} exactly once"
-        end = block.stop
-    return None if end == per_group else f"blocks end at {end}, but must cover the {where}"
+    groups = blocks[0].groups
+    ordered = sorted(blocks, key=lambda b: b.start)
+    starts, stops = [b.start for b in ordered], [b.stop for b in ordered]
+    fits = groups > 0 and rows % groups == 0 and all(b.groups == groups and b.start < b.stop for b in blocks)
+    if fits and [*starts, rows // groups] == [0, *stops]:
+        return None
+    listed = ", ".join(f"{b.name} {b.start}:{b.stop} of {b.groups} groups" for b in blocks)
+    return (
+        f"the blocks must have one number of groups, which divides its {rows} rows, and cover the rows of a group "
+        f"exactly once; found {listed}"
+    )

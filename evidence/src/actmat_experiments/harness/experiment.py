@@ -42,7 +42,6 @@ _VERSIONS = ("actmat", "torch", "transformers", "peft")
 Counts = Mapping[str, Any]
 """Results of a model on one task: `correct`, `total`, and further values of a suite, as plain data."""
 
-"""Number of a process and how many there are."""
 
 Answer = TypeVar("Answer")
 

@@ -49,7 +49,7 @@ def decoded(model: Model) -> Model:
         return model
     judged = next((c.keys[method].judge(settings) for c in codecs.values() if method in c.keys), {})
     # the settings may be the reason for the problems of codecs
-    problems = [*_refused(judged), *_turned(headers)] or faults
+    problems = _refused(judged) or faults
     if problems:
         model.close()
         raise CheckpointError(f"{model.location}: quantized tensors that cannot be read", problems)
@@ -78,21 +78,3 @@ def _refused(judged: Mapping[str, str]) -> list[str]:
         for key, why in judged.items()
         if why
     ]
-
-
-def _turned(headers: Headers) -> list[str]:
-    """Reasons why readable codes are not the weights: rotation or sparsity."""
-    problems = []
-    transform = headers.settings.get("transform_config")
-    if isinstance(transform, dict) and transform.get("config_groups"):
-        problems.append(
-            "config.json declares weights that were rotated before they were quantized (transform_config): their "
-            "deltas are in another basis. Fix: merge the checkpoint it was quantized from"
-        )
-    sparsity = headers.settings.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        problems.append(
-            f"config.json declares sparse storage ({str(sparsity['format'])[:80]}), which is not read. Fix: merge the "
-            "checkpoint it was made from"
-        )
-    return problems

@@ -6,14 +6,12 @@ imported where a file name matches; any other is asked when no format before it 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
-from pathlib import PurePath
 from typing import Final
 
 from actmat import plugins
-from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.formats.modules import SENTENCE_MODULES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
@@ -25,9 +23,6 @@ from actmat.errors import CheckpointError, first_of
 __all__ = ["all_formats", "find_format", "format_named"]
 
 GROUP: Final = "actmat.formats"
-
-STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
-"""Folders of the checkpoints of a training run."""
 
 CORE = {"modules": SENTENCE_MODULES, "safetensors": SAFETENSORS, "torch": TORCH_FILES}
 
@@ -65,7 +60,7 @@ def find_format(source: Source) -> Format:
         for candidate in _candidates(source):
             if candidate.claims(source):
                 return candidate
-    raise _unclaimed_file(source.named, source.location) if source.named else _unclaimed_folder(source)
+    raise _unclaimed(source)
 
 
 def format_named(name: str) -> Format:
@@ -92,49 +87,23 @@ def _absent(names: Sequence[str]) -> str:
     return f"no installed part of actmat reads '{lost[1]}'.{plugins.hint(GROUP, lost[0])}" if lost else ""
 
 
-def _unclaimed_file(name: str, location: str) -> CheckpointError:
-    if name in ADAPTER_WEIGHTS:
-        return CheckpointError(f"{location}: expected a full checkpoint, found the weights of a PEFT adapter")
-    if absent := _absent([name]):
-        return CheckpointError(f"{location}: {absent}")
-    if name.endswith(".distcp"):
-        return CheckpointError(
-            f"{location}: expected a checkpoint, found one file of a distributed checkpoint. Fix: give its "
-            "folder, which has a .metadata as well."
-        )
-    foreign = foreign_format(name)
-    named = f"{foreign}, which is not read" if foreign else f"'{name}'"
-    suffixes = ", ".join(PurePath(pattern).suffix for f in all_formats() for pattern in f.patterns if "*" in pattern)
-    return CheckpointError(
-        f"{location}: expected a file ending in {suffixes} or {INDEX_SUFFIX}, found {named}. "
-        "Fix: load it with its own library and save it as safetensors."
-    )
-
-
-def _unclaimed_folder(source: Source) -> CheckpointError:
-    location, names = source.location, source.names
+def _unclaimed(source: Source) -> CheckpointError:
+    location, names = source.location, [source.named] if source.named else source.names
     if ADAPTER_CONFIG in names or any(n in ADAPTER_WEIGHTS for n in names):
         return CheckpointError(
-            f"{location}: expected a full checkpoint, found a PEFT adapter ({ADAPTER_CONFIG}). Fix: give it where an "
-            "adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
+            f"{location}: expected a full checkpoint, found a PEFT adapter. Fix: give it where an adapter is accepted, "
+            "or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
         )
-    foreign = [f"{n} is {foreign_format(n)}" for n in names if foreign_format(n)]
-    if foreign:
+    if foreign := [f"{n} is {foreign_format(n)}" for n in names if foreign_format(n)]:
         return CheckpointError(
             f"{location}: no weights in a supported format: {'; '.join(foreign[:3])}. Fix: load it with its own "
             "library and save it as safetensors (save_pretrained)."
         )
     if absent := _absent(names):
         return CheckpointError(f"{location}: {absent}")
-    steps = [n for n in names if STEP.fullmatch(n)]
-    if steps:
-        return CheckpointError(
-            f"{location}: expected weights, found a training run with the folders {first_of(steps, 6)}. Fix: give one "
-            f"of them, or average them (actmat average uniform {location.rstrip('/')}/{steps[-1]} ...)."
-        )
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
-    files = first_of(names, 6) or "an empty folder"
     return CheckpointError(
-        f"{location}: expected weights ({patterns}), found {files}. Likely cause: the wrong folder, or a "
-        "download of the config alone. Fix: give the folder that holds the weights."
+        f"{location}: expected weights ({patterns}), found {first_of(names, 6) or 'an empty folder'}. Likely cause: "
+        "the wrong folder, one file of several, or a download of the config alone. Fix: give the folder that holds the "
+        "weights, or save them as safetensors with their own library."
     )

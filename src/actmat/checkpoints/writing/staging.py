@@ -28,7 +28,7 @@ from actmat.bounds import kind_of_file, list_folder, local_path
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
 from actmat.errors import OutputError, first_of, format_size
-from actmat.system import WINDOWS, is_file_name, rename_folder, replace_file, sync_directory
+from actmat.system import is_file_name, rename_folder, replace_file, sync_directory
 
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems that offer no locks."""
@@ -197,31 +197,17 @@ def sibling(out: Path, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, an exceeded quota or a read-only file system into an `OutputError` with the fix."""
+    """Turn an error of the disk into an `OutputError` with the fix."""
     try:
         yield
     except OSError as error:
-        causes = {
-            errno.ENOSPC: "the disk is full",
-            errno.EDQUOT: "the disk quota is used up",
-            errno.EROFS: "the file system is read-only",
-            errno.EACCES: "permission denied" + (", or another program has a file in it open" if WINDOWS else ""),
-            errno.EFBIG: "the file system does not accept a file of this size",
-            errno.EIO: "the disk reports an input/output error",
-            errno.ENOLCK: "the file system offers no locks",
-        }
-        cause = causes.get(error.errno or 0)
-        if cause is None:
-            raise OutputError(
-                f"Cannot write to {path}: {error.strerror or error}. Likely cause: another program changed the folder, "
-                "or its file system does not accept such files. Choose another place; the inputs are untouched."
-            ) from error
         free = ""
         with contextlib.suppress(OSError):
             free = f" ({format_size(shutil.disk_usage(path if path.exists() else path.parent).free)} free)"
         raise OutputError(
-            f"Cannot write to {path}: {cause}{free}. Free some space or choose another place with --out; the inputs "
-            "are untouched."
+            f"Cannot write to {path}{free}: {error.strerror or error}. Likely cause: the disk, its quota or its file "
+            "system, or another program that uses the folder. Fix: free some space, or choose another place with "
+            "--out; the inputs are untouched."
         ) from error
 
 

@@ -27,14 +27,6 @@ from actmat.linalg.scaling import FLOAT32_MAX
 MAX_RANK = 2**31 - 1
 """Far above the side of any matrix."""
 
-REFUSED_TYPES = {
-    **dict.fromkeys(("LOHA", "LOKR"), "a Hadamard or Kronecker product of factors (LoHa, LoKr) is not low rank"),
-    "VERA": "VeRA shares frozen random factors that only PEFT draws",
-    "IA3": "(IA)^3 multiplies the base weights",
-    **{kind: f"{kind} rotates the base weights" for kind in ("OFT", "BOFT")},
-}
-"""`peft_type` -> the reason why its file has no factors of the delta."""
-
 REFUSED_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of values of `init_lora_weights` that subtract the first `B A` from the base or replace it: the delta
 from the unchanged base is not in the file. PEFT can convert such adapters when it saves them."""
@@ -147,10 +139,9 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     removed = plugins.hint("actmat.experts", prefix="reader")
     kind = fields.get("peft_type")
     if kind != "LORA":
-        why = REFUSED_TYPES.get(str(kind), "only LoRA adapters have factors that are merged here")
         problems.append(
-            f"peft_type is {kind!r}: {why}.{removed} Fold it into its base (PeftModel.merge_and_unload, "
-            "save_pretrained) and merge the full models"
+            f"peft_type is {kind!r}: only LoRA adapters have factors that are merged here.{removed} Fold it "
+            "into its base (PeftModel.merge_and_unload, save_pretrained) and merge the full models"
         )
     problems += field_refusals(LORA, fields)
     start = fields.get("init_lora_weights")

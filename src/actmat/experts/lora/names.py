@@ -87,19 +87,6 @@ def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) 
     return listed[0] if sides and only_pairs and not config else None
 
 
-def foreign_writer(name: str) -> str:
-    """Clause on the program that names a factor so, with the fix; empty if it is not known.
-
-    >>> foreign_writer("model.layers.0.self_attn.q_proj.lora_a")[:15]
-    'as MLX names it'
-    """
-    if name.endswith((".lora_a", ".lora_b")):
-        return "as MLX names it, whose factors are transposed. Fix: fold it into its base (mlx_lm.fuse)"
-    if name.endswith((".lora_a.weight", ".lora_b.weight")):
-        return "as torchtune names it. Fix: give the folder with the adapter that torchtune writes for PEFT beside it"
-    return ""
-
-
 def unwrapped(name: str) -> str:
     """A name without what wraps the model, and without PEFT's prefix.
 

@@ -27,7 +27,7 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.deltas import fit_factors
 from actmat.experts.lora.fields import StackWord, unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
-from actmat.experts.lora.names import first_factor, foreign_writer
+from actmat.experts.lora.names import first_factor
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.extras.diffusion.recognized import models_of
@@ -103,8 +103,6 @@ def _other_tensors(family: str, names: list[str]) -> str:
             f"{which} {verb} of {family}, but a file without a config must be plain LoRA. Fix: fold it into its base "
             "with the program that trained it, and merge full models"
         )
-    if writer := foreign_writer(names[0]):
-        return f"{which} {verb} of an adapter, {writer}"
     if first_factor(names) is not None:
         return (
             f"{which} {verb} of an adapter whose names are not read, such as XLabs', MLX's, torchtune's or GLoRA's: "

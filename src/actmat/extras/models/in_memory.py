@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
 from actmat.engine.record import Record
-from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.errors import Note, OutputError, RecipeError, first_of, format_size, memory_errors
 from actmat.extras.models.layered import ON_CPU, Placement
 from actmat.extras.models.loading import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
@@ -71,6 +71,7 @@ class MemoryMerge:
         seconds: wall time.
         records: of every item, by name.
         module: the base as it was given; may be a module.
+        generation: the settings of generation that the experts have in common, where the base has others.
     """
 
     plan: MergePlan
@@ -79,6 +80,7 @@ class MemoryMerge:
     seconds: float
     records: Mapping[str, Record] = field(default_factory=dict)
     module: object = None
+    generation: object = None
 
     def __repr__(self) -> str:
         size = format_size(sum(t.nbytes for t in {id(t): t for t in self.tensors.values()}.values()))
@@ -106,7 +108,10 @@ class MemoryMerge:
             if name in self.tensors:
                 new = self.tensors[name].to(old.device)
                 merged[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        return copy.deepcopy(base, merged)
+        model = copy.deepcopy(base, merged)
+        if self.generation is not None:
+            model.generation_config = copy.deepcopy(self.generation)  # type: ignore[assignment]
+        return model
 
     def load(self, *, model_class: str | None = None, place: Placement = ON_CPU) -> Loaded:
         """Load the model, ready to run; a merged adapter is applied to its base.
@@ -133,11 +138,21 @@ class MemoryMerge:
 
 @memory_errors()
 def run_in_memory(
-    recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None, *, module: object = None
+    recipe: Recipe,
+    settings: RunSettings | None = None,
+    progress: Progress | None = None,
+    *,
+    module: object = None,
+    modules: Sequence[nn.Module] = (),
 ) -> MemoryMerge:
     """Run a recipe in memory; its `out` is ignored.
 
     Needs the memory of the merge plus the whole output in its dtypes.
+
+    Args:
+        recipe, settings, progress: as for `run_recipes`.
+        module: the base as it was given; may be a module.
+        modules: experts that were given as modules.
 
     Raises:
         MergeError: the errors of `run_recipes`.
@@ -168,4 +183,24 @@ def run_in_memory(
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
-    return MemoryMerge(plan, tensors, config, time.perf_counter() - inputs.began, output.records, module)
+    generation, notes = _generation(module, modules)
+    plan = replace(plan, notes=(*plan.notes, *notes))
+    return MemoryMerge(plan, tensors, config, time.perf_counter() - inputs.began, output.records, module, generation)
+
+
+def _generation(base: object, experts: Sequence[nn.Module]) -> tuple[object, Sequence[Note]]:
+    """Settings of generation by the rule of files: the experts' where they agree and the base's differ; and a note."""
+    configs: list[Any] = [getattr(m, "generation_config", None) for m in (base, *experts)]
+    if len(configs) < 2 or any(config is None for config in configs):
+        return None, ()
+    ours, first, *others = [
+        {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version"} for config in configs
+    ]
+    keys = {k for theirs in (first, *others) for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)}
+    if not keys:
+        return None, ()
+    agree = all(theirs == first for theirs in others)
+    whose = "the experts agree, and the model has theirs" if agree else "the model has the base's"
+    return configs[1] if agree else None, [
+        Note("note", "", f"generation_config differs in {first_of(sorted(keys))}: {whose}")
+    ]

@@ -74,12 +74,14 @@ _FORMATS = ("dense", "fakequant", "int-quantized", "float-quantized", "naive-qua
             "mixed-precision", "nvfp4-pack-quantized", "mxfp4-pack-quantized")  # fmt: skip
 _WEIGHTS = _keys("num_bits", "type", "block_structure")
 _SCHEME = _keys(inside={"weights": _WEIGHTS}, values={"format": _FORMATS})
+_SPARSITY = ("targets", "ignore", "global_sparsity", "registry_requires_subclass", "sparsity_structure")
 COMPRESSED_KEYS = _keys(
     *_METHOD,
-    *("transform_config", "sparsity_config"),
-    refused={
-        "moe_sparsity_config": "experts were removed, so the remaining ones are renumbered",
+    refused={"moe_sparsity_config": "experts were removed, so the remaining ones are renumbered"},
+    inside={
+        "config_groups": Keys(inside={"*": _SCHEME}),
+        "transform_config": Keys(refused={"config_groups": ROTATED}),
+        "sparsity_config": Keys(_SPARSITY, values={"format": ("dense",)}),
     },
-    inside={"config_groups": Keys(inside={"*": _SCHEME})},
     values={"format": _FORMATS},
 )

@@ -61,9 +61,8 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
     for delta, share, squared_norms in check_deltas(deltas, weights):
         items = batch_items(delta)
         if out is None:
-            width = delta.shape[-1]
             zeros = torch.zeros_like(items, memory_format=torch.contiguous_format)
-            out = Descent(zeros, items.new_zeros(len(items), width, width), zeros.clone(), delta.shape, [])
+            out = Descent(zeros, items.new_zeros(len(items), *2 * delta.shape[-1:]), zeros.clone(), delta.shape, [])
         for item, delta_OI in enumerate(items):
             if squared_norms[item] == 0:
                 continue
@@ -76,6 +75,7 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
                 residual_OI.addmm_(delta_OI, term_II, alpha=share - 1.0)
             sum_OI.add_(delta_OI, alpha=share)
             gram_II.add_(term_II)
+            del unit_OI, term_II  # the next ones do not stand beside them
         out.norms.append(math.sqrt(sum(squared_norms)))
     assert out is not None
     return out
@@ -89,14 +89,14 @@ def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:
     (beta1, beta2), eps = ADAM_BETAS, ADAM_EPS
     out_BOI = torch.empty_like(start.sum_BOI)
     for item, residual_OI in enumerate(start.residual_BOI):
-        step_OI = torch.zeros_like(residual_OI)
-        mean_OI, square_OI = torch.zeros_like(residual_OI), torch.zeros_like(residual_OI)
+        step_OI, mean_OI, square_OI = (torch.zeros_like(residual_OI) for _ in range(3))
         for count in range(1, adam.steps + 1):
             gradient_OI = torch.addmm(residual_OI, step_OI, start.gram_BII[item], beta=2, alpha=2)
             mean_OI.lerp_(gradient_OI, 1 - beta1)
             square_OI.mul_(beta2).addcmul_(gradient_OI, gradient_OI, value=1 - beta2)
             root_OI = square_OI.sqrt().div_(math.sqrt(1 - beta2**count)).add_(eps)
             step_OI.addcdiv_(mean_OI, root_OI, value=-adam.lr / (1 - beta1**count))
+            del gradient_OI, root_OI
         torch.add(start.sum_BOI[item], step_OI, out=out_BOI[item])
     value = out_BOI.view(start.shape)
     norms = {"norm": frobenius_norm64(value), "mean_expert_norm": sum(start.norms) / len(start.norms)}
