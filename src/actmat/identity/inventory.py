@@ -42,6 +42,7 @@ _WHOLE = re.compile(
 """Beginnings of files and folders that hold the whole model again."""
 _EARLIER = re.compile("checkpoint|global_step")
 """Beginnings of folders that hold an earlier state of it."""
+_NUMBER = re.compile(r"\d+")
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -195,7 +196,8 @@ class Inventory:
         left_out = {} if self.source is None else self.source.side_files(self.folder.merged).left_out
         left = [p for p, why in left_out.items() if why.code == "weights" and p not in known and not _EARLIER.match(p)]
         if stored is None:
-            left = [p for p in left if p in ADAPTER_WEIGHTS or not _WHOLE.match(p)]
+            shards = {_NUMBER.sub("", p) for p in self.folder.merged}  # another one belongs to no other form of them
+            left = [p for p in left if p in ADAPTER_WEIGHTS or not _WHOLE.match(p) or _NUMBER.sub("", p) in shards]
         warnings = []
         if others := [p for p in left if may_be_weights(p) or (stored is None and p in ADAPTER_WEIGHTS)]:
             warnings = [
