@@ -90,8 +90,7 @@ def merge(
         return merge_recipes([recipe], settings, progress)[0]
     from actmat.extras.models.in_memory import run_in_memory
 
-    modules = [m for place, m in inputs.modules.items() if place != inputs.base]
-    return run_in_memory(recipe, settings, progress, module=base, modules=modules)
+    return run_in_memory(recipe, settings, progress, module=base)
 
 
 INPUT_FIELDS = frozenset({"check", "template", "new_tokens", "model_class", "model_dtype", "keep_statistics"})

@@ -61,9 +61,9 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) ->
     if base is not None and output.kind != "stack":
         agreed = _agree_models(base, experts, output)
     of_files = InputAgreement()
-    if output.kind != "file" and (base is None or base.folder.files):
+    if output.kind != "file" and (base is None or base.folder.files or base.folder.texts):
         owner, coded = output.files_from, output.config_from or "base"
-        by_label = {i.label: i for i in every if i.source is not None}
+        by_label = {i.label: i for i in every if i.source is not None or i.folder.texts}
         is_model = output.kind == "model"
         of_files = agree_files(by_label, owner, coded, is_new=output.has_vocabulary, is_model=is_model)
     problems, notes = ([], []) if output.has_vocabulary else _tokens(every, output)

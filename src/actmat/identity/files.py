@@ -51,7 +51,10 @@ def agree_files(
         source = None if fixed or all(key == "not" for _, key, _ in rows) else _agreed(files, group)
         if source is not None:
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=is_whole), source)
-            shown = first_of(list(dict.fromkeys(f"{p}: {key}" if key else p for p, key, _ in rows)), SHOWN)
+            by_path: dict[str, dict[str, None]] = {}
+            for path, key, _ in rows:
+                by_path.setdefault(path, {})[key] = None
+            shown = "; ".join(f"{p}: {first_of(list(keys), SHOWN)}".removesuffix(": ") for p, keys in by_path.items())
             fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
             continue

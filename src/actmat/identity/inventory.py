@@ -13,7 +13,7 @@ from typing import Any
 from actmat.bounds import parse_json, read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, may_be_weights
 from actmat.checkpoints.hashing import hash_file
-from actmat.checkpoints.model import CONFIG, Model, ModelFolder
+from actmat.checkpoints.model import CONFIG, GENERATION, Model, ModelFolder
 from actmat.checkpoints.side_files import MODULES, PIPELINE, SCHEDULER_CONFIG, SideFiles, is_weights
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_names
@@ -114,12 +114,13 @@ class Inventory:
     def contents(self) -> dict[str, dict[str, Any]]:
         """Path -> its entries that count, or a hash of what is no JSON object; templates of all files together."""
         out: dict[str, dict[str, Any]] = {}
-        if self.source is None:
-            return out
-        for path in filter(self._counts, self.side.kept):
-            out[path] = {DAMAGED: True}
-            with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
-                out[path] = self._read(self.source, path)
+        if (source := self.source) is not None:
+            for path in filter(self._counts, self.side.kept):
+                out[path] = {DAMAGED: True}
+                with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
+                    out[path] = self._read(source, path)
+        if GENERATION in self.folder.texts:  # of a model in memory, whatever the file says that it was loaded from
+            out[GENERATION] = _counted(self.folder.object(GENERATION))
         templates = {p: out.pop(p) for p in [*out] if "chat_template" in p}
         templates = {p: c for p, c in templates.items() if "/" in p}
         if self.template is not None:
@@ -157,9 +158,7 @@ class Inventory:
             return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in value]}
         if not isinstance(value, Mapping):
             return {"its code" if path.endswith(".py") else "its content": value or hash_file(file)}
-        plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in value.items()}
-        kinds = {k: v.removesuffix("Fast") for k, v in plain.items() if k.endswith(_KINDS) and isinstance(v, str)}
-        return {k: v for k, v in {**plain, **kinds}.items() if not HARMLESS.search(k)}
+        return _counted(value)
 
     def tables(self) -> list[str]:
         """Token embeddings by name; else output heads, as of speech recognition; else matrices with a row per token."""
@@ -223,6 +222,13 @@ class Inventory:
                 f"expert '{self.label}': modules_to_save lists {first_names(lost)}, and its file has no tensor of "
                 "them: their training is lost, the base's stay. Likely cause: a trainer that saved the factors only"
             )
+
+
+def _counted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries by which something is computed."""
+    plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in settings.items()}
+    kinds = {k: v.removesuffix("Fast") for k, v in plain.items() if k.endswith(_KINDS) and isinstance(v, str)}
+    return {k: v for k, v in {**plain, **kinds}.items() if not HARMLESS.search(k)}
 
 
 def _parts(names: Iterable[str]) -> set[str]:

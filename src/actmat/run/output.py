@@ -174,7 +174,9 @@ class Output:
             return copy_sidecars(*[ModelFolder()] * 3, out=folder, dtype=None, taken=taken)
         assert inputs.base is not None, "a model is merged into a base"
         base, output, dtype = inputs.base.folder, self.plan.recipe.model, self.plan.recipe.dtype
-        template, texts = output.chat_template, base.texts
+        texts = {path: text for path, text in base.texts.items() if path not in taken}
+        texts |= {path: folder.texts[path] for path, folder in taken.items() if path in folder.texts}
+        template = output.chat_template
         if template == "auto":
             template = most_frequent_template((inputs.base, *inputs.experts))
         if template is not None:
