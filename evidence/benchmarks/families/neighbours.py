@@ -253,7 +253,10 @@ class Family:
         if neighbour.kind == "names" and doing == done:
             return "harmless"
         if command == "stack":  # the output may have the change, or have what the change removes
-            return self._verdict_of_stacks(side, self.stack(base, expert))
+            try:
+                return self._verdict_of_stacks(side, self.stack(base, expert))
+            except actmat.MergeError:  # values are judged where they are read
+                return "refused"
         try:
             return "harmless" if self.answers(changed) == self.answers(self.folder / ORIGINAL[side]) else "silent"
         except Exception:  # noqa: BLE001 - whatever the class says of the change

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.checkpoints.model import CONFIG, Model
+from actmat.checkpoints.untied import TIE
 from actmat.errors import AlignmentError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.configs import InputAgreement, agree_configs, words_of
@@ -105,15 +106,23 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     head = _label_head(base, (base.config, *dict(configs).values()), output)
     agreed = agree_configs(written, configs, output.config_from, output.fix, head)
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
-    untied = [e for e in full if e.config and may_have_head(e.config) and not ties_embeddings(e.config)]
-    headless = [f"'{e.label}'" for e in untied if not any(map(is_output_head, e.model.specs))]
-    notes = [*agreed.notes]
-    if headless and ties_embeddings(base.config):
+    headless = [words_of(i.label) for i in (base, *full) if _lacks_head(i)]
+    notes, to_write = [*agreed.notes], {**agreed.configs}
+    if headless and any(ties_embeddings(i.config) for i in (base, *full)):
+        if _lacks_head(base):
+            to_write[CONFIG] = {**to_write.get(CONFIG, written or {}), TIE: True}
         notes.append(f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied")
     if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
         whose = "the base" if base.config is None else first_of(bare)
         notes.append(f"no config.json of {whose} is there to be compared. Fix: give the folder of the model")
-    return replace(agreed, notes=tuple(notes))
+    return replace(agreed, notes=tuple(notes), configs=to_write)
+
+
+def _lacks_head(of_input: Inventory) -> bool:
+    """True if a config unties an output head that is not stored, which a loader would draw at random."""
+    config = of_input.config
+    is_untied = bool(config) and may_have_head(config) and not ties_embeddings(config)
+    return is_untied and not any(map(is_output_head, of_input.model.specs))
 
 
 def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:
