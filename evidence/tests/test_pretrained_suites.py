@@ -11,7 +11,6 @@ import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
-from benchmarks.evidence.more import MODULES, append_new, subsets
 from evidence.tests.helpers.pretrained import write_bert, write_graph, write_texts, write_vit, write_wheel
 from evidence.tests.helpers.vision import write_tasks
 from safetensors.torch import load_file, save_file
@@ -53,6 +52,7 @@ TINY = {
     "scales": "0.5,1",
 }
 CHOSEN = {"text-minilm": ("mr", "order"), "vision-vits14": ("one", "two")}
+MODULES = {"text-minilm": text, "vision-vits14": vision}
 REGIMES = {"text-minilm": ("full", "lora"), "vision-vits14": ("full",)}
 """Merges of LoRA of images are rehearsed with `vision-small`."""
 
@@ -215,19 +215,6 @@ def test_mpnet_is_a_base_as_well(requests, tmp_path):
     scores = read_scores(score_file(asked.cache, asked.suite))
     assert {s.model for s in scores} == {"mpnet", "mpnet, r = 2"}
     assert {s.method for s in scores if "rule" in s.detail} == set(METHODS)
-
-
-def test_subsets_are_merges_of_the_first_experts(finished, tmp_path):
-    rows = list(subsets(finished, ("average",)))
-    assert [(r["experts"], r["task"]) for r in rows] == [(2, t) for t in finished.tasks]
-    scores = read_scores(score_file(finished.cache, finished.suite))
-    score = next(s for s in scores if (s.regime, s.method, s.scale) == ("full", "average", "default"))
-    assert rows[0]["merge"] == score.detail["merge"]
-    assert rows[0]["correct"] == score.correct
-    file = tmp_path / "new" / "rows.jsonl"
-    append_new(file, iter(rows))
-    append_new(file, iter(rows[:1]))
-    assert len(file.read_text().splitlines()) == len(rows)
 
 
 def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
