@@ -20,7 +20,7 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorsHandle, torch_dtype
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import open_handle as open_tensors_handle
-from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import RegionDeltas
 from actmat.engine.devices import Device, device_memory_errors, open_devices
@@ -136,9 +136,6 @@ class Session:
             for plan, folder in zip(spec.plans, spec.outputs, strict=True):
                 if folder is None:
                     writers.append(None)
-                    continue
-                if plan.is_extracted:
-                    writers.append(SpoolWriter(folder, plan.shards[0].file, durable=synchronous, attached=True))
                     continue
                 attach: Literal["cached", "synchronous"] = "synchronous" if synchronous else "cached"
                 writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end
