@@ -110,7 +110,7 @@ def test_every_logical_matrix_is_measured(
             own = [d[k] for d in deltas]
             numbers = measure_dense(own, results[k])
             assert m.norms == pytest.approx(numbers["norms"], rel=PRINTED)
-            assert flat(m.subspace_overlap) == pytest.approx(flat(numbers["subspace_overlap"]), abs=PRINTED)
+            assert flat(m.cosine) == pytest.approx(flat(numbers["cosine"]), abs=PRINTED)
             # the output is rounded to float32
             assert m.residual == pytest.approx(numbers["residual"], rel=1e-4, abs=1e-4)
             assert m.merged_norm == pytest.approx(numbers["merged_norm"], rel=1e-4)
@@ -178,12 +178,12 @@ def test_adapters_into_an_adapter_and_into_a_model_agree(adapters: tuple[Path, l
     factored = actmat.diagnose(None, experts, method="actmat", **FAST)
     model = actmat.diagnose(base, experts, method="actmat", **FAST)
     assert {m.name + ".weight" for m in factored.measures} == {m.name for m in model.measures}
-    assert all(m.factored and m.snr is None for m in factored.measures + model.measures)
+    assert all(m.snr is None for m in factored.measures + model.measures)
     dense = {m.name: m for m in model.measures}
     for m in factored.measures:
         other = dense[m.name + ".weight"]
         assert m.norms == pytest.approx(other.norms, rel=PRINTED)
-        assert flat(m.subspace_overlap) == pytest.approx(flat(other.subspace_overlap), abs=PRINTED)
+        assert flat(m.cosine) == pytest.approx(flat(other.cosine), abs=PRINTED)
         assert m.merged_norm == pytest.approx(other.merged_norm, rel=1e-4)  # float32 there
         assert m.relative_norms is None
         assert other.relative_norms is not None

@@ -100,16 +100,11 @@ class MatrixRow(_Strict):
     name: str
     part: str
     layer: WholeNumber | None
-    role: str
     shape: tuple[WholeNumber, WholeNumber]
-    factored: bool
     norms: Vector
     snr: Vector | None
     relative_norms: Vector | None
-    effective_rank: Vector
     cosine: Matrix
-    subspace_overlap: Matrix
-    chance_overlap: Number
     residual: Vector
     merged_norm: Number
     sum_norm: Number
@@ -274,15 +269,14 @@ class Diagnosis(_Strict):
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
     """Problems: vectors and matrices without one entry per expert."""
     n = len(diagnosis.experts)
-    vectors = ("norms", "snr", "relative_norms", "effective_rank", "residual")
+    vectors = ("norms", "snr", "relative_norms", "residual")
     for m in diagnosis.measures:
         for field in vectors:
             value = getattr(m, field)
             if value is not None and len(value) != n:
                 yield f"{field} of '{m.label}' has {len(value)} entries for {n} experts"
-        for field in ("cosine", "subspace_overlap"):
-            if [len(row) for row in getattr(m, field)] != [n] * n:
-                yield f"{field} of '{m.label}' is not {n} x {n}"
+        if [len(row) for row in m.cosine] != [n] * n:
+            yield f"cosine of '{m.label}' is not {n} x {n}"
     for row in diagnosis.norms:
         if len(row.norms) != n:
             yield f"norms of '{row.name}' has {len(row.norms)} entries for {n} experts"

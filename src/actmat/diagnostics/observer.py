@@ -100,12 +100,12 @@ class ItemObserver:
             out["norms"] = [dataclasses.asdict(NormRow(self.name, self.role, tuple(each), *base, *merged))]
         return out
 
-    def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
+    def _add(self, label: str, shape: Sequence[int], numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
             return
         layer = split_layer(self.name)
         fields = {"snr": None, "relative_norms": None, **numbers}
-        measure = MatrixRow(self.name, label, layer and layer[1], self.role, (shape[0], shape[1]), factored, **fields)
+        measure = MatrixRow(self.name, label, layer and layer[1], (shape[0], shape[1]), **fields)
         self._measures.append(dataclasses.asdict(measure))
 
     def _measure_module(self, merged: ObservedMerge, value: LowRank) -> None:
@@ -116,7 +116,7 @@ class ItemObserver:
             mine = f"{index}/{label}" if label else str(index)
             deltas = [_member(d, index) for d in merged.factors[0]]
             numbers = measure_lowrank(deltas, _member(value, index), scale=self.call.scale)
-            self._add(mine if stacked else label, value.shape[-2:], True, numbers)
+            self._add(mine if stacked else label, value.shape[-2:], numbers)
 
     def _add_norms(self, seen: ObservedMerge, value: Tensor) -> None:
         for t, delta in enumerate(seen.deltas):
@@ -157,7 +157,7 @@ class ItemObserver:
                 generator=generator_for(self._seed, self.name, f"probes {label}"),
             )
             beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
-            self._add(label, merged_OI.shape, False, numbers | beside)
+            self._add(label, merged_OI.shape, numbers | beside)
 
     def _measure_factors(self, seen: ObservedMerge, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
         region = seen.region
@@ -167,7 +167,7 @@ class ItemObserver:
             label = matrix_label(region, k)
             numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale)
             beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
-            self._add(label, merged[k].shape, True, numbers | beside)
+            self._add(label, merged[k].shape, numbers | beside)
 
     def _eps(self) -> list[float]:
         """eps of the coarser of the base's and the expert's dtype, per expert."""
