@@ -7,7 +7,6 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
-    NormRow,
     RunTotals,
 )
 
@@ -48,11 +47,10 @@ def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
 
 
 def some_facts(n: int = 2, **fields: Any) -> Facts:
-    """Two matrices of unremarkable experts, a table, nothing wrong."""
+    """Two matrices of unremarkable experts, nothing wrong."""
     names = ["model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"]
     settings: dict[str, Any] = {
         "labels": ["math", "code", "law"][:n],
-        "norms": [NormRow("embed", "embedding", (0.1,) * n, 10.0, 0.05)],
         "measures": [a_measure(name, n) for name in names],
         "samples": {name: a_sample(n) for name in names},
     }
@@ -72,7 +70,6 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "experts": tuple(ExpertRow(n, f"experts/{n}", "model", 1.0, 0.6, 0.5) for n in ("math", "code")),
         "totals": RunTotals(tensors=1, parameters=4096, measured=1),
         "actions": {"merge": 1},
-        "norms": (),
         "measures": (a_measure(),),
         "findings": (),
     }

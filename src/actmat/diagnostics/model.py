@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -80,17 +80,6 @@ class RunTotals(_Strict):
     peak_bytes: WholeNumber | None = None
     bytes_read: WholeNumber | None = None
     bytes_written: WholeNumber | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NormRow(_Strict):
-    """Norms of a merged tensor that is not a matrix: of each delta, of the base, of the merged delta."""
-
-    name: str
-    role: str
-    norms: Vector
-    base_norm: Number
-    merged_norm: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +187,13 @@ class Finding(_Strict):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(_Strict):
-    """Diagnosis of a merge: measures per matrix, norms of other tensors, findings of checks.
+    """Diagnosis of a merge: measures per matrix, findings of checks.
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
         base, out: locations, or None.
         actions: number of output tensors, or modules, by what was done with them.
-        measures, norms: in the order of the output.
+        measures: in the order of the output.
         agreement: of the merged model with those experts whose inputs were given, in their order; None without inputs.
         residual_on_data: of the merged model, for those experts whose statistics were given; None without statistics.
     """
@@ -220,7 +209,6 @@ class Diagnosis(_Strict):
     totals: RunTotals
     actions: Mapping[str, WholeNumber]
     measures: tuple[MatrixRow, ...]
-    norms: tuple[NormRow, ...]
     findings: tuple[Finding, ...]
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
@@ -277,21 +265,15 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
                 yield f"{field} of '{m.label}' has {len(value)} entries for {n} experts"
         if [len(row) for row in m.cosine] != [n] * n:
             yield f"cosine of '{m.label}' is not {n} x {n}"
-    for row in diagnosis.norms:
-        if len(row.norms) != n:
-            yield f"norms of '{row.name}' has {len(row.norms)} entries for {n} experts"
     for field in ("agreement", "residual_on_data"):
         named = [row.expert for row in getattr(diagnosis, field) or ()]
         if named != [e.name for e in diagnosis.experts if e.name in named]:
             yield f"{field} does not name experts, each once, in their order"
 
 
-MeasuredRow = TypeVar("MeasuredRow", MatrixRow, NormRow)
-
-
-def rows_from_json(kind: type[MeasuredRow], rows: Sequence[Mapping[str, Any]]) -> tuple[MeasuredRow, ...]:
+def rows_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ...]:
     """Rows from the records of a run, which may come from a journal."""
-    return tuple(_reader(tuple[kind, ...]).validate_json(json.dumps(rows)))  # type: ignore[valid-type]
+    return tuple(_reader(tuple[MatrixRow, ...]).validate_json(json.dumps(rows)))
 
 
 @functools.cache
