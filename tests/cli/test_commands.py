@@ -13,7 +13,7 @@ import actmat as actmat_package
 from actmat.methods import all_methods
 from actmat.planning import MergePlan
 
-COMMANDS = ("merge", "plan", "diagnose", "compare", "methods", "inspect", "verify", "demo")
+COMMANDS = ("merge", "plan", "diagnose", "methods", "inspect", "verify", "demo")
 
 
 def test_the_help_lists_every_command_and_the_exit_codes() -> None:

@@ -13,7 +13,6 @@ from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
 
 import actmat
-from actmat.extras.pages.comparison import compare
 from actmat.extras.tune.progress import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.methods import all_methods
 from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
@@ -63,14 +62,12 @@ def test_a_plan_and_a_report_are_short(family: Family) -> None:
 
 
 def test_reports_of_other_kinds_are_short(family: Family) -> None:
-    """However many layers: an extraction has a row for each, a comparison one for each tensor."""
+    """However many layers: an extraction has a row for each."""
     inputs = {"base": family.base, "experts": family.experts}
     one = actmat.merge(**inputs, method="actmat", scale=20, out=family.root / "actmat")
     two = actmat.merge(**inputs, method="average", out=family.root / "average")
     check(one, "x the norm of their sum", "warning AM40")
     assert "warning" not in repr(two)
-    compared = compare(one.out, two.out)
-    check(compared, "<MergeComparison: actmat and average", "tensors differ")
     check(actmat.verify(two.out), "<Verification: intact; 51 tensors")
     check(Verification(300, ("base",), tuple(f"tensor {n}" for n in range(300))), "300 differences")
     check(actmat.merge(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")

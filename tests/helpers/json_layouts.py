@@ -40,9 +40,6 @@ PINNED: dict[str, set[str]] = {
         "format", "kind", "actmat", "created", "recipe", "method", "source", "base", "out", "experts",
         "totals", "actions", "findings", "agreement", "residual_on_data", "left_out",
     },
-    "compare": {
-        "outs", "methods", "base", "experts", "settings", "relative", "compared", "names", "left_out",
-    },
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {
         "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",

@@ -28,7 +28,7 @@ ENTRY_POINTS = "actmat.commands"
 
 COMMANDS = (
     *("merge", "average", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
-    *("compare", "demo", "export", "statistics", "try", "tune"),
+    *("demo", "export", "statistics", "try", "tune"),
 )
 """Commands of this distribution. Each is the function of its name in the module of its name in `actmat.cli`; Python
 keywords get a trailing underscore."""

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 
-_COMMANDS = (
-    "average extract demo inspect verify diagnose compare methods tune try push export statistics analyze experiment ui"
-)
+_COMMANDS = "average extract demo inspect verify diagnose methods tune try push export statistics analyze experiment ui"
 LAYOUTS: Mapping[str, int] = dict.fromkeys(("merge", "plan", "recipe", "serve", *_COMMANDS.split()), 1)
 """JSON layout -> version."""
 

@@ -14,7 +14,6 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
-    NormRow,
     RunTotals,
     rows_from_json,
 )
@@ -30,8 +29,7 @@ Records = Mapping[str, Record]
 def is_observation(observed: Mapping[str, Any]) -> bool:
     """True if a diagnosis can be built from the measurements of one item, which come from a journal."""
     try:
-        rows_from_json(MatrixRow, observed["measures"])
-        rows_from_json(NormRow, observed["norms"])
+        rows_from_json(observed["measures"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return False
     return True
@@ -41,11 +39,9 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
     """Measures, summaries and checks, from the records of all items; `out`: the output's folder, if any."""
     names = [of.name for of in (plan.items if plan.output == "adapter" else plan.specs)]
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
-    measures = rows_from_json(MatrixRow, [m for o in observed.values() for m in o["measures"]])
-    norms = rows_from_json(NormRow, [row for o in observed.values() for row in o["norms"]])
+    measures = rows_from_json([m for o in observed.values() for m in o["measures"]])
     facts = Facts(
         labels=plan.recipe.labels,
-        norms=norms,
         measures=measures,
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         of_records=merge_findings(plan, records, totals_of(plan, records)),
@@ -71,7 +67,6 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         ),
         actions=dict(Counter(plan.by_name[name].action for name in names)),
         measures=measures,
-        norms=norms,
         findings=run_checks(facts, recipe.mute),
     )
 

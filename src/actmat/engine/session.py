@@ -205,7 +205,7 @@ class Session:
             item=item,
             writer=self._writers[member[0]],
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
-            observer=observers.observer(item) if observers is not None else None,
+            observer=observers(item) if observers is not None else None,
         )
 
     def _item(self, member: Member) -> Item:

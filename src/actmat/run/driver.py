@@ -27,11 +27,11 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
         CheckpointError: NaN or Inf in the inputs (all of them listed), or a file that changed or ended early.
         StatisticsError: statistics of another model than the one that was read.
     """
-    inputs, observers, resources = run.inputs, run.observers, run.resources
+    inputs, resources = run.inputs, run.resources
     progress.started([o.plan for o in outputs], sum(o.resumed for o in outputs), resources.workers)
     check_values(inputs)
     plans = tuple(o.plan for o in outputs)
-    units = plan_units(plans, [o.done for o in outputs], observers)
+    units = plan_units(plans, [o.done for o in outputs], observed=run.observers is not None)
     if not units:
         return
     shared = run.places.executor == THREADS  # they use the open inputs; tensors in memory have no address
@@ -40,7 +40,7 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
         base=None if inputs.base is None or shared else inputs.base.tensors.handle(),
         experts=() if shared else tuple(e.handle() for e in inputs.experts),
         outputs=tuple(o.folder for o in outputs),
-        observers=observers,
+        observers=run.observers,
         device=resources.device,
     )
     make = find_executor(run.places.executor, resources.device)

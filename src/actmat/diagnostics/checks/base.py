@@ -7,12 +7,11 @@ code.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.diagnostics.model import Finding, MatrixRow, NormRow, Severity
+from actmat.diagnostics.model import Finding, MatrixRow, Severity
 
 SHOWN_TENSORS = 20
 
@@ -24,21 +23,14 @@ class Facts:
     Args:
         labels: names of the experts.
         measures: of matrices.
-        norms: of merged tensors that are not matrices.
         samples: tensor -> counts of `diagnostics.sample`.
         of_records: code -> words, of `diagnostics.warnings.merge_findings`.
     """
 
     labels: Sequence[str]
     measures: Sequence[MatrixRow]
-    norms: Sequence[NormRow] = ()
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     of_records: Mapping[str, str] = field(default_factory=dict)
-
-    def median_relative_norm(self, t: int) -> float | None:
-        """Median of `||D_t|| / ||W_0||` over the matrices that the expert changed; None without a base."""
-        sizes = [m.relative_norms[t] for m in self.measures if m.relative_norms is not None and m.norms[t] > 0]
-        return statistics.median(sizes) if sizes else None
 
 
 Outcome = tuple[str, Sequence[str]] | None

@@ -64,8 +64,11 @@ FOREIGN = 0.5
 
 
 def _foreign(facts: Facts) -> Outcome:
-    sizes = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
-    far = [(label, s) for label, s in zip(facts.labels, sizes, strict=True) if s is not None and s > FOREIGN]
+    far = []
+    for t, label in enumerate(facts.labels):
+        sizes = [m.relative_norms[t] for m in facts.measures if m.relative_norms is not None and m.norms[t] > 0]
+        if sizes and (size := statistics.median(sizes)) > FOREIGN:
+            far.append((label, size))
     if not far:
         return None
     names = "; ".join(f"'{label}' by {size:.2g} of its norm (median)" for label, size in far)
