@@ -57,7 +57,7 @@ SIDE, EXPERTS = 4096, 4
 def _gflop(m: MergeMethod) -> str:
     """Rough cost of a method on this layer, with fewer experts for methods that take fewer."""
     experts = min(EXPERTS, m.max_experts or EXPERTS)
-    gflop = round(m.cost.flops((SIDE, SIDE), experts, m.resolve_options({})) / 1e9, 3)
+    gflop = round(m.cost.operations((SIDE, SIDE), experts, m.resolve_options({})) / 1e9, 3)
     return f"{float(f'{gflop:.3g}'):,.0f}" if gflop >= 100 else f"{gflop:.3g}"
 
 

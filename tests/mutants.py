@@ -57,7 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ("ridge: filter", RULE, "ridge = spectral.ridge * mean", "ridge = spectral.ridge", FILTERS),
     ("prior: inputs", SPACE, "PRIOR / max(1, measured)", "PRIOR * measured", SPACE),
     ("prior: trace", MOMENTS, "alpha=prior * float(", "alpha=prior or float(", REGMEAN),
-    ("cost: rate", COST, "NOMINAL_BYTES = 5e10, 5e8", "NOMINAL_BYTES = 5e10, 5e9", COST),
+    ("cost: rate", COST, "NOMINAL_BYTES = 5e10, 5e8", "NOMINAL_BYTES = 5e10, 5e9", "tests/plan/test_plan_json.py"),
     ("cost: items", COST, "SOURCE_BYTES = 6_000, 1_000", "SOURCE_BYTES = 60, 10", "tests/plan/test_memory_numbers.py"),
     ("size: mean", LOOK, "(mean(sizes) if", "(median(sizes) if", AUTOMATIC),
     ("overlap: pairs", LOOK, "in pairwise(cores) for", "in list(pairwise(cores))[:1] for", AUTOMATIC),

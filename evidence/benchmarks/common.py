@@ -24,12 +24,15 @@ import venv
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.provenance import EVIDENCE, REPOSITORY, processor, record
+
+if TYPE_CHECKING:
+    from actmat.planning.model import MergePlan
 
 WORK = EVIDENCE / "work"
 RESULTS = EVIDENCE / "results"
@@ -168,12 +171,13 @@ def merged(words: Sequence[str | Path], out: Path, *more: str) -> Run:
     return measure([*actmat_command(), "merge", *words, *more, "--out", fresh(out), "--quiet"], **SOURCE)
 
 
-def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
-    """Items and totals that `actmat plan` foretells for these inputs, in bytes and FLOPs; it reads only headers."""
+def announced(arguments: Sequence[str | Path]) -> MergePlan:
+    """The plan that `actmat plan` makes for these inputs; it reads only headers."""
+    from actmat.planning.model import MergePlan
+
     command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **SOURCE}).stdout
-    found: dict[str, Any] = json.loads(said)
-    return found
+    return MergePlan.from_json(json.loads(said))
 
 
 def weights_digest(folder: Path) -> str:

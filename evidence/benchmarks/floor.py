@@ -299,7 +299,7 @@ def benchmark(model: str, shape: tuple[int, int], experts: int, spectrum: str, m
     row = {
         "model": model, "shape": f"{shape[0]}x{shape[1]}", "experts": experts, "spectrum": spectrum, "method": method,
         "solver": stats.get("solver", ""), "kept": kept, "cpu_s": spent, "floor_s": floor, "times_floor": spent / floor,
-        "peak_b": peak, "planned_b": planned, "no_lanczos": stats.get("no_lanczos", ""),
+        "peak_b": peak, "planned_b": planned,
     }  # fmt: skip
     print(*(f"{v:.3g}" if isinstance(v, float) else v for v in row.values()), flush=True)
     return row

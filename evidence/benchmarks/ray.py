@@ -125,44 +125,37 @@ NODES = (1, 8, 64)
 
 
 @cache
-def gigaflops(rows: int, width: int) -> float:
-    """Rate of `actmat_ridge` on matrices of these proportions, on one thread, in 1e9 planned operations per second."""
+def seconds_of(rows: int, width: int) -> float:
+    """Time of `actmat_ridge` on a matrix, on one thread, by the rate of operations at a quarter of its sides."""
     from actmat.methods import get_method
 
     rule = get_method("actmat_ridge")
     deltas = [torch.randn(rows // 4, width // 4) for _ in range(3)]
     options = rule.resolve_options({})
-    planned = rule.cost.flops((rows // 4, width // 4), 3, options)
+    planned = rule.cost.operations((rows // 4, width // 4), 3, options)
     with torch_threads(1):
-        return planned / timed(lambda: rule.merge(deltas), 1) / 1e9
+        return rule.cost.operations((rows, width), 3, options) * timed(lambda: rule.merge(deltas), 1) / planned
 
 
 def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
     """One row per number of nodes."""
     places = [write_headers(WORK / "llama-70b" / name, LLAMA_70B) for name in ("base", "one", "two", "three")]
     plan = announced(merge_words(places[0], places[1:], "actmat_ridge"))
-    totals, times = plan["totals"], []
-    for item in plan["items"]:
-        of_matrix = item["action"] == "merge" and len(item["shape"]) == 2
-        rate = gigaflops(*item["shape"]) if of_matrix else 1.0
-        times.append(item["cost"]["flops"] / rate / 1e9)
+    of_matrix = [item.action == "merge" and len(item.shape) == 2 for item in plan.items]
+    times = [seconds_of(*i.shape) if is_one else 0.0 for i, is_one in zip(plan.items, of_matrix, strict=True)]
     times.sort(reverse=True)
-    per_node = node_memory_b // totals["peak_bytes_one_worker"]
+    per_node = node_memory_b // plan.peak_bytes(1)
     rows = []
     for nodes in NODES:
         free = [0.0] * (nodes * per_node)
         for seconds in times:
             heapq.heapreplace(free, free[0] + seconds)
-        disk = (totals["read_bytes"] + totals["write_bytes"]) / disk_gbps / 1e9
+        disk = (plan.read_bytes + plan.write_bytes) / disk_gbps / 1e9
         busy = sum(times) / max(free) / len(free)
         rows.append(
             {"nodes": nodes, "workers": len(free), "compute_s": max(free), "busy": busy, "longest_item_s": times[0]}
             | {"longest_share": times[0] / max(free), "disk_s": disk, "disk_share": disk / max(free)}
-            | {
-                "read_b": totals["read_bytes"],
-                "write_b": totals["write_bytes"],
-                "node_b": per_node * totals["peak_bytes_one_worker"],
-            }
+            | {"read_b": plan.read_bytes, "write_b": plan.write_bytes, "node_b": per_node * plan.peak_bytes(1)}
         )
     return rows
 

@@ -99,7 +99,7 @@ def notes(folder: Path, experts: list[Path], **fields: Any) -> str:
 def test_the_plan_says_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> None:
     said = notes(tmp_path / "ranks", [pair / "one", pair / "two"], ranks="pattern")
     assert "ranks=uniform" in said
-    for kind, word in {"modules_to_save": "classifier", "bias": "biases", "lora_bias": "biases", "parameters": "bare",
+    for kind, word in {"modules_to_save": "full tensors", "bias": "biases", "lora_bias": "biases", "parameters": "bare",
                        "convolutions": "convolutions"}.items():  # fmt: skip
         family, options = KINDS[kind]
         save_adapter(tmp_path / kind / "a", family, 1, **options)
@@ -108,7 +108,7 @@ def test_the_plan_says_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("rank", "said"),
-    [(16, ""), (17, "--max-lora-rank 32"), (300, "--max-lora-rank 320"), (512, "512"), (513, "above its largest, 512")],
+    [(16, ""), (17, "--max-lora-rank 32"), (300, "--max-lora-rank 320"), (512, "512"), (513, "maximum, 512")],
 )
 def test_the_plan_says_which_rank_to_start_vllm_with(rank: int, said: str, tmp_path: Path) -> None:
     save_lora(tmp_path, {"model.layers.0.mlp.up_proj": (torch.ones(rank, 520), torch.ones(520, rank))})

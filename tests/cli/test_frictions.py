@@ -9,23 +9,6 @@ from tests.helpers.merging import actmat
 from actmat.errors import RecipeError
 from actmat.extras.models.loading import LONGEST, in_brief
 from actmat.methods import get_method
-from actmat.recipe import make_recipe, variants
-
-
-def test_dare_takes_merge_for_rule_in_recipes_rules_and_flags() -> None:
-    fields = {"base": "b", "experts": ["e"], "method": "dare", "options": {"merge": "ties", "density": 0.5}}
-    assert make_recipe(fields).options == {"rule": "ties", "density": 0.5}
-    rules = [{"match": ["*"], "method": "dare", "options": {"merge": "linear"}}]
-    assert make_recipe({"base": "b", "experts": ["e"], "rules": rules}).rules[0].options == {"rule": "linear"}
-    both = fields | {"options": {"merge": "ties", "rule": "linear"}}
-    assert make_recipe(both).options == {"merge": "ties", "rule": "linear"}  # refused when it is resolved
-    assert make_recipe({"base": "b", "experts": ["e"], "method": "dare_ties"}).options["rule"] == "ties"
-    recipe = make_recipe({"base": "b", "experts": ["e"]})
-    (alone,) = variants(recipe, ["dare"], {"merge": ["ties"]})
-    assert alone.options["rule"] == "ties"
-    found = variants(recipe, ["dare", "ties"], {"merge": ["ties"], "density": [0.5]})
-    assert [r.options.get("rule") for r in found] == ["ties", None]
-    assert [r.options["density"] for r in found] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("spelling", ["normalise", "normalize"])

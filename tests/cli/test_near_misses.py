@@ -9,7 +9,6 @@ from tests.helpers.merging import actmat as run
 
 import actmat
 from actmat.errors import MergeError, by_cause
-from actmat.methods import get_method
 from actmat.recipe import make_recipe
 from actmat.run.automatic import check_options
 
@@ -42,12 +41,6 @@ def test_a_near_miss_is_named(flags: list[str], words: str) -> None:
 def test_standard_file_names_take_the_name_of_their_folder(name: str) -> None:
     recipe = make_recipe({"experts": [f"ink/{name}", f"oil/{name}", name]})
     assert recipe.labels == ("ink", "oil", name)
-
-
-@pytest.mark.parametrize("name", ["weight sum", "add_difference", "trainDifference", "cosineA", "smooth add"])
-def test_merges_of_image_tools_are_pointed_at(name: str) -> None:
-    with pytest.raises(MergeError, match=r"weight sum A\*\(1-alpha\)\+B\*alpha is -b A -e B -w alpha, add difference"):
-        get_method(name)
 
 
 def test_options_of_another_method_are_one_problem() -> None:

@@ -87,7 +87,6 @@ def test_a_plan_for_devices_is_data_too(family: Family) -> None:
     assert plan.device_memory == 40 * 10**9
     assert {i.name for i in plan.on_device} >= {Q0, UP0}
     assert not {EMBEDDING, NORM} & {i.name for i in plan.on_device}
-    assert plan.to_json()["totals"]["peak_device_bytes"] == plan.peak_device_bytes
     assert plan.peak_device_bytes == max(i.cost.device_bytes for i in plan.items) > 0
 
 

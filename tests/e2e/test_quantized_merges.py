@@ -99,7 +99,7 @@ def test_schemes_may_differ(tmp_path: Path) -> None:
     coded, plain = family(tmp_path, [None, WRITERS["fp8 blocks"](), WRITERS["int4 group"]()])
     found = plan(coded[0], coded[1:], method="average")
     notes = "\n".join(map(str, found.notes))
-    assert "quantized in different ways" in notes
+    assert "rounding errors of both" in notes
     assert re.search(r"'coded1' stores .* as codes \(float8_e4m3fn, one scale per block of 32x48\)", notes)
     assert re.search(r"'coded2' stores .* as codes \(int4 packed, one scale per 32 columns, zero points\)", notes)
     item = next(i for i in found.items if is_coded(i.name))

@@ -92,7 +92,7 @@ def test_flags_and_plan(family: Family) -> None:
     assert call.post == (PostCall("subspace_boosting", {"beta": 0.1}), PostCall("mean_norm", {}))
     assert MergePlan.from_json(plan.to_json()) == plan
     plain = api.plan(family.base, family.experts, method="average")
-    assert plan.flops > 2 * plain.flops
+    assert plan.seconds > plain.seconds
     assert plan.peak_bytes(1) > plain.peak_bytes(1)
     assert {i.name for i in plan.items if "then subspace_boosting, mean_norm" in i.reason} == {
         *LINEAR,

@@ -33,22 +33,17 @@ from actmat.extras.ray.worker import Answer, Opening, Worker
 GB = 10**9
 
 
-def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB) -> Unit:
-    return Unit(((0, 0),), name, traffic, peak, flops)
+def unit(name: str = "w", *, seconds: float = 0.0, peak: int = GB) -> Unit:
+    return Unit(((0, 0),), name, 0, seconds, peak)
 
 
 # Batches
 
 
 def test_long_units_come_first_and_alone() -> None:
-    units = [unit(f"{n}", flops=n * 10**11) for n in (1, 9, 3, 7)]
+    units = [unit(f"{n}", seconds=2.0 * n) for n in (1, 9, 3, 7)]
     batches = make_batches(units, workers=2)
     assert [[u.name for u in b.units] for b in batches] == [["9"], ["7"], ["3"], ["1"]]
-
-
-def test_traffic_counts_as_well_as_operations() -> None:
-    units = [unit("copied", traffic=10 * GB), unit("computed", flops=10**11)]
-    assert make_batches(units, 1)[0].units[0].name == "copied"
 
 
 def test_small_units_travel_together() -> None:

@@ -1,10 +1,13 @@
 """Random matrices and low-rank deltas, orthonormal bases, and matrices with a chosen spectrum. float64 unless told."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from actmat.linalg import krylov, svd
 from actmat.linalg.lowrank import LowRank
 
 
@@ -61,3 +64,18 @@ def random_deltas(n_experts: int, *shape: int, seed: int = 0, dtype: torch.dtype
 def random_lowrank(n_experts: int, rows: int, columns: int, rank: int, seed: int = 0) -> list[LowRank]:
     gaussian = gaussian_of(seed)
     return [LowRank(gaussian(rows, rank), gaussian(rank, columns)) for _ in range(n_experts)]
+
+
+def attempts_at_parts(monkeypatch: pytest.MonkeyPatch, *, block: int, smallest: int) -> list[bool]:
+    """Whether each attempt to decompose a matrix in part succeeds, from this side on and by blocks of this size."""
+    attempts: list[bool] = []
+
+    def attempt(*given: Any) -> krylov.Leading | None:
+        pairs = krylov.leading(*given)
+        attempts.append(pairs is not None)
+        return pairs
+
+    monkeypatch.setattr(krylov, "BLOCK", block)
+    monkeypatch.setattr(svd, "SMALLEST", smallest)
+    monkeypatch.setattr(svd, "leading", attempt)
+    return attempts

@@ -88,8 +88,8 @@ def test_a_recipe_names_the_pattern_and_the_place(tmp_path: Path) -> None:
     with within(10):
         outcome = actmat(family.argv("--keep", r"re:(.)\1", "--keep", "re:a{1000000}"))
     assert outcome.code == 1
-    assert r"keep: Name pattern 're:(.)\\1' is not valid" in outcome.err
-    assert "keep: Name pattern 're:a{1000000}' is not valid" in outcome.err
+    assert r"keep.0: Name pattern 're:(.)\\1' is not valid" in outcome.err
+    assert "keep.1: Name pattern 're:a{1000000}' is not valid" in outcome.err
 
 
 def peft_finds(patterns: dict[str, int], module: str) -> int:

@@ -169,13 +169,10 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
     ("field", "value", "said"),
     [
         ("acts_on", "matrices", "expects 'matrix', 'tensor', 'elementwise', got 'matrices'"),
-        ("cost", "T N^2", "'cost' expects MethodCost, got 'T N.2'"),
         ("laws", frozenset({"linear"}), "expects 'permutation', .* got 'linear'"),
-        ("lowrank", rule, "'lowrank' expects LowRankForm | None, got <function"),
-        ("merge", "rule", "'merge' expects a function, got 'rule'"),
     ],
 )
-def test_a_declaration_with_a_value_of_another_type_is_refused(field: str, value: Any, said: str) -> None:
+def test_a_declaration_with_an_unknown_law_or_kind_is_refused(field: str, value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said.replace("|", r"\|")):
         dataclasses.replace(RULE, **{field: value})
 

@@ -25,7 +25,7 @@ class Unit:
         members: the plans that want it, each with its own item.
         name: of the item.
         traffic: bytes read and written.
-        flops: floating-point operations of all variants.
+        seconds: planned time of all variants on a typical core, by which units are ordered and shared out.
         host_bytes: peak memory of one worker.
         device_bytes: peak memory of the device that merges it; 0: it is merged on the host.
         reading: of all its outputs, see `planning.work.shared_reading`; None if the base is only copied.
@@ -34,15 +34,10 @@ class Unit:
     members: tuple[Member, ...]
     name: str
     traffic: int
+    seconds: float
     host_bytes: int
-    flops: int = 0
     device_bytes: int = 0
     reading: Reading | None = None
-
-
-def planned_seconds(unit: Unit) -> float:
-    """Planned time of a unit on a typical core, by which units are ordered and shared out."""
-    return nominal_seconds(unit.flops, unit.traffic)
 
 
 def plan_units(
@@ -75,8 +70,8 @@ def _unit(plans: Sequence[MergePlan], members: tuple[Member, ...], observers: Ob
         members=members,
         name=items[0].name,
         traffic=max(i.cost.read_bytes + i.cost.write_bytes for i in items),
+        seconds=sum(map(nominal_seconds, items)),
         host_bytes=_host_bytes(items, width) + observing + (0 if device_bytes else planned),
-        flops=sum(i.cost.flops for i in items),
         device_bytes=device_bytes,
         reading=reading,
     )

@@ -52,30 +52,6 @@ class Stacked(list[Tensor]):
         self.rows_TS = rows_TS
 
 
-class Prepended(Sequence[Tensor]):
-    """A flattened tensor followed by streamed deltas; supports `walk` only."""
-
-    def __init__(self, first_N: Tensor, deltas: Sequence[Tensor]) -> None:
-        self._first_N = first_N
-        self._deltas = deltas
-        self.shape, self.dtype = shape_and_dtype(deltas)
-
-    def __len__(self) -> int:
-        return 1 + len(self._deltas)
-
-    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        raise TypeError("streamed deltas have no items; use walk()")
-
-    def result(self) -> Tensor:
-        """See `Streamed`."""
-        return empty_result(self._deltas)
-
-    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `Streamed`."""
-        for start, chunks_TP in walk(self._deltas):
-            yield start, [self._first_N[start : start + chunks_TP[0].numel()], *chunks_TP]
-
-
 def chunk_size(device: torch.device) -> int:
     """Entries of a chunk of a tensor on this device."""
     return CHUNK_ENTRIES if device.type == "cpu" else CHUNK_ON_DEVICE
@@ -102,11 +78,6 @@ def shape_and_dtype(deltas: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dt
     if isinstance(deltas, Streamed):
         return deltas.shape, deltas.dtype
     return tuple(deltas[0].shape), deltas[0].dtype
-
-
-def prepend(first: Tensor, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`[first, *deltas]`, streamed if the deltas are."""
-    return Prepended(first.reshape(-1), deltas) if isinstance(deltas, Streamed) else [first, *deltas]
 
 
 def empty_result(deltas: Sequence[Tensor]) -> Tensor:

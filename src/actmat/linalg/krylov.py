@@ -101,11 +101,10 @@ INDEPENDENT = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The wanted eigenvalues (ascending, float64), their eigenvectors (columns), and the size of the basis used."""
+    """The wanted eigenvalues (ascending, float64) and their eigenvectors (columns)."""
 
     values_K: Tensor
     vectors_NK: Tensor
-    basis: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +234,8 @@ def largest(sym_NN: Tensor) -> tuple[float, float]:
     return float(ritz.values_J[0]), float(ritz.residuals_J[0])
 
 
-def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Leading | str:
-    """The wanted eigenpairs, proven to be all of them, or the reason why they are not computed.
+def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Leading | None:
+    """The wanted eigenpairs, proven to be all of them; None if that is not worth it, or not proven.
 
     Args:
         sym_NN: float64, symmetric, positive semidefinite up to rounding.
@@ -244,12 +243,12 @@ def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Lead
     """
     size = sym_NN.shape[-1]
     if _expected(wanted.known) > WORTH * size:
-        return f"at least {wanted.known} directions are kept"
+        return None
     basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
     basis.grow(EARLY_CHECK * BLOCK)
     values_J = basis.ritz().values_J
     if isinstance(wanted, Above) and wanted.of(values_J)[0] == len(values_J):
-        return "all directions of a first look are kept"
+        return None  # all directions of a first look are kept
     look, before = FIRST_LOOK * BLOCK, None
     while True:
         basis.grow(look)
@@ -257,25 +256,25 @@ def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Lead
         count, bound = wanted.of(ritz.values_J)
         tolerance, largest = _tolerance(ritz, bound, dtype), (WORTH if before is None else LIMIT) * size
         expected, next_look = wanted.basis(ritz, dtype, largest)
-        if refused := _refused(ritz, (count, bound), tolerance, expected, largest):
-            return refused
+        if _is_vain(ritz, (count, bound), tolerance, expected, largest):
+            return None
         if (cut := _cut(ritz, count, bound, tolerance)) is not None:
             break
         if basis.size == basis.limit:
-            return f"residuals are not exact in a basis of {LIMIT:.0%} of the directions"
+            return None
         now = basis.size, math.log(max(float(ritz.residuals_J[:count].max()) / tolerance, 1.0))
         needed = math.inf if before is None else _needed(before, now)
         if before is not None and basis.size > expected and needed > basis.limit:
-            return "residuals fall too slowly"
+            return None  # residuals fall too slowly
         look = round(next_look if before is None else min(needed, GROWTH * basis.size))
         look, before = max(look, basis.size + BLOCK), now
     taken, level = cut
     vectors_KN = ritz.coordinates_JJ[:, :taken].mT @ basis.rows_JN[: basis.size]
-    values_K, used = ritz.values_J[:taken], basis.size
+    values_K = ritz.values_J[:taken]
     del basis, ritz  # their memory is that of the proof
     if not none_above(sym_NN, values_K, vectors_KN, level):
-        return "not proven that no direction is missing"
-    return Leading(values_K[:count].flip(0), vectors_KN[:count].flip(0).mT, used)
+        return None
+    return Leading(values_K[:count].flip(0), vectors_KN[:count].flip(0).mT)
 
 
 def _tolerance(ritz: _Ritz, bound: float, dtype: torch.dtype) -> float:
@@ -283,23 +282,18 @@ def _tolerance(ritz: _Ritz, bound: float, dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps * bound, ROUNDING * torch.finfo(torch.float64).eps * float(ritz.values_J[0]))
 
 
-def _refused(ritz: _Ritz, wanted: tuple[int, float], tolerance: float, expected: float, largest: float) -> str:
-    """Why a Krylov basis is not worth growing, or an empty string; `largest`: the size up to which it is."""
+def _is_vain(ritz: _Ritz, wanted: tuple[int, float], tolerance: float, expected: float, largest: float) -> bool:
+    """True if a Krylov basis is not worth growing; `largest`: the size up to which it is."""
     count, bound = wanted
-    if count == 0:
-        return "no direction is kept"
-    reached = count < len(ritz.values_J)  # else the bound is not the last one's
+    if count == 0 or expected > largest:
+        return True
     # below this level `none_above` proves nothing, whatever the matrix: the rounding of `K` pairs of this trace
     provable = MARGIN * torch.finfo(torch.float64).eps * (count + 2) * 2 * float(ritz.values_J[:count].sum())
-    if reached and 2 * provable > bound:
-        return "no proof distinguishes directions so small from none"
-    if expected > largest:
-        return f"would need a basis of more than {largest:.0f} vectors"
+    if count < len(ritz.values_J) and 2 * provable > bound:  # else the bound is not the last one's
+        return True
     exact = ritz.residuals_J[:count] <= tolerance
     pairs, estimate = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
-    if estimate > COPIES * pairs + BLOCK:
-        return "a multiple eigenvalue has more directions than a block"
-    return ""
+    return estimate > COPIES * pairs + BLOCK  # a multiple eigenvalue has more directions than a block
 
 
 def _cut(ritz: _Ritz, count: int, bound: float, tolerance: float) -> tuple[int, float] | None:

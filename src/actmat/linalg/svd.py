@@ -28,7 +28,6 @@ Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -53,16 +52,13 @@ COLUMNS = 2048
 MatrixForm: TypeAlias = Tensor | LowRank
 """A matrix as it is, or as its factors."""
 
-Way = tuple[int, str]
-"""Size of the Krylov basis that a part of the triplets came from, or 0; and why a requested part was not used."""
-
 
 @dataclass(frozen=True, slots=True)
 class ThinSVD:
     """`A ~ u_OK diag(s_K) v_IK^T`, singular values descending, float64, zeros beyond the numerical rank.
 
     `rank` (int64, batch shape) is the numerical rank of the whole matrix, capped at `K` if only `K`
-    triplets were computed, see `way`. `retries` names the retries of a decomposition that did not converge at
+    triplets were computed. `retries` names the retries of a decomposition that did not converge at
     once, see `linalg.lapack`.
     """
 
@@ -71,7 +67,6 @@ class ThinSVD:
     v_IK: Tensor
     rank: Tensor
     retries: Retries = ()
-    way: Way = (0, "")
 
     def scaled(self, weight: float) -> ThinSVD:
         """Decomposition of `weight * A`; the sign goes into `u`, and a weight of zero leaves nothing."""
@@ -80,15 +75,6 @@ class ThinSVD:
         if weight == 0:
             return replace(self, u_OK=self.u_OK * 0, s_K=self.s_K * 0, v_IK=self.v_IK * 0, rank=self.rank * 0)
         return replace(self, u_OK=self.u_OK * (1.0 if weight > 0 else -1.0), s_K=self.s_K * abs(weight))
-
-
-def part_stats(ways: Iterable[Way]) -> dict[str, float | int | str | bool]:
-    """For the record: number of matrices decomposed in part, the largest basis, and reasons for full decompositions."""
-    ways = list(ways)
-    sizes = [basis for basis, _ in ways if basis]
-    reasons = sorted({refused for _, refused in ways if refused})
-    stats: dict[str, float | int | str | bool] = {"lanczos": len(sizes), "basis": max(sizes)} if sizes else {}
-    return stats | ({"no_lanczos": " | ".join(reasons)} if reasons else {})
 
 
 def thin_svd(
@@ -202,21 +188,19 @@ def gram_spectrum(gram_SS: Tensor) -> tuple[Tensor, Tensor, Retries]:
 
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
     """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
-    gram_SS, refused = short_gram(matrix_OI), ""
+    gram_SS = short_gram(matrix_OI)
     is_large = matrix_OI.dim() == 2 and len(gram_SS) >= SMALLEST
     is_sound = is_large and bool(gram_SS.diagonal().isfinite().all())  # else the whole decomposition says what is wrong
     if k is not None and is_sound:
         pairs = leading(gram_SS, Largest(k, rtol**2, float(floor) ** 2), torch.float32)
-        if not isinstance(pairs, str):
+        if pairs is not None:
             # zeros beyond the numerical rank, as everywhere
             missing = min(k, len(gram_SS)) - pairs.values_K.numel()
             s_K = torch.nn.functional.pad(pairs.values_K.flip(0).sqrt(), (0, missing))
             vectors_SK = torch.nn.functional.pad(pairs.vectors_NK.flip(-1), (0, missing))
-            return replace(_from_short(matrix_OI, s_K, vectors_SK, rtol, floor), way=(pairs.basis, ""))
-        refused = pairs
+            return _from_short(matrix_OI, s_K, vectors_SK, rtol, floor)
     s_S, vectors_SS, retries = gram_spectrum(gram_SS)
-    whole = _from_short(matrix_OI, s_S, vectors_SS, rtol, floor, k)
-    return replace(whole, retries=retries, way=(0, refused))
+    return replace(_from_short(matrix_OI, s_S, vectors_SS, rtol, floor, k), retries=retries)
 
 
 def _from_short(

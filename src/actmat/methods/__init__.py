@@ -6,7 +6,6 @@ Extras and other distributions add methods by entry points of the group `actmat.
 from __future__ import annotations
 
 import contextlib
-import re
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.actmat import ACTMAT
@@ -81,11 +80,6 @@ def get_method(name: AnyMethod) -> MergeMethod:
         raise RecipeError(f"'{name}' was a function of another Python process. Fix: put it into a file, PATH.py:NAME")
     known = [*(m.name for m in METHODS), *entries(GROUP)]
     near, listed = did_you_mean(name, known), ", ".join(known)
-    if not near and re.search("sum|diff|cosine|smooth", name, re.IGNORECASE):
-        near = (
-            " Of SuperMerger's, weight sum A*(1-alpha)+B*alpha is -b A -e B -w alpha, add difference A+(B-C)*alpha is "
-            "-b C -e A -e B -m task_arithmetic -o scaling=1 -w 1 -w alpha; more: docs/images.md."
-        )
     if ".py" in name or ":" in name:
         near = " A function of your own is named with its file: FILE.py:NAME."
     raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.{hint(GROUP, name)}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -32,22 +31,14 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
     >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]).value.tolist()
     [2.0, 1.0]
     """
-    share, total = _shares(len(deltas), weights)
+    share, total = weights_and_sum(weights, len(deltas))
     return Merged(one_pass_sum(deltas, share).div_(total))
 
 
 def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None) -> MergedLowRank:
     """The same mean in factored form, of rank at most `sum_t R_t`; errors as in `merge`."""
-    share, total = _shares(len(deltas), weights)
+    share, total = weights_and_sum(weights, len(deltas))
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
-
-
-def _shares(n_experts: int, weights: Weights) -> tuple[list[float], float]:
-    return weights_and_sum("average", weights, n_experts, "the mean")
-
-
-def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weights) -> None:
-    _shares(n_experts, weights)
 
 
 AVERAGE = MergeMethod(
@@ -55,7 +46,7 @@ AVERAGE = MergeMethod(
     merge,
     "elementwise",
     laws=MEAN_LAWS,
-    lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
+    lowrank=LowRankForm(merge_lowrank),
     access=Access(one_pass=True, baseless=True),
     plan=PlanChecks(weights_problem=lambda options, weights: sum_problem(weights)),
 )

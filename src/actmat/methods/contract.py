@@ -175,7 +175,7 @@ class MergeMethod:
         preset_of: the method of which this is a preset.
 
     Raises:
-        TypeError: a field of another type, or a merge function whose options cannot be read from its signature.
+        TypeError: an unknown law or kind, or a merge function whose options cannot be read from its signature.
     """
 
     name: str
@@ -197,15 +197,10 @@ class MergeMethod:
     plan: PlanChecks = field(default_factory=PlanChecks)
 
     def __post_init__(self) -> None:
-        for name, kind in _FACETS.items():
-            if not isinstance(value := getattr(self, name), kind):
-                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {_type_name(kind)}, got {value!r}")
         for name, values, kind in (("acts_on", [self.acts_on], ActsOn), ("laws", self.laws, Law)):
             if wrong := [v for v in values if v not in typing.get_args(kind)]:
                 known = ", ".join(map(repr, typing.get_args(kind)))
                 raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {known}, got {wrong[0]!r}")
-        if not callable(self.merge):
-            raise TypeError(f"MergeMethod {self.name!r}: 'merge' expects a function, got {self.merge!r}")
         _ = self.needs, self.options
 
     def __repr__(self) -> str:
@@ -274,7 +269,7 @@ class MergeMethod:
     def why_dense(
         self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
     ) -> str | None:
-        """The reason why low-rank deltas cannot be merged in factored form, or None. Errors as `LowRankForm`."""
+        """The reason why low-rank deltas cannot be merged in factored form, or None."""
         if self.lowrank is None:
             kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
             return f"{self.name} {kind}"
@@ -287,15 +282,6 @@ class MergeMethod:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
         return overlay_options(f"method '{self.name}'", self.options, chosen)
-
-
-_FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost, "laws": frozenset} | {
-    "lowrank": LowRankForm | None,
-    "stages": Stages | None,
-    "survey": Survey | None,
-    "needs_statistics": tuple,
-    "plan": PlanChecks,
-}
 
 
 def read_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:

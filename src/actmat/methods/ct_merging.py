@@ -18,7 +18,7 @@ from actmat.linalg.singular import join_parts, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, MatrixForm, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, products
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
 
 TIE = 1e-4
 """Relative gap below which two singular values count as one: directions of float32 deltas are no more accurate."""
@@ -70,7 +70,7 @@ def _merge(deltas: Sequence[MatrixForm], *, k: int, common: int, rtol: float) ->
     sizes_M = torch.cat([part.s_K.new_full(part.s_K.shape, _rms(part.s_K)) for part in (shared, *parts)])
     left_OM, right_MI, retries = orthogonalized_sum(left_OM, sizes_M, right_IM, accuracy)
     retries += joint.retries + shared.retries + tuple(name for part in parts for name in part.retries)
-    return OneMatrix(left_OM @ right_MI, {"common_min": n_common}, retries, [part.way for part in parts])
+    return OneMatrix(left_OM @ right_MI, {"common_min": n_common}, retries)
 
 
 def _untied(s_K: Tensor, wanted: int) -> int:
@@ -101,5 +101,5 @@ CT_MERGING = MergeMethod(
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge, factored=True),
-    cost=MethodCost(workspace=_workspace, flops=products(1)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (1, 0)),
 )

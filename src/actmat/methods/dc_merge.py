@@ -19,7 +19,7 @@ from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, MatrixForm, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, PlanChecks, products
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, PlanChecks
 
 Smoothing = Literal["none", "mean", "linear"]
 
@@ -111,7 +111,7 @@ def _merge(
     left_TOK = left.factor_MN.view(-1, count, size).transpose(0, 1)
     scaled_OJ = (left_TOK @ merged_KKT.permute(2, 0, 1)).transpose(0, 1).reshape(-1, count * size)
     retries = left.retries + right.retries + tuple(name for part in parts for name in part.retries)
-    return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries, [p.way for p in parts])
+    return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries)
 
 
 def _top(core_JJ: Tensor, entries: int, rtol: float) -> Tensor:
@@ -149,7 +149,7 @@ DC_MERGE = MergeMethod(
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge, factored=True),
-    cost=MethodCost(workspace=_workspace, flops=products(4, once=12)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (4, 12)),
     plan=PlanChecks(
         "a single expert is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
         "values in small layers ('entries_kept' in the records)"

@@ -123,8 +123,8 @@ class LowRankForm:
     Args:
         merge: takes the needs and options of the dense merge.
         why_not: `(options, n_experts, weights) -> reason` for which `merge` does not apply, in one sentence without a
-            full stop, or None if it applies; `merge` raises ValueError exactly if there is a reason. May raise
-            RecipeError for weights that no form takes. None: it applies under all options.
+            full stop, or None if it applies; `merge` raises ValueError exactly if there is a reason. None: it applies
+            under all options.
         keeps_row_space: every row of the result lies in the span of the rows of all deltas, so that maps which are
             packed into one tensor and merged separately still share their rows.
         meets_all: of `options`; experts with linearly independent row spaces are all reproduced exactly, so that
@@ -179,29 +179,6 @@ class PlanChecks:
     weights_problem: Callable[[Options, Sequence[float]], str | None] | None = None
 
 
-FlopsOf = Callable[[Sequence[int], int, Options], float]
-
-
-def passes(count: Callable[[int], int] = lambda n_experts: n_experts) -> FlopsOf:
-    """Operations of a method that makes `count(n_experts)` passes over the entries of a tensor.
-
-    >>> passes()((8, 4), 3, {})
-    96
-    """
-    return lambda shape, n_experts, options: count(n_experts) * math.prod(shape)
-
-
-def products(per_expert: float, once: float = 0.0) -> FlopsOf:
-    """Operations of a method that takes as long as so many products of an `O x I` matrix with one of its short side.
-
-    A thin singular value decomposition of a square matrix counts six.
-
-    >>> products(2, once=1)((8, 4), 3, {})
-    1792.0
-    """
-    return lambda shape, n_experts, options: 2.0 * math.prod(shape) * min(shape) * (per_expert * n_experts + once)
-
-
 @dataclass(frozen=True, slots=True)
 class MethodCost:
     """Memory and operations of a call: functions of shapes.
@@ -210,12 +187,24 @@ class MethodCost:
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result, which is all by default. `shape` ends in `O, I`
             for matrices.
-        flops: `(shape, n_experts, options) -> operations`, by which units are ordered and times are estimated within a
-            factor of two; of one matrix `O I`, or of a tensor of any shape. Default: a pass per expert.
-        spectrum: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix whose spectrum is computed;
-            0 for none. Default: the short side.
+        products: `options -> (per expert, once)`, the time of a call in products of the matrix with a square one of
+            side `N`, or of its short side; a thin singular value decomposition takes six. Default: none, but a pass per
+            expert.
+        side: `(shape, n_experts, options) -> N`, side of the largest symmetric matrix whose spectrum is computed; 0 for
+            none. Default: the short side.
     """
 
     workspace: Callable[[Sequence[int], int, Options], int] = _size
-    flops: FlopsOf = field(default_factory=passes)
-    spectrum: Callable[[Sequence[int], int, Options], int] = lambda shape, n_experts, options: min(shape[-2:])
+    products: Callable[[Options], tuple[float, float]] = lambda options: (0, 0)
+    side: Callable[[Sequence[int], int, Options], int] = lambda shape, n_experts, options: min(shape[-2:])
+
+    def operations(self, shape: Sequence[int], n_experts: int, options: Options) -> float:
+        """Floating-point operations of a call on `*batch O I`, or on a tensor of any shape: within a factor of two.
+
+        >>> MethodCost(products=lambda options: (2, 1)).operations((8, 4), 3, {})
+        1888
+        """
+        per_expert, once = self.products(options)
+        side = self.side(shape, n_experts, options) or min(shape[-2:])
+        in_products = 2 * side * (per_expert * n_experts + once)
+        return math.prod(shape) * (n_experts + in_products)

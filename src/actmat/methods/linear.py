@@ -41,7 +41,7 @@ def merge(
         C. Goddard et al., "Arcee's MergeKit: a toolkit for merging large language models", EMNLP 2024 (industry track),
         arXiv:2403.13257.
     """
-    share, divisor = _shares(len(deltas), weights, normalize)
+    share, divisor = weights_and_sum(weights, len(deltas), is_mean=normalize)
     total = one_pass_sum(deltas, share)
     if normalize:
         return Merged(total.div_(divisor))
@@ -57,19 +57,14 @@ def merge_lowrank(
     deltas: Sequence[LowRank], *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
 ) -> MergedLowRank:
     """The same sum in factored form, of rank `sum_t R_t` at most; not with `normalize` off (ValueError)."""
-    share, total = _shares(len(deltas), weights, normalize)
     if not normalize:
         raise ValueError(f"{_SCALES_THE_BASE}. Use task_arithmetic with scaling=1 to sum deltas.")
+    share, total = weights_and_sum(weights, len(deltas))
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
 
 
 def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
-    _shares(n_experts, weights, options["normalize"])
     return None if options["normalize"] else _SCALES_THE_BASE
-
-
-def _shares(n_experts: int, weights: Weights, normalize: bool) -> tuple[list[float], float]:
-    return weights_and_sum("linear", weights, n_experts, "a normalized sum" if normalize else "")
 
 
 LINEAR = MergeMethod(

@@ -75,7 +75,7 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
         return interpolated(value, place)
     for entry in value:
         within = _within(entry, name, place)
-        if within is not None and any(compile_pattern(p)(name) for p in entry.patterns):
+        if within is not None and any(compile_pattern(p)(name) for p in entry.match):
             return interpolated(entry.value, within) if isinstance(entry.value, tuple) else entry.value
     raise LookupError(name)
 
@@ -114,7 +114,7 @@ def patterns_in(values: Mapping[str, Value]) -> list[tuple[str, str]]:
         if isinstance(value, tuple)
         for entry in value
         if isinstance(entry, Entry)
-        for pattern in entry.patterns
+        for pattern in entry.match
     ]
 
 
@@ -207,9 +207,6 @@ class CallTemplate:
         Raises:
             LookupError: a value has no entry for the tensor; names the value.
         """
-        return self._at(name, place) if self.varies else (self._fixed, "")
-
-    def _at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
         options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
         scale = self._one(self.scale, "'scale'", name, place)
         weights = self.weights.at(name, place) if self.weights is not None else None
@@ -276,11 +273,6 @@ class CallTemplate:
                 "the same for all tensors: give plain numbers in place of gradients and entries"
             )
         return [f"method '{self.method.name}': {p}" for p in dict.fromkeys(problems)]
-
-    @cached_property
-    def _fixed(self) -> MethodCall:
-        """The call of all tensors, if nothing varies."""
-        return self._at("", NOWHERE)[0]
 
     def _option(self, option: str, name: str, place: TensorPlace) -> Any:
         if option not in self._own_names:

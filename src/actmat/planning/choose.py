@@ -16,10 +16,10 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.methods.facets import MEAN
+from actmat.methods.post import get_step
 from actmat.methods.spaces import space_problems
 from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, places_of
-from actmat.planning.item import Action, MethodCall
-from actmat.planning.post import has_spectrum, post_calls
+from actmat.planning.item import Action, MethodCall, PostCall
 from actmat.recipe import Recipe
 from actmat.recipe.values import Value
 
@@ -64,8 +64,8 @@ class Chooser:
                 options = {**recipe.options, **rule.options} if same else rule.options
                 scale = recipe.scale if rule.scale is None else rule.scale
                 call = self._call(rule.method or recipe.method, options, scale, where, available, same=same)
-            self._rules.append((self._patterns(rule.match, where), call, "keep" if rule.keep else "merge"))
-        self._keep = self._patterns(recipe.keep, "keep: ")
+            self._rules.append((_compiled(rule.match), call, "keep" if rule.keep else "merge"))
+        self._keep = _compiled(recipe.keep)
 
     def keeps(self, name: str) -> str | None:
         """The pattern by which the recipe keeps the base's tensor `name`, or None."""
@@ -250,8 +250,6 @@ class Chooser:
         except MergeError as error:
             self.problems.extend(where + p for p in error.problems)
             return None
-        for of, text in dict.fromkeys([*self._weights.patterns(), *template.patterns()]):
-            self._patterns((text,), f"{where}{of}: ")
         missing = [k for k in method.needs_statistics if k not in available]
         if missing:
             self.problems.append(
@@ -273,17 +271,12 @@ class Chooser:
         self.problems.extend(where + p for p in space_problems(self.recipe.space, method, template.options, n_experts))
         return template
 
-    def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:
-        out = []
-        for text in texts:
-            try:
-                out.append((text, compile_pattern(text)))
-            except MergeError as error:
-                self.problems.extend(where + p for p in error.problems if where + p not in self.problems)
-        return out
-
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
         return next((text for text, matches in patterns if matches(name)), None)
+
+
+def _compiled(patterns: Sequence[str]) -> list[tuple[str, Callable[[str], bool]]]:
+    return [(text, compile_pattern(text)) for text in patterns]
 
 
 def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
@@ -294,3 +287,20 @@ def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
         if call and call.weights and problem_of and (problem := problem_of(call.options, call.weights)):
             by_problem.setdefault(problem, []).append(name)
     return [f"{first_names(names)}: {problem}" for problem, names in by_problem.items()]
+
+
+def post_calls(recipe: Recipe, problems: list[str]) -> tuple[PostCall, ...]:
+    """The recipe's steps with all their options; `problems` receives their problems."""
+    calls = []
+    for named in recipe.post:
+        try:
+            step = get_step(named.name)
+            calls.append(PostCall(step.name, step.resolve_options(named.options)))
+        except MergeError as error:
+            problems.extend(f"post: {problem}" for problem in error.problems)
+    return tuple(calls)
+
+
+def has_spectrum(layout: TensorLayout) -> bool:
+    """True if the tensor holds linear maps: a table of vectors has no meaningful singular values."""
+    return layout.role.is_matrix or layout.role is Role.CONVOLUTION

@@ -1,4 +1,4 @@
-"""Cost of one item, from shapes and reading: memory of one worker, rough operations, and time on a typical core.
+"""Cost of one item, from shapes and reading: memory of one worker, and rough time on a typical core.
 
     peak = raw base + raw chunk of each expert, of one where they    (storage dtype; of the base as well
            are read one after another                                 where it is read with streamed deltas)
@@ -22,8 +22,8 @@ from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.svd import svd_workspace
 from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
+from actmat.planning.choose import has_spectrum
 from actmat.planning.item import Item, MethodCall, Reading
-from actmat.planning.post import has_spectrum
 from actmat.planning.regions import CHUNK, Region
 
 BASELINE_BYTES = 300_000_000
@@ -44,7 +44,7 @@ of parts follow from them, and must be the same on all machines."""
 
 def region_peak_bytes(region: Region, item: Item, reading: Reading, width: int) -> int:
     """Peak of one call on deltas that are read in this way, in bytes; `width`: of an entry of the compute dtype."""
-    call, n_experts = _call(item), len(item.sources)
+    call, n_experts = call_of(item), len(item.sources)
     method = get_method(call.method)
     by_matrix = method.acts_on == "matrix"
     matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
@@ -78,7 +78,7 @@ def base_itemsize(item: Item) -> int:
 
 def library_bytes(item: Item) -> int:
     """Bytes that the linear algebra library keeps on the host for the method of an item."""
-    call = _call(item)
+    call = call_of(item)
     return MATRIX_BYTES if get_method(call.method).acts_on == "matrix" or call.post else 0
 
 
@@ -95,15 +95,6 @@ def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_e
     if "fisher" in method.needs_statistics:
         return max(math.prod(shape) * (alive * width + 8) for shape in matrices)
     return 0
-
-
-def nominal_seconds(flops: int, traffic: int) -> float:
-    """Time of one typical core for these operations and bytes read and written.
-
-    >>> nominal_seconds(10**11, 10**9)
-    4.0
-    """
-    return flops / NOMINAL_FLOPS + traffic / NOMINAL_BYTES
 
 
 def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
@@ -123,7 +114,7 @@ def factored_region_bytes(region: Region, item: Item, width: int) -> int:
 
 def module_bytes(item: Item, width: int) -> int:
     """Peak of the merge of a module of adapters: its factors, and its dense deltas where the method takes them."""
-    call, n_experts = _call(item), len(item.sources)
+    call, n_experts = call_of(item), len(item.sources)
     method = get_method(call.method)
     peak = factored_bytes(item.shape, sum(item.module.ranks))
     if not item.is_factored:
@@ -139,42 +130,30 @@ def svd_bytes(item: Item, width: int) -> int:
     return width * (item.numel + svd_workspace(*item.shape)) + 2 * factors + 16 * item.numel + MATRIX_BYTES
 
 
-def estimate_flops(item: Item) -> int:
+def nominal_seconds(item: Item) -> float:
+    """Time of one typical core for an item: its traffic, and the operations of its method; a guide."""
+    traffic = (item.cost.read_bytes + item.cost.write_bytes) / NOMINAL_BYTES
+    return traffic if item.call is None else traffic + _operations(item, item.call) / NOMINAL_FLOPS
+
+
+def _operations(item: Item, call: MethodCall) -> float:
     """Operations of an item's method, steps and decomposition; without reading, subtracting, adding and writing."""
-    call = _call(item)
-    method, ranks = get_method(call.method), [s.rank for s in item.sources if s is not None]
-    shapes = [item.shape or (1,)]
-    if method.acts_on == "matrix" and not item.is_module:
-        shapes = item.layout.matrix_shapes(item.shape)
-    if item.is_factored:
-        total = _core_flops(item, sum(ranks))
+    method, n_experts = get_method(call.method), len(item.sources)
+    shape = item.shape if len(item.shape) > 1 else (1, item.numel)
+    short = min(shape[-2:])
+    if item.is_factored:  # two common bases, and a product of factors with a base
+        rank = sum(s.rank for s in item.sources if s is not None)
+        total = 6.0 * rank * min(rank, short) * item.numel / short + 2.0 * item.numel * rank * item.has_base
     else:
-        total = sum(_flops_of(method, shape, len(item.sources), call) for shape in shapes)
-    if item.is_module and not item.is_factored:  # truncated: seven products with three blocks, and their bases
-        total += 20.0 * item.numel * min(item.write.rank, *item.shape[-2:])
-    elif item.write.kind == "svd":
-        total += 12.0 * item.numel * min(item.shape[-2:])
-    if call.post:
-        total += 14.0 * len(call.post) * item.numel * min(item.shape[-2:] if len(item.shape) > 1 else (1,))
-    return int(total)
+        by_matrix = method.acts_on == "matrix" and not item.is_module
+        matrices = item.layout.matrix_shapes(item.shape) if by_matrix else [shape]
+        total = sum(method.cost.operations(matrix, n_experts, call.options) for matrix in matrices)
+    decomposed = 7 * len(call.post) * short + (6 * short if item.write.kind == "svd" else 0)
+    truncated = 10 * min(item.write.rank, short) if item.is_module and not item.is_factored else 0
+    return total + 2.0 * item.numel * (decomposed + truncated)
 
 
-def _flops_of(method: MergeMethod, shape: Sequence[int], n_experts: int, call: MethodCall) -> float:
-    batch, matrix = (shape[:-2], shape[-2:]) if method.acts_on == "matrix" else ((), shape)
-    return math.prod(batch) * method.cost.flops(matrix, n_experts, call.options)
-
-
-def _core_flops(item: Item, total_rank: int) -> float:
-    """Two common bases of the factors, the merge of small cores, and its product with the bases."""
-    call = _call(item)
-    *batch, rows, columns = item.shape
-    left, right = min(max(1, total_rank), rows), min(max(1, total_rank), columns)
-    bases = 4.0 * max(1, total_rank) * (rows * left + columns * right)
-    core = get_method(call.method).cost.flops((left, right), len(item.sources), call.options)
-    lifted = 2.0 * rows * right * (left if item.is_module else left + columns)
-    return math.prod(batch) * (bases + core + lifted)
-
-
-def _call(item: Item) -> MethodCall:
+def call_of(item: Item) -> MethodCall:
+    """The method of an item that has one."""
     assert item.call is not None, "only items with a method"
     return item.call

@@ -12,7 +12,7 @@ from actmat.experts.lora.names import PREFIX
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning.choose import Chooser
 from actmat.planning.implied import shapes_text
-from actmat.planning.item import Item, ItemCost, MethodCall, Reading, Target, Write
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.recipe import Recipe
 
 
@@ -83,8 +83,7 @@ def _full_item(
     name: str, reason: str, stored: Sequence[TensorSpec | None], weights: tuple[float, ...] | None, dtype: str
 ) -> Item:
     """The mean of a tensor that experts trained in full, of one shape."""
-    having = [s for s in stored if s is not None]
-    first = having[0]
+    first = next(s for s in stored if s is not None)
     is_plain = first.name.removeprefix(PREFIX).replace(".base_layer.", ".") == name
     output = TensorSpec(first.name if is_plain else PREFIX + name, first.shape, dtype, "")
     spec = TensorSpec(name, output.shape, dtype, "")
@@ -96,12 +95,6 @@ def _full_item(
         write=Write("mean", (output,)),
         call=MethodCall("average", {}, 1.0, weights),
         reading=Reading("each", batched=True),
-        cost=ItemCost(
-            read_bytes=sum(s.nbytes for s in having),
-            write_bytes=output.nbytes,
-            flops=output.numel * len(stored),
-            host_bytes=24 * output.numel,
-        ),
     )
 
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.deltas import DeltaSource
+from actmat.experts.deltas import Deltas, DeltaSource
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.fields import AXES
@@ -219,9 +219,14 @@ def is_turned(now: Orientation, mirrored: Orientation, adapters: Sequence[Adapte
     return now == "OI" and any(stack_axes(a) == "e_i_o" for a in adapters if list_stacks(a))
 
 
-def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
+def labeled_adapters(recipe: Recipe, experts: Sequence[Deltas]) -> list[tuple[str, Adapter]]:
+    """The adapters among the experts, with their names."""
+    pairs = zip(recipe.labels, experts, strict=True)
+    return [(label, expert.adapter) for label, expert in pairs if expert.adapter is not None]
+
+
+def adapter_problems(recipe: Recipe, pairs: Sequence[tuple[str, Adapter]]) -> list[str]:
     """Problems of the adapters themselves, and of their combination."""
-    pairs = list(zip(recipe.labels, adapters, strict=True))
     problems = [f"expert '{label}' ({a.location}): {p}" for label, a in pairs for p in a.problems]
     named = [(label, a.listing.models) for label, a in pairs if a.listing.models]
     if named and not frozenset.intersection(*(models for _, models in named)):

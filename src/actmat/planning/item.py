@@ -200,14 +200,12 @@ class ItemCost(Plain):
 
     Args:
         read_bytes, write_bytes: traffic to and from storage.
-        flops: floating-point operations of the method, roughly.
         host_bytes: peak memory on the host, see `planning.cost`.
         device_bytes: peak memory on the device that merges it, see `planning.work`; 0: it is merged on the host.
     """
 
     read_bytes: int = 0
     write_bytes: int = 0
-    flops: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
 
@@ -222,7 +220,7 @@ class Item(Plain):
         write: what it becomes.
         call: the method, for `merge` and `average`.
         reading: of its deltas; None if none is read.
-        cost: traffic, operations and memory.
+        cost: traffic and memory.
     """
 
     target: Target

@@ -177,14 +177,9 @@ class MergePlan(Plain):
         return sum(s.size for s in self.shards)
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations of all items, leading terms."""
-        return sum(i.cost.flops for i in self.items)
-
-    @property
     def seconds(self) -> float:
-        """Time of one worker on a typical core, from counts of operations and bytes; a guide, not a measurement."""
-        return nominal_seconds(self.flops, self.read_bytes + self.write_bytes)
+        """Time of one worker on a typical core, from shapes and bytes; a guide, not a measurement."""
+        return sum(map(nominal_seconds, self.items))
 
     @property
     def process_bytes(self) -> int:
@@ -222,19 +217,9 @@ class MergePlan(Plain):
         return content.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes the same plan; totals are added for readers."""
-        totals = {
-            "read_bytes": self.read_bytes,
-            "write_bytes": self.write_bytes,
-            "flops": self.flops,
-            "seconds_one_worker": self.seconds,
-            "peak_bytes_one_worker": self.peak_bytes(1),
-            "peak_bytes_two_workers": self.peak_bytes(2),
-            "peak_device_bytes": self.peak_device_bytes,
-            "shards": {s.file: s.size for s in self.shards},
-        }
+        """Plain data, from which `from_json` makes the same plan."""
         fields: dict[str, Any] = PLAN.dump_python(self, mode="json", exclude_defaults=True)
-        return {"actmat_plan": FORMAT, **fields, "totals": totals}
+        return {"actmat_plan": FORMAT, **fields}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
@@ -246,7 +231,7 @@ class MergePlan(Plain):
         layout = data.get("actmat_plan") if isinstance(data, Mapping) else data
         if layout != FORMAT:
             raise RecipeError(f"expected a plan of layout {FORMAT}, found {layout!r}")
-        fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
+        fields = {k: v for k, v in data.items() if k != "actmat_plan"}
         try:
             return PLAN.validate_python(fields)
         except ValidationError as error:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
 from actmat.errors import Note, NoteSeverity
 from actmat.experts.deltas import Deltas
@@ -13,19 +12,26 @@ from actmat.methods import get_method
 from actmat.methods.spaces import KEEP_ROWS
 from actmat.planning.choose import WHOLE
 from actmat.planning.item import Item, MethodCall
-from actmat.planning.storage import quantization_notes
+from actmat.planning.storage import storage_notes
 from actmat.recipe import Recipe
 
 
 def all_notes(
-    recipe: Recipe, base: Model | None, experts: Sequence[Deltas], decisions: Sequence[str], likely: Sequence[str]
+    recipe: Recipe,
+    base: Model | None,
+    experts: Sequence[Deltas],
+    items: Sequence[Item],
+    decisions: Sequence[str],
+    likely: Sequence[str],
 ) -> tuple[Note, ...]:
-    """Warnings of the recipe, of likely mistakes and of the inputs; then their notes, and decisions of the plan."""
+    """Warnings of the recipe, of likely mistakes and of the inputs; then notes on these, on methods, and decisions."""
     of_inputs = [("base", note) for note in (base.folder.notes if base is not None else ())]
     pairs = zip(recipe.labels, experts, strict=True)
     of_inputs += [(f"expert '{label}'", note) for label, e in pairs for note in e.model.folder.notes]
-    warnings = (*recipe.warnings, *likely, *_remarks(of_inputs, "warning"))
-    notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions)
+    warnings = (*recipe.warnings, *_negative_means(items), *likely, *_remarks(of_inputs, "warning"))
+    of_storage = [] if base is None else storage_notes(recipe, base, experts)
+    of_methods = _method_notes(items, len(experts))
+    notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions, *of_storage, *of_methods)
     return (*(Note("warning", "", text) for text in warnings), *(Note("note", "", text) for text in notes))
 
 
@@ -38,7 +44,7 @@ def _remarks(inputs: Iterable[tuple[str, Note]], severity: NoteSeverity) -> list
     return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {text}" for text, of in names.items()]
 
 
-def method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
+def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
     """Notes on the step over layers, on methods that change one expert, on weights, and those that methods declare."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
     declared = [f"{name}: {method.plan.note}" for name, method in used.items() if method.plan.note]
@@ -72,7 +78,7 @@ def _weight_notes(items: Sequence[Item]) -> list[str]:
     ]
 
 
-def negative_means(items: Sequence[Item]) -> list[str]:
+def _negative_means(items: Sequence[Item]) -> list[str]:
     """Warning on negative weights that a mean divides by their sum, which changes their size and sign."""
     calls = [i.call for i in items if i.call is not None and min(i.call.weights or (0.0,)) < 0]
     means = [c for c in calls if get_method(c.method).elsewhere(c.options, len(c.weights or ())) == "mean"]
@@ -97,18 +103,3 @@ def _has_independent_rows(item: Item) -> bool:
     elif any(s is not None and s.kind != "zero" and not s.rank for s in item.sources):
         return False  # of full rank, as far as headers tell
     return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
-
-
-def storage_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
-    """Notes about inputs that are stored in other forms than the base, or as codes."""
-
-    def dtypes(specs: Mapping[str, TensorSpec]) -> str:
-        return ", ".join(sorted({s.dtype for s in specs.values() if s.is_floating}))
-
-    mine = dtypes(base.specs)
-    return [
-        f"expert '{label}' is stored in {dtypes(e.specs)}, the base in {mine}: the delta of a coarser copy is part "
-        "rounding"
-        for label, e in zip(recipe.labels, experts, strict=True)
-        if dtypes(e.specs) != mine
-    ] + quantization_notes(recipe, base, experts)

@@ -25,8 +25,10 @@ from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter, widest
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.identity.agreement import OutputChoice, agree
+from actmat.identity.configs import InputAgreement
 from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
+from actmat.methods.spaces import space_words
 from actmat.methods.user import method_version
 from actmat.planning.calls import depth_factors
 from actmat.planning.choose import Chooser, Decision, weight_problems
@@ -34,17 +36,16 @@ from actmat.planning.full_tensors import mean_items, problems_of_full_tensors
 from actmat.planning.implied import (
     adapter_problems,
     implied_targets,
+    labeled_adapters,
     output_layout,
     packing_problems,
     stack_problems,
     with_blocks,
 )
-from actmat.planning.item import Item, Reading, Target, Write
-from actmat.planning.metadata import merged_metadata
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
-from actmat.planning.notes import all_notes, method_notes, negative_means, storage_notes
-from actmat.planning.post import in_space
+from actmat.planning.notes import all_notes
 from actmat.planning.problems import (
     base_problems,
     check,
@@ -56,16 +57,7 @@ from actmat.planning.problems import (
 from actmat.planning.regions import cut
 from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
-from actmat.planning.storage import (
-    files_left_out,
-    left_out_note,
-    named_base_notes,
-    output_dtypes,
-    part_notes,
-    stems_of,
-    trained_on_codes_notes,
-    unknown_note,
-)
+from actmat.planning.storage import files_left_out, left_out_note, merged_metadata, output_dtypes, stems_of
 from actmat.planning.targets import resolve_roles, targets_of
 from actmat.planning.work import HOST, Costs, DeviceRoom, module_region, works_on_factors
 from actmat.planning.writes import (
@@ -92,23 +84,20 @@ class _Scope:
         layouts: of the tensors that a model stores.
         copied: targets that are copied from the base -> reason.
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
+        agreed: configs and files of the inputs.
         ignored: per expert, its tensors that the base does not have and no training changes.
-        configs: path in the output -> config that is written there in place of the base's.
-        files: path in the output -> label of the expert whose file is written there.
         adapters: experts of an output without a base, with names of one form; `dtype`, `form`: of that output.
         whole: items of tensors that they trained in full.
     """
 
     targets: Sequence[Target]
     layouts: LayoutMap
+    agreed: InputAgreement
     problems: Sequence[str]
     notes: Sequence[str]
     copied: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
     ignored: Sequence[tuple[str, ...]] = ()
-    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
     adapters: Sequence[Adapter] = ()
     form: AdapterLayout = "peft"
     dtype: str = ""
@@ -159,20 +148,18 @@ def build_plan(
     problems: list[str] = []
     decided = [_decide(target, scope, chooser, statistics, problems, experts) for target in scope.targets]
     calls = {t.name: d.call for t, d in decided} | {i.name: i.call for i in scope.whole}
-    problems = [*scope.problems, *problems, *chooser.problems, *weight_problems(calls)]
+    problems = [*scope.agreed.problems, *scope.problems, *problems, *chooser.problems, *weight_problems(calls)]
     if base is None:
         known = [*(t.spec.name for t in scope.targets), *scope.kept, *(n for a in scope.adapters for n in a.extras)]
         problems += factor_output_problems(recipe, scope.adapters, calls, known, chooser)
-    else:
-        problems += base_problems(recipe, base, experts, chooser)
     merged = [*(t for t, d in decided if d.call is not None), *(i.target for i in scope.whole)]
     problems = problems or list(idle_problems(recipe.labels, merged))
     check(problems, RecipeError if chooser.problems else AlignmentError)
     written = _write(recipe, base, _items(recipe, decided), scope, chooser)
     is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     costs = Costs(recipe, base, HOST if is_extracted else room)
-    items = (*map(costs.add, written.items), *scope.whole)
-    check(_problems_of_items(recipe, experts, items, has_base=base is not None))
+    items = tuple(map(costs.add, [*written.items, *scope.whole]))
+    check(weight_problems({f"{i.name}.bias": i.write.bias for i in items}))
     return _plan(recipe, base, experts, scope, dataclasses.replace(written, items=items), statistics, costs.room)
 
 
@@ -183,8 +170,8 @@ def _scope_of_base(
     check(input_problems(recipe, base, experts))  # codes of a quantizer have other shapes and names, too
     layouts, of_roles = resolve_roles(recipe, base.specs, base.config)
     chooser.names = base.specs
-    hits = {name: chooser.keeps(name) for name in base.specs}
-    kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items() if hit is not None}
+    hits = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
+    kept = {name: f"kept from the base by the recipe ('{hit}')" for name, hit in hits.items()}
     aligned = targets_of(base, experts, recipe.labels, layouts, kept)
     copied = {**aligned.absent, **kept}
     written = OutputChoice(
@@ -196,24 +183,22 @@ def _scope_of_base(
     )
     agreed = agree([("base", base), *zip(recipe.labels, experts, strict=True)], written)
     problems = [
+        *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *statistics.kind_problems([e.needs_base for e in experts]),
-        *agreed.problems,
         *of_roles,
         *aligned.problems,
         *integer_problems(base, experts, recipe.labels, [t for t in aligned.targets if t.name not in copied]),
+        *base_problems(recipe, base, experts, chooser),
     ]
-    extracted_kept = {n: hit for n, hit in hits.items() if hit is not None}
     return _Scope(
         aligned.targets,
         layouts,
+        agreed,
         problems,
-        notes=(*part_notes(base), *unknown_note(base), *agreed.notes, *aligned.notes, *chooser.unused_entries()),
+        notes=(*aligned.notes, *chooser.unused_entries()),
         copied=copied,
-        kept=extracted_kept if isinstance(recipe.output, ExtractedOutput) else {},
-        warnings=agreed.warnings,
+        kept=hits if isinstance(recipe.output, ExtractedOutput) else {},
         ignored=aligned.ignored,
-        configs=agreed.configs,
-        files=agreed.files,
     )
 
 
@@ -240,8 +225,7 @@ def _scope_of_adapters(
     dtype = recipe.dtype or widest([a.dtype for a in adapters])
     whole, of_whole, whole_notes = mean_items(recipe, adapters, chooser, kept, dtype)
     problems = [
-        *agreed.problems,
-        *adapter_problems(recipe, stored),
+        *adapter_problems(recipe, labeled_adapters(recipe, experts)),
         *of_names,
         *stack_problems(recipe.labels, adapters),
         *packing_problems(list(zip(recipe.labels, adapters, strict=True))),
@@ -255,11 +239,10 @@ def _scope_of_adapters(
     return _Scope(
         targets,
         layouts,
+        agreed,
         problems,
-        notes=(*agreed.notes, *name_notes, *whole_notes),
-        warnings=agreed.warnings,
+        notes=(*name_notes, *whole_notes),
         kept=kept,
-        files=agreed.files,
         adapters=adapters,
         form=output_layout(recipe, adapters),
         dtype=dtype,
@@ -343,7 +326,7 @@ def _item(recipe: Recipe, target: Target, decision: Decision) -> Item:
         target = dataclasses.replace(target, sources=(), twins=())
     else:
         pairs = zip(recipe.labels, target.sources, strict=True)
-        call, words = in_space(call, [label for label, s in pairs if s is not None and s.kind == "stored"])
+        call, words = _in_space(call, [label for label, s in pairs if s is not None and s.kind == "stored"])
         reason += words
         is_module = target.module is not None
         if works_on_factors(call, target):
@@ -352,6 +335,20 @@ def _item(recipe: Recipe, target: Target, decision: Decision) -> Item:
             why = get_method(call.method).why_dense(call.options, len(recipe.experts), call.weights)
             reading, reason = Reading("held", batched=True), f"{reason}; on dense deltas: {why}"
     return Item(target, decision.action, reason, Write("sum"), call, reading)
+
+
+def _in_space(call: MethodCall, stored: Sequence[str]) -> tuple[MethodCall, str]:
+    """The call in its space, or in the full one if experts store the tensor whole; and the words for the plan.
+
+    Args:
+        stored: names of the experts that store it.
+    """
+    words = ""
+    if call.space != "full" and stored:
+        words = f", in the full space: trained in full in {', '.join(stored)}"
+        call = dataclasses.replace(call, space="full")
+    words += space_words(call.space, get_method(call.method), call.options)
+    return call, words + (f", then {', '.join(p.name for p in call.post)}" if call.post else "")
 
 
 def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Scope, chooser: Chooser) -> _Written:
@@ -385,17 +382,6 @@ def _written_whole(item: Item, specs: Mapping[str, TensorSpec]) -> Item:
     return dataclasses.replace(item, write=write)
 
 
-def _problems_of_items(
-    recipe: Recipe, experts: Sequence[Deltas], items: Sequence[Item], *, has_base: bool
-) -> list[str]:
-    """Problems of adapters among the experts of a model, and of the biases of modules."""
-    pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
-    if not pairs or not has_base:
-        return weight_problems({f"{i.name}.bias": i.write.bias for i in items})
-    chosen = recipe.model_copy(update={"experts": tuple(e for e, _ in pairs)})
-    return adapter_problems(chosen, [a for _, a in pairs])
-
-
 def _plan(
     recipe: Recipe,
     base: Model | None,
@@ -410,17 +396,15 @@ def _plan(
     is_model = base is not None and not isinstance(recipe.output, ExtractedOutput)
     left_out = files_left_out(recipe, base, experts) if is_model else {}
     metadata, texts = merged_metadata(base, experts, recipe.labels) if is_model and base is not None else ({}, [])
-    of_storage: list[str] = []
-    if base is not None:
-        of_storage = [
-            *storage_notes(recipe, base, experts),
-            *trained_on_codes_notes(recipe, base, experts),
-            *named_base_notes(recipe, base, experts),
-        ]
-    decisions = [*scope.notes, *of_storage, *written.notes, *texts, *method_notes(items, len(experts))]
-    decisions += [*statistics.notes_on(items), *(ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu")]
-    decisions += left_out_note(left_out)
-    likely = (*negative_means(items), *scope.warnings)
+    decisions = [
+        *scope.agreed.notes,
+        *scope.notes,
+        *written.notes,
+        *texts,
+        *statistics.notes_on(items),
+        *left_out_note(left_out),
+    ]
+    decisions += (ADAPTERS_ON_HOST,) * (base is None and room.device != "cpu")
     ignored = scope.ignored or ((),) * len(experts)
     return MergePlan(
         recipe=recipe,
@@ -439,9 +423,9 @@ def _plan(
         metadata=metadata,
         adapter_config=written.config,
         kept=scope.kept,
-        notes=all_notes(recipe, base, experts, decisions, likely),
-        configs=scope.configs if is_model else {},
-        files=scope.files if is_model or written.config is not None else {},
+        notes=all_notes(recipe, base, experts, items, decisions, scope.agreed.warnings),
+        configs=scope.agreed.configs if is_model else {},
+        files=scope.agreed.files if is_model or written.config is not None else {},
         left_out={path: why.text for path, why in left_out.items()},
         device=room.device,
         device_memory=room.memory,

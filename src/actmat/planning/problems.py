@@ -14,8 +14,8 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.classify import is_computed
 from actmat.methods import get_method
 from actmat.planning.choose import Chooser
+from actmat.planning.implied import labeled_adapters
 from actmat.planning.item import MethodCall, Target
-from actmat.planning.post import factor_problems, space_input_problems
 from actmat.recipe import Recipe
 
 
@@ -61,9 +61,9 @@ def integer_problems(
 
 def base_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas], chooser: Chooser) -> Iterator[str]:
     """Problems of a recipe that merges into a base."""
-    labeled = list(zip(recipe.labels, experts, strict=True))
-    yield from space_input_problems(recipe, [label for label, e in labeled if e.adapter is None])
-    yield from factor_problems(recipe, [(label, e.adapter) for label, e in labeled if e.adapter is not None])
+    pairs = zip(recipe.labels, experts, strict=True)
+    yield from _space_problems(recipe, [label for label, expert in pairs if expert.adapter is None])
+    yield from _factor_problems(recipe, labeled_adapters(recipe, experts))
     yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs))
 
 
@@ -92,10 +92,40 @@ def factor_output_problems(
         known: names of all tensors that the adapters imply or store.
         chooser: of the recipe.
     """
-    yield from factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
+    yield from _factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
     for name in dict.fromkeys(call.method for call in calls.values() if call is not None):
         if get_method(name).needs_base and get_method(name).lowrank is None:
             yield f"method '{name}' reads the base's weights; write a full model (--base ..., --to model)"
     if recipe.allow_nonfinite:
         yield "'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows"
     yield from (f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns(known))
+
+
+def _space_problems(recipe: Recipe, full: Sequence[str]) -> list[str]:
+    """Problem of experts that are full checkpoints, named in `full`, in a space of factors."""
+    if recipe.space == "full" or not full:
+        return []
+    names, has = ", ".join(full), "have" if len(full) > 1 else "has"
+    return [
+        f"'space: {recipe.space}' merges factors of adapters, but {names} {has} none; drop 'space', or give adapters"
+    ]
+
+
+def _factor_problems(recipe: Recipe, adapters: Sequence[tuple[str, Adapter]]) -> list[str]:
+    """Modules whose factors cannot be added up, entry by entry: other ranks, or other scalings."""
+    if recipe.space != "factors":
+        return []
+    problems = []
+    for name in dict.fromkeys(n for _, a in adapters for n in a.modules):
+        having = [(label, a.modules[name]) for label, a in adapters if name in a.modules]
+        for what, values in (
+            ("ranks", {label: m.rank for label, m in having}),
+            ("scalings alpha / r", {label: m.scaling for label, m in having}),
+        ):
+            if len(set(values.values())) > 1:
+                listed = ", ".join(f"{value:g} ({label})" for label, value in values.items())
+                problems.append(
+                    f"'space: factors' adds factors entry by entry, and module '{name}' has {what} {listed}; take "
+                    "'space: core'"
+                )
+    return problems

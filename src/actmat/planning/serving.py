@@ -48,7 +48,13 @@ def plan_notes(
     if recipe.adapter.ranks == "uniform" and widths and any(m.write.rank > m.write.exact_rank for m in modules):
         notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
     if config is not None:
-        notes += serving_notes(config, modules)
+        problems = vllm_problems(config)
+        if any(m.module.kind == "convolution" for m in modules):
+            problems.append("it adapts convolutions (write a full model)")
+        if problems:
+            notes.append(f"vLLM cannot serve this output as an adapter: {'; '.join(problems)}")
+        elif flags := vllm_flags(config):
+            notes.append(f"vLLM serves this output with {' '.join(flags)}")
     return notes
 
 
@@ -72,30 +78,26 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_DEFAULT_RANK = 16
 
 
-def vllm_problems(config: Mapping[str, Any], modules: Sequence[Item]) -> list[str]:
+def vllm_problems(config: Mapping[str, Any]) -> list[str]:
     """Why vLLM would refuse, or misread, an adapter with this `adapter_config.json`; empty when it can serve it."""
     problems = []
-    if config["modules_to_save"]:
-        problems.append(f"full tensors and factors ({', '.join(config['modules_to_save'])}): write a full model")
-    if config["bias"] != "none" or config["lora_bias"]:
-        problems.append("biases and factors: write a full model")
-    if config["rank_pattern"]:
-        problems.append("it does not read rank_pattern: write one rank for all with --set ranks=uniform")
-    if (rank := max((m.write.rank for m in modules), default=0)) > VLLM_RANKS[-1]:
-        problems.append(f"rank {rank} is above its largest, {VLLM_RANKS[-1]}: give --rank, or write a full model")
-    kinds = {"convolution": "convolutions", "parameter": "bare parameters (some mixtures of experts excepted)"}
-    texts = [text for kind, text in kinds.items() if any(m.module.kind == kind for m in modules)]
-    if texts:
-        problems.append(f"no adapters of {' or of '.join(texts)}: write a full model")
+    if config.get("modules_to_save") or config.get("bias", "none") != "none" or config.get("lora_bias"):
+        problems.append("it has full tensors or biases (write a full model)")
+    if config.get("target_parameters"):
+        problems.append("it adapts bare parameters (write a full model)")
+    if config.get("rank_pattern"):
+        problems.append("it has several ranks (write it with --set ranks=uniform)")
+    if (rank := largest_rank(config)) > VLLM_RANKS[-1]:
+        problems.append(f"its rank {rank} exceeds vLLM's maximum, {VLLM_RANKS[-1]} (merge with --rank)")
     return problems
 
 
-def serving_notes(config: Mapping[str, Any], modules: Sequence[Item]) -> list[str]:
-    """A line for the plan if vLLM cannot serve the output, or not with its default settings."""
-    problems = vllm_problems(config, modules)
-    if problems:
-        return ["vLLM cannot serve this output as an adapter. " + "; ".join(problems)]
-    rank = max((m.write.rank for m in modules), default=0)
-    if rank > VLLM_DEFAULT_RANK:
-        return [f"vLLM serves this output with --max-lora-rank {next(n for n in VLLM_RANKS if n >= rank)}"]
-    return []
+def largest_rank(config: Mapping[str, Any]) -> int:
+    """Largest rank of an adapter."""
+    return max([int(config.get("r") or 0), *map(int, (config.get("rank_pattern") or {}).values())])
+
+
+def vllm_flags(config: Mapping[str, Any]) -> list[str]:
+    """Flags with which vLLM serves an adapter that it can serve; empty for its default settings."""
+    rank = largest_rank(config)
+    return ["--max-lora-rank", str(next(n for n in VLLM_RANKS if n >= rank))] if rank > VLLM_DEFAULT_RANK else []

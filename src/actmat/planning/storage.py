@@ -1,25 +1,22 @@
-"""Storage of the inputs and its consequences for the output: components, side files, codes."""
+"""Storage of the inputs and its consequences for the output: components, side files, codes, texts in headers."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from actmat.bounds import read_object
-from actmat.checkpoints.base import Tensors
+from actmat.checkpoints.base import Tensors, TensorSpec
+from actmat.checkpoints.folder import shown
 from actmat.checkpoints.model import Model
-from actmat.checkpoints.quantization import quantization_config
 from actmat.checkpoints.side_files import is_unknown
-from actmat.errors import CheckpointError, Note, first_of
+from actmat.errors import Note, first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.reading import read_configs
 from actmat.layout.components import component_configs, single_file_of
 from actmat.layout.in_memory import names_in_memory
+from actmat.planning.implied import labeled_adapters
 from actmat.recipe import Recipe
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
@@ -58,18 +55,9 @@ def output_dtypes(recipe: Recipe, base: Model) -> tuple[dict[str, str], list[str
             wide = {n: d for n, d in wide.items() if patterns and re.search(patterns, names.get(n, n)[len(prefix) :])}
         dtypes |= wide
         if wide:
-            shown = first_of([f"{n} ({d})" for n, d in wide.items()], SHOWN)
-            notes.append(f"not written in {chosen}, as base or class of the model keep their dtype: {shown}")
+            kept_wide = first_of([f"{n} ({d})" for n, d in wide.items()], SHOWN)
+            notes.append(f"not written in {chosen}, as base or class of the model keep their dtype: {kept_wide}")
     return dtypes, notes
-
-
-def part_notes(base: Model) -> list[str]:
-    """Notes on a base that is a single file of an image or video tool, or a pipeline."""
-    components = component_configs(base.config)
-    if components is not None:
-        return [f"the base is a pipeline with weights in {', '.join(components)}; its other files are copied"]
-    single = single_file_of(base.specs)
-    return [] if single is None else [f"the base is {single.words}"]
 
 
 def _stem(config: Mapping[str, object] | None) -> str:
@@ -93,15 +81,6 @@ def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]
     return left_out
 
 
-def unknown_note(base: Model) -> list[str]:
-    """One sentence on files of the base that are copied, and of which nothing tells what they are."""
-    unknown = [path for path in base.folder.side_files().kept if is_unknown(path)]
-    text = (
-        "of unknown kind are copied from the base as they are; if they hold weights, they are the base's: remove them"
-    )
-    return [f"files {text}: {first_of(unknown, SHOWN)}"] if unknown else []
-
-
 def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
     """One sentence about these files; empty without any.
 
@@ -113,7 +92,32 @@ def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
     return [f"not copied with the output: {', '.join(listed[:SHOWN] + more)}"] if listed else []
 
 
-def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
+def storage_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
+    """Notes on the kind of the base, its unknown files, and inputs that are stored in other forms, or as codes."""
+    components, single = component_configs(base.config), single_file_of(base.specs)
+    notes = [f"the base is {single.words}"] if single is not None else []
+    if components is not None:
+        notes = [f"the base is a pipeline with weights in {', '.join(components)}; its other files are copied"]
+    if unknown := [path for path in base.folder.side_files().kept if is_unknown(path)]:
+        notes.append(
+            "files of unknown kind are copied from the base as they are; if they hold weights, they are the base's: "
+            f"remove them: {first_of(unknown, SHOWN)}"
+        )
+
+    def dtypes(specs: Mapping[str, TensorSpec]) -> str:
+        return ", ".join(sorted({s.dtype for s in specs.values() if s.is_floating}))
+
+    mine = dtypes(base.specs)
+    notes += [
+        f"expert '{label}' is stored in {dtypes(e.specs)}, the base in {mine}: the delta of a coarser copy is part "
+        "rounding"
+        for label, e in zip(recipe.labels, experts, strict=True)
+        if dtypes(e.specs) != mine
+    ]
+    return [*notes, *_quantization_notes(recipe, base, experts), *_named_base_notes(recipe, base, experts)]
+
+
+def _quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
     """Notes about quantized inputs: their layouts, the form of the output, and differences."""
     labels = recipe.labels
     of_base = _schemes(base.tensors)
@@ -130,14 +134,8 @@ def quantization_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -
             "the output is not quantized: decoded tensors are written as floats, and config.json without its entry "
             "about quantization; the program that quantized the base can quantize the output"
         )
-    other = [n for n, schemes in of_experts if n in full and set(schemes) != set(of_base)]
-    if other:
-        notes.append(
-            f"{_listed([f'expert {n!r}' for n in other])} and the base are quantized in different ways, or one of them "
-            "is not: their deltas hold the rounding errors of both"
-        )
-    elif of_base and full:
-        notes.append("base and experts were rounded to codes separately: deltas hold the rounding errors of both")
+    if full and notes:
+        notes.append("base and experts were not rounded to codes together: deltas hold the rounding errors of both")
     return notes
 
 
@@ -145,37 +143,24 @@ FOUR_BITS = re.compile(r"bnb[-_]?4bit|4bit[-_]?bnb|nf4|qlora", re.IGNORECASE)
 """Names of bases of 4 bits, as trainers of adapters call them."""
 
 
-def trained_on_codes_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
-    """Notes on adapters that were trained on a base in 4 bits, and are added to one of floats."""
-    if _schemes(base.tensors):
-        return []
-    names = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
-    return [
+def _named_base_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
+    """Notes on adapters that name a base in 4 bits, or another one, by the last part of its name on the hub."""
+    hub_id = next((files.hub_id for files in base.folder.files), "")
+    named = [(label, a.config.base_model) for label, a in labeled_adapters(recipe, experts) if a.config.base_model]
+    notes = [
         f"expert '{label}' was trained on a base in 4 bits ({name}), from which this base differs by rounding. To "
         "add it to the base as it was trained on, load that in 4 bits in transformers, save it dequantized "
         "(model.dequantize()), and give the copy as --base"
-        for label, name in names
-        if FOUR_BITS.search(name) or _has_four_bits(name)
+        for label, name in named
+        if FOUR_BITS.search(name) and not _schemes(base.tensors)
     ]
-
-
-def named_base_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:
-    """Note on adapters that name another base than this one, by the last part of its name on the hub."""
-    hub_id = next((files.hub_id for files in base.folder.files), "")
-    named = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
-    others = [
-        f"{label}: {n}" for label, n in named if n and os.path.basename(n.rstrip("/")) != os.path.basename(hub_id)
-    ]
-    fix = f"unless it is a copy of {hub_id}, the merge is wrong"
-    return [f"adapters name another base ({first_of(others, SHOWN)}): {fix}"] if hub_id and others else []
-
-
-def _has_four_bits(location: str) -> bool:
-    """True if `config.json` of a local folder says so; no other location is read."""
-    path, settings = os.path.join(location, "config.json"), dict[str, Any]()
-    with contextlib.suppress(CheckpointError):
-        settings = dict(quantization_config(read_object(Path(path)) if location and os.path.isfile(path) else {}))
-    return bool(settings.get("load_in_4bit")) or "4bit" in str(settings.get("quant_method"))
+    others = [f"{label}: {n}" for label, n in named if os.path.basename(n.rstrip("/")) != os.path.basename(hub_id)]
+    if hub_id and others:
+        notes.append(
+            f"adapters name another base ({first_of(others, SHOWN)}): unless it is a copy of {hub_id}, the merge is "
+            "wrong"
+        )
+    return notes
 
 
 def _schemes(tensors: Tensors) -> Mapping[str, int]:
@@ -183,5 +168,47 @@ def _schemes(tensors: Tensors) -> Mapping[str, int]:
     return Counter(scheme for name in tensors.specs if (scheme := tensors.parts(name)[1]))
 
 
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+_OUTDATED = ("format", "actmat", "total_", "sshs_", "modelspec.hash", "lora_adapter_metadata", "_quant", "quant")
+"""Beginnings of keys that tell the bytes, the format or the codes of one file."""
+_FUNCTION = ("config", "prediction_type", "architecture", "timestep_range", "v_pred", "ztsnr")
+"""Ends of keys by which loaders choose the code or the settings of a model."""
+_OF_ONE_FILE = ("ss_", "modelspec.", "sd_merge_")
+"""Beginnings of keys that describe one file: title, author, training."""
+
+
+def merged_metadata(base: Model, experts: Sequence[Deltas], labels: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The texts for a model merged into a base, and notes on those that its inputs contradict.
+
+    A text that all full checkpoints have alike is kept. Of one that decides how the model is loaded, that of the
+    experts is written where they agree, else the base's.
+    """
+    pairs = zip(labels, experts, strict=True)
+    by_label = {label: _valid(e.model) for label, e in pairs if not e.needs_base}
+    of_base = _valid(base)
+    agreed: dict[str, str] = {}
+    notes, dropped = [], []
+    for key in dict.fromkeys(k for texts in (of_base, *by_label.values()) for k in texts):
+        values = {texts.get(key) for texts in by_label.values()} or {of_base.get(key)}
+        mine, (first, *more) = of_base.get(key), list(values)
+        if not more and first is not None and (first == mine or key.endswith(_FUNCTION)):
+            agreed[key] = first
+        elif key.endswith(_FUNCTION) and mine is not None:
+            agreed[key] = mine
+        if values == {mine}:
+            continue
+        if key.endswith(_FUNCTION):
+            label, other = next((n, texts.get(key)) for n, texts in by_label.items() if texts.get(key) != mine)
+            written = "nothing" if key not in agreed else "the base's" if agreed[key] == mine else "the experts'"
+            notes.append(
+                f"header metadata '{key}' are {shown(other)} in expert '{label}' and {shown(mine)} in the base: "
+                f"{written} is written"
+            )
+        elif not key.startswith(_OF_ONE_FILE):
+            dropped.append(key)
+    if dropped:
+        notes.append(f"header metadata that the inputs do not have alike are not written: {first_of(dropped)}")
+    return agreed, notes
+
+
+def _valid(model: Model) -> Mapping[str, str]:
+    return {key: text for key, text in model.folder.header.items() if not key.startswith(_OUTDATED)}

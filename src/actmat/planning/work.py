@@ -24,8 +24,8 @@ from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
 from actmat.planning.cost import (
     base_itemsize,
+    call_of,
     distinct_regions,
-    estimate_flops,
     factored_region_bytes,
     library_bytes,
     module_bytes,
@@ -210,18 +210,17 @@ class Costs:
         named = (call.method, id(call.options), call.space, len(call.post), item.write.kind, item.write.rank)
         ranks = tuple(s.rank for s in item.sources if s is not None) if item.is_factored else ()
         key = (named, item.shape, item.base_dtype, item.layout, item.is_chunkable, len(item.sources), ranks)
-        if item.is_module:
-            assert item.reading is not None, "a module is read by its factors"
-            peak = module_bytes(item, self._width)
-            return item.reading, ItemCost(flops=estimate_flops(item), host_bytes=peak), ""
+        if not item.has_base:
+            assert item.reading is not None, "an adapter is read by its factors"
+            peak = module_bytes(item, self._width) if item.is_module else 24 * item.numel
+            return item.reading, ItemCost(host_bytes=peak), ""
         if key not in self._known:
-            reading, cost, words = place(item, self._recipe, self.room)
-            self._known[key] = reading, dataclasses.replace(cost, flops=estimate_flops(item)), words
+            self._known[key] = place(item, self._recipe, self.room)
         return self._known[key]
 
 
 def _dense_reading(item: Item, regions: Sequence[Region], caps: Postprocess, width: int, *, on_device: bool) -> Reading:
-    call = _call(item)
+    call = call_of(item)
     return reading_of(
         get_method(call.method),
         call.options,
@@ -235,12 +234,12 @@ def _dense_reading(item: Item, regions: Sequence[Region], caps: Postprocess, wid
 
 def _why_on_host(item: Item, room: DeviceRoom) -> str:
     """Reason why no device of this kind merges the item, whatever its size."""
-    method = get_method(_call(item).method)
+    method = get_method(call_of(item).method)
     if method.acts_on == "elementwise":
         return "elementwise"
     if item.is_factored:
         return "factors are small"
-    if room.kind == "mps" and (method.acts_on == "matrix" or _call(item).post):
+    if room.kind == "mps" and (method.acts_on == "matrix" or call_of(item).post):
         return "mps has no float64, in which spectra are computed"
     return ""
 
@@ -251,22 +250,17 @@ def _eigensolver_bytes(region: Region, item: Item) -> int:
     Largest memory allocated by `actmat`: 2.05 `N^2` above the workspace of the host (4096 x 11008, three experts,
     NVIDIA H100, torch 2.11, 2026-11-26).
     """
-    call = _call(item)
+    call = call_of(item)
     method, n_experts = get_method(call.method), len(item.sources)
     if method.acts_on != "matrix":
         return 0
     shapes = region.layout.matrix_shapes(region.shape)
-    return 16 * max(method.cost.spectrum(shape[-2:], n_experts, call.options) for shape in shapes) ** 2
+    return 16 * max(method.cost.side(shape[-2:], n_experts, call.options) for shape in shapes) ** 2
 
 
 def _host_bytes_beside_device(region: Region, item: Item, width: int) -> int:
     """Memory on the host for a region that a device merges."""
-    method = get_method(_call(item).method)
+    method = get_method(call_of(item).method)
     matrices = region.layout.matrix_shapes(region.shape) if method.acts_on == "matrix" else [region.shape]
     statistics = statistics_bytes(method, matrices, 1, width)
     return region.numel * (base_itemsize(item) + width) + statistics + 4 * 8 * min(region.numel, CHUNK)
-
-
-def _call(item: Item) -> MethodCall:
-    assert item.call is not None, "only items with a method are placed"
-    return item.call

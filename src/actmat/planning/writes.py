@@ -72,11 +72,11 @@ def write_modules(
         layout, dtype: of the output.
         chooser: of the means of biases.
     """
-    written = [_with_rank(item, adapters, layout, dtype, _ranks(recipe, item), chooser) for item in items]
-    if recipe.adapter.ranks == "uniform" and written:
-        top = max(i.write.rank for i in written)
-        written = [_resized(i, layout, dtype, top) for i in written]
-    return written
+    ranks = [_ranks(recipe, item) for item in items]
+    if recipe.adapter.ranks == "uniform":
+        top = max((rank for rank, _ in ranks), default=0)
+        ranks = [(top, exact) for _, exact in ranks]
+    return [_with_rank(*pair, adapters, layout, dtype, chooser) for pair in zip(items, ranks, strict=True)]
 
 
 def _ranks(recipe: Recipe, item: Item) -> tuple[int, int]:
@@ -100,10 +100,10 @@ def _joint_rank(call: MethodCall, ranks: Sequence[int], blocks: int) -> int:
 
 def _with_rank(
     item: Item,
+    ranks: tuple[int, int],
     adapters: Sequence[Adapter],
     layout: AdapterLayout,
     dtype: str,
-    ranks: tuple[int, int],
     chooser: Chooser,
 ) -> Item:
     modules = [a.modules.get(item.name) for a in adapters]
@@ -117,13 +117,6 @@ def _with_rank(
     outputs = module_outputs(item.module, layout, rank, dtype, has_bias=any(biased))
     write = Write("factors", outputs, rank=rank, exact_rank=exact, bias=bias)
     return dataclasses.replace(item, write=write, reason=reason)
-
-
-def _resized(item: Item, layout: AdapterLayout, dtype: str, rank: int) -> Item:
-    """The item written with another rank; zeros fill up."""
-    has_bias = any(s.name.endswith(".bias") for s in item.outputs)
-    outputs = module_outputs(item.module, layout, rank, dtype, has_bias=has_bias)
-    return dataclasses.replace(item, write=dataclasses.replace(item.write, outputs=outputs, rank=rank))
 
 
 def module_outputs(
@@ -285,11 +278,8 @@ def settled_plan(plan: MergePlan, changed: Collection[str]) -> MergePlan:
     Raises:
         AlignmentError: no tensor is left.
     """
-
-    def settled(item: Item) -> Item:
-        return item if item.name in changed else dataclasses.replace(item, write=_emptied(item.write))
-
-    items = [settled(item) for item in plan.items]
+    writes = [i.write if i.name in changed else dataclasses.replace(i.write, outputs=()) for i in plan.items]
+    items = [dataclasses.replace(item, write=write) for item, write in zip(plan.items, writes, strict=True)]
     specs = tuple(s for item in items for s in item.outputs)
     if not specs:
         error = AlignmentError(
@@ -300,10 +290,6 @@ def settled_plan(plan: MergePlan, changed: Collection[str]) -> MergePlan:
         raise error
     config = extracted_config(plan.recipe, items)
     return dataclasses.replace(plan, items=tuple(items), specs=specs, adapter_config=config)
-
-
-def _emptied(write: Write) -> Write:
-    return dataclasses.replace(write, outputs=())
 
 
 def _form_of(item: Item, in_memory: str | None, recipe: Recipe) -> Write:
@@ -374,19 +360,14 @@ def _with_outputs(item: Item, write: Write, names: Sequence[str], dtype: str) ->
     outputs: tuple[TensorSpec, ...] = ()
     words = write.why if write.kind == "nothing" else "saved whole"
     if write.kind == "svd":
-        outputs = _factor_specs(item, write, dtype)
+        rows, columns = reversed(item.shape) if item.layout.orientation == "IO" else item.shape
+        a, b = (f"{PREFIX}{write.module}.lora_{side}.weight" for side in "AB")
+        outputs = TensorSpec(a, (write.rank, columns), dtype, ""), TensorSpec(b, (rows, write.rank), dtype, "")
         words = f"factors of rank {write.rank}"
     elif write.kind == "sum":
         outputs = tuple(TensorSpec(PREFIX + n, item.shape, dtype, "") for n in dict.fromkeys(names))
     write = dataclasses.replace(write, outputs=outputs)
     return dataclasses.replace(item, write=write, reason=f"{item.reason}; {words}")
-
-
-def _factor_specs(item: Item, write: Write, dtype: str) -> tuple[TensorSpec, ...]:
-    """Specs of A and B."""
-    rows, columns = reversed(item.shape) if item.layout.orientation == "IO" else item.shape
-    a, b = (f"{PREFIX}{write.module}.lora_{side}.weight" for side in "AB")
-    return TensorSpec(a, (write.rank, columns), dtype, ""), TensorSpec(b, (rows, write.rank), dtype, "")
 
 
 def _aliases(base: Model, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:

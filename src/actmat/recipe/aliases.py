@@ -14,10 +14,6 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> method, and the options with which it is mergekit's method."""
 
 
-OPTION_ALIASES: Mapping[str, Mapping[str, str]] = {"dare": {"merge": "rule"}}
-"""Method -> other names of its options: `dare` merges by a second rule."""
-
-
 def real_method(name: str) -> tuple[str, dict[str, Any]]:
     """The method that a name stands for, and the options that come with it.
 
@@ -28,16 +24,6 @@ def real_method(name: str) -> tuple[str, dict[str, Any]]:
     """
     method, options = ALIASES.get(name, (name, {}))
     return method, dict(options)
-
-
-def real_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under their real names; an alias given together with its real name stays, and is refused as unknown.
-
-    >>> real_options("dare", {"merge": "ties"})
-    {'rule': 'ties'}
-    """
-    names = OPTION_ALIASES.get(real_method(method)[0], {})
-    return {names.get(n, n) if names.get(n) not in options else n: value for n, value in options.items()}
 
 
 def with_real_method(data: Any) -> Any:
@@ -52,9 +38,7 @@ def with_real_method(data: Any) -> Any:
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         return data
     method, preset = real_method(data["method"])
-    options, names = data.get("options") or {}, OPTION_ALIASES.get(method, {})
-    if method == data["method"] and not (isinstance(options, Mapping) and names.keys() & options.keys()):
+    if method == data["method"]:
         return data
-    if isinstance(options, Mapping):
-        options = real_options(method, options)
+    options = data.get("options") or {}
     return {**data, "method": method, "options": {**preset, **options} if isinstance(options, Mapping) else options}

@@ -78,6 +78,9 @@ def printable_yaml(data: Mapping[str, Any]) -> str:
 class _Dumper(yaml.SafeDumper):
     """Quotes texts with characters that are not printable, so that these become escapes; lists of numbers in a line."""
 
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # recipes have none
+
     def represent_text(self, text: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
@@ -116,13 +119,9 @@ def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
     """
     where: dict[str, str] = {}
     duplicates: list[str] = []
-    visited: set[int] = set()  # an anchor is followed once: a nest of anchors must not explode
 
     def visit(node: yaml.Node, path: str, line: int) -> None:
         where[path] = f"{file}:{line + 1}"
-        if id(node) in visited:
-            return
-        visited.add(id(node))
         prefix = f"{path}." if path else ""
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()

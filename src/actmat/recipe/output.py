@@ -96,16 +96,7 @@ TO: Mapping[str, Mapping[str, str]] = {
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
-OF_OUTPUTS = (
-    "vocabulary",
-    "files_from",
-    "config_from",
-    "chat_template",
-    "rank",
-    "ranks",
-    "any_base",
-    "others",
-)
+OF_OUTPUTS = tuple(dict.fromkeys(n for k in KINDS.values() for n in k.model_fields if n not in ("kind", "layout")))
 """Fields of outputs that are flags, and parameters of functions, of their own."""
 
 

@@ -268,15 +268,15 @@ class Recipe(Strict):
                 f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name', -e NAME=PATH"
             )
         files, vocabulary = self.model.files_from, self.model.vocabulary
-        if files not in (None, "base", *labels):
-            raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
-        if self.model.config_from not in (None, "base", *labels):
-            raise ValueError(f"config_from names '{self.model.config_from}'; it must be 'base' or one of {labels}")
-        if self.measured_from not in (None, *labels):
-            raise ValueError(f"measured_from names '{self.measured_from}'; it must be one of {labels}")
-        source = vocabulary.source if vocabulary is not None else "base"
-        if source not in ("base", "union", *labels):
-            raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")
+        source = vocabulary and vocabulary.source
+        for field, name, others in (
+            ("files_from", files, ("base",)),
+            ("config_from", self.model.config_from, ("base",)),
+            ("measured_from", self.measured_from, ()),
+            ("vocabulary", source, ("base", "union")),
+        ):
+            if name is not None and name not in (*others, *labels):
+                raise ValueError(f"{field} names '{name}'; it must be one of {[*others, *labels]}")
         if vocabulary is not None and files not in (None, "base", source):
             raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {files}'")
         return self

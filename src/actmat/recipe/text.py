@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 MAX_VALUES = 100_000
-"""Most values of one text, with anchors expanded."""
+"""Most values of one text."""
 
 MAX_DEPTH = 50
 """Deepest nesting of lists and mappings; a recipe needs five."""
@@ -21,8 +21,10 @@ REFUSED = ("binary", "omap", "pairs", "set", "timestamp")
 """Types of YAML that JSON lacks: no field of a recipe accepts them."""
 
 _TAG = "tag:yaml.org,2002:"
+_EXPECTED = "texts, numbers, true, false, null, lists and mappings"
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep"
-_TOO_MANY = f"expected at most {MAX_VALUES:,} values, with anchors expanded"
+_TOO_MANY = f"expected at most {MAX_VALUES:,} values"
+_ALIAS = "an alias (*name) is not supported: write the value out"  # nests of aliases unfold to giants
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
 _RESOLVERS = {
     first: [(f"{_TAG}float", _EXPONENT), *(r for r in resolvers if r[0] != f"{_TAG}timestamp")]
@@ -57,7 +59,6 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            _check_size(node)
             return node, None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
@@ -89,6 +90,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.get_mark()
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, _ALIAS, mark)
         self._count += 1
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -100,6 +103,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if _kind(node) in REFUSED:
+            raise _refuse(f"found a value of type {_kind(node)}; a recipe holds {_EXPECTED}", node)
         try:
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
@@ -116,36 +121,6 @@ class _Loader(yaml.SafeLoader):
         if strange := [key for key in mapping if not isinstance(key, str)]:
             raise _refuse(f"a key is a text; found {strange[0]!r}", node)
         return mapping
-
-    def refuse_tag(self, node: yaml.Node) -> Any:
-        expected = "texts, numbers, true, false, null, lists and mappings"
-        raise _refuse(f"found a value of type {_kind(node)}; a recipe holds {expected}", node)
-
-
-for _name in REFUSED:
-    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.refuse_tag)
-
-
-def _check_size(root: yaml.Node | None) -> None:
-    """Refuse anchors that unfold to a giant ('billion laughs') or into themselves, before anything visits them."""
-    sizes: dict[int, int] = {}
-
-    def unfolded(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = MAX_VALUES  # met again before its size is known: it contains itself
-            if isinstance(node, yaml.MappingNode):
-                size = sum(unfolded(k) + unfolded(v) for k, v in node.value)
-            elif isinstance(node, yaml.SequenceNode):
-                size = sum(unfolded(v) for v in node.value)
-            else:
-                size = 0
-            sizes[id(node)] = 1 + size
-            if size >= MAX_VALUES:
-                raise _refuse(_TOO_MANY, node)
-        return sizes[id(node)]
-
-    if root is not None:
-        unfolded(root)
 
 
 def _kind(node: yaml.Node) -> str:

@@ -22,6 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from actmat.errors import RecipeError
+from actmat.layout.patterns import compile_pattern
+
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
 
 
@@ -30,11 +33,15 @@ def listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(listed)]
-OneOrMore = Annotated[
-    str | tuple[str, ...],
-    BeforeValidator(lambda value: value[0] if isinstance(value, list | tuple) and len(value) == 1 else value),
-]
+def _compilable(pattern: str) -> str:
+    try:
+        compile_pattern(pattern)
+    except RecipeError as error:
+        raise ValueError(error.sentence) from None
+    return pattern
+
+
+Patterns = Annotated[tuple[Annotated[str, AfterValidator(_compilable)], ...], BeforeValidator(listed)]
 
 
 def _held_by_float32(value: float) -> float:
@@ -70,18 +77,13 @@ class Gradient(Strict):
 class Entry(Strict):
     """A value for the tensors that match; the first entry that matches a tensor decides."""
 
-    match: OneOrMore = Field(default="*", description="patterns on tensor names, as in `rules`; default: all")
+    match: Patterns = Field(default=("*",), description="patterns on tensor names, as in `rules`; default: all")
     layers: tuple[int, int] | Literal["before", "after"] | None = Field(
         default=None,
         description="only these layers, [start, stop], or tensors outside the layers: embeddings ('before') or "
         "the rest ('after'); default: all tensors",
     )
     value: Any = Field(description="a number, or a gradient: a list over the depth, or over `layers`")
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The patterns of `match`."""
-        return (self.match,) if isinstance(self.match, str) else self.match
 
     @model_validator(mode="before")
     @classmethod
@@ -164,7 +166,9 @@ def _entries(value: Any) -> tuple[Entry, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"an entry of the list: {where + ': ' if where else ''}{first['msg']}") from None
+        raise ValueError(
+            f"an entry of the list: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 Weight = Annotated[float | tuple[float, ...] | tuple[Entry, ...], BeforeValidator(read_value)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from actmat.bounds import is_url
 from actmat.errors import RecipeError
-from actmat.recipe.aliases import real_method, real_options
+from actmat.recipe.aliases import real_method
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
@@ -122,12 +122,11 @@ def _options_by_method(
 ) -> list[tuple[str, Mapping[str, Sequence[Any]]]]:
     """Options of each method: all for a single one, since planning reports unknown names with all other problems."""
     if len(methods) == 1:
-        return [(methods[0], real_options(methods[0], options))]
+        return [(methods[0], options)]
     from actmat.methods import get_method
 
     known = {m: get_method(real_method(m)[0]).options for m in methods}
-    real = {m: real_options(m, options) for m in methods}
-    for position, name in enumerate(options):
-        if not any(list(real[m])[position] in known[m] for m in methods):
+    for name in options:
+        if not any(name in known[m] for m in methods):
             raise RecipeError(f"None of the methods has an option '{name}'.")
-    return [(m, {n: v for n, v in real[m].items() if n in known[m]}) for m in methods]
+    return [(m, {n: v for n, v in options.items() if n in known[m]}) for m in methods]

@@ -94,7 +94,7 @@ def plan_time(plan: MergePlan, workers: int) -> str:
     else:
         amount = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
         words = f"about {amount} on {plural(workers, 'worker')}"
-    return f"{words} (from operation counts; a guide, not a measurement)"
+    return f"{words} (from shapes and bytes; a guide, not a measurement)"
 
 
 def size_ratios(norms: Norms | None) -> dict[str, float]:

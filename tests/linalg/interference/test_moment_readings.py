@@ -7,8 +7,8 @@ import torch
 from tests.tolerances import F64_ORACLE, relative_error
 
 from actmat.errors import NumericalError
-from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, gram_panels
-from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments, gram_of_rows
+from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, column_gram, gram_panels
+from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments
 from actmat.linalg.lapack import only_eigenvalues
 
 
@@ -26,13 +26,13 @@ def test_gram_panels_cover_the_columns_once(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [7, PANELLED_FROM + 3, 8 * GRAM_COLUMNS + 5])
-def test_gram_of_rows_is_the_product(width: int) -> None:
+def test_column_gram_is_the_product(width: int) -> None:
     stacked = torch.cat(factors(3, 5, width))
-    assert relative_error(gram_of_rows(stacked), stacked.mT @ stacked) < F64_ORACLE
+    assert relative_error(column_gram(stacked), stacked.mT @ stacked) < F64_ORACLE
 
 
 def test_only_eigenvalues_are_those_of_the_decomposition() -> None:
-    gram = gram_of_rows(*factors(1, 9, 6))
+    gram = column_gram(*factors(1, 9, 6))
     values, retries = only_eigenvalues(gram)
     assert relative_error(values, torch.linalg.eigh(gram).eigenvalues) < F64_ORACLE
     assert retries == ()
@@ -56,7 +56,7 @@ def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor
 @pytest.mark.parametrize("form", ["primal", "dual", "stacked"])
 def test_coordinates_in_the_leading_eigenvectors(form: Literal["primal", "dual", "stacked"]) -> None:
     given = factors(2, 4, 11)
-    gram = gram_of_rows(torch.cat(given))
+    gram = column_gram(torch.cat(given))
     vectors = torch.linalg.eigh(gram).eigenvectors
     for count in (1, 3, 8):
         found = reduced(form, given).coordinates(given[0], count)

@@ -166,7 +166,7 @@ def cost(
                     method.name,
                     shape,
                     seconds,
-                    method.cost.flops(shape, used, method.resolve_options({})) / 2,
+                    method.cost.operations(shape, used, method.resolve_options({})) / 2,
                     None if paper is None else paper.leading_count(used, side),
                     seconds / product,
                 )

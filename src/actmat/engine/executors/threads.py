@@ -27,7 +27,7 @@ from actmat.engine.observer import Writer
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
-from actmat.engine.units import Unit, planned_seconds
+from actmat.engine.units import Unit
 from actmat.planning.model import Item
 
 
@@ -79,8 +79,8 @@ class ThreadExecutor:
             MergeError: a device runs out of memory.
         """
         workers, devices = self._resources.workers, self._feeders
-        if workers + devices > 1:
-            units = sorted(units, key=planned_seconds, reverse=True)  # a long one at the end would leave others idle
+        if workers + devices > 1:  # a long one at the end would leave others idle
+            units = sorted(units, key=lambda unit: unit.seconds, reverse=True)
         here = [u for u in units if not (u.device_bytes and devices)]
         moved = [u for u in units if u.device_bytes and devices]
         spec = dataclasses.replace(spec, room=room_for(here, self._resources))

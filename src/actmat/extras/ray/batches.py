@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actmat.engine.units import Unit, planned_seconds
+from actmat.engine.units import Unit
 from actmat.errors import MergeError, format_size
 
 UNIT_SECONDS = 1e-3
@@ -57,7 +57,7 @@ class Offer:
 
 def unit_seconds(unit: Unit) -> float:
     """Estimated time of a unit on one core, in seconds."""
-    return UNIT_SECONDS + planned_seconds(unit)
+    return UNIT_SECONDS + unit.seconds
 
 
 def make_batches(units: Sequence[Unit], workers: int) -> list[UnitBatch]:

@@ -23,6 +23,7 @@ from actmat.extras.ray.batches import Node, Offer, UnitBatch, make_batches, plan
 from actmat.extras.ray.dispatch import Dispatcher
 from actmat.extras.ray.shared import prepared_storage
 from actmat.extras.ray.worker import Answer, Opening
+from actmat.planning.cost import nominal_seconds
 from actmat.planning.model import Item
 
 
@@ -171,8 +172,7 @@ class RayExecutor:
 
 def _observed(item: Item, member: Member) -> Unit:
     """An item as a unit of a survey."""
-    cost = item.cost
-    return Unit((member,), item.name, cost.read_bytes, cost.host_bytes)
+    return Unit((member,), item.name, item.cost.read_bytes, nominal_seconds(item), item.cost.host_bytes)
 
 
 def _released(answer: Answer, workers: Dispatcher) -> Iterator[UnitResult]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import Merged, MethodCost, passes
+from actmat.methods.facets import Merged, MethodCost
 
 _FLOOR = 1e-8
 """Added to probabilities."""
@@ -52,8 +52,6 @@ ARCEE_FUSION = MergeMethod(
     merge,
     "tensor",
     laws=frozenset({"zeros"}),
-    cost=MethodCost(
-        flops=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 16 * math.prod(shape)
-    ),
+    cost=MethodCost(workspace=lambda shape, n_experts, options: 16 * math.prod(shape)),
     max_experts=1,
 )

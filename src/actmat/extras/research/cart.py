@@ -15,10 +15,10 @@ from torch import Tensor
 
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import Retries, retry_stats
-from actmat.linalg.svd import RANK_RTOL, Way, part_stats, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import MEAN_LAWS, Merged, MethodCost, products
+from actmat.methods.facets import MEAN_LAWS, Merged, MethodCost
 
 Rounding = Literal["down", "up"]
 
@@ -51,7 +51,6 @@ def merge(
     directions = kept_directions(shape or deltas[0].shape, rank, rounding)
     mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
     out_OI, retries, largest = mean_OI.clone(), Retries(), 0
-    ways: list[Way] = []
     for delta_OI in deltas:
         # The distance of an expert from an average of equal ones is rounding: judge it by the delta, not by itself.
         floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
@@ -59,9 +58,8 @@ def merge(
         left_OK = (part.u_OK * (scaling * part.s_K).unsqueeze(-2)).to(out_OI.dtype)
         out_OI += left_OK @ part.v_IK.mT.to(out_OI.dtype)
         retries += part.retries
-        ways.append(part.way)
         largest = max(largest, int(part.rank.clamp_max(directions).max())) if part.rank.numel() else largest
-    return Merged(out_OI, {"k": directions, "rank_max": largest, **part_stats(ways), **retry_stats(retries)})
+    return Merged(out_OI, {"k": directions, "rank_max": largest, **retry_stats(retries)})
 
 
 def kept_directions(shape: Sequence[int], rank: float, rounding: Rounding) -> int:
@@ -88,5 +86,5 @@ CART = MergeMethod(
     "matrix",
     laws=MEAN_LAWS,
     lowrank=in_cores(merge),
-    cost=MethodCost(workspace=_workspace, flops=products(2)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (2, 0)),
 )

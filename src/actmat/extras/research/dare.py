@@ -53,7 +53,7 @@ def merge(
         ICML 2024, arXiv:2311.03099.
     """
     densities = per_expert("density", density, len(deltas))
-    share, total = weights_and_sum("dare", weights, len(deltas), "rule='average'" if rule == "average" else "")
+    share, total = weights_and_sum(weights, len(deltas), is_mean=rule == "average")
     masks = drops(densities, generator)
     if rescale == "l1":
         factors = l1_factors([delta.reshape(-1) for delta in deltas], masks)

@@ -6,8 +6,8 @@ Shapes: `R` rows of `I` entries, `X` rows at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -127,11 +127,6 @@ def normalized_ranks(scores_RI: Tensor) -> Tensor:
     return torch.empty_like(scores_RI).scatter_(-1, order_RI, rank_I.expand_as(scores_RI))
 
 
-def _flops(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
-    """Sorting each row takes a pass for every binary digit of its length."""
-    return n_experts * math.prod(shape) * max(1, (shape[-1] - 1).bit_length())
-
-
 DELLA = MergeMethod(
     "della",
     merge,
@@ -141,8 +136,7 @@ DELLA = MergeMethod(
     cost=MethodCost(
         workspace=lambda shape, n_experts, options: (
             (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
-        ),
-        flops=_flops,
+        )
     ),
     elsewhere=lambda options, n_experts: "mean" if options["sign_election"] and options["reduce"] == "mean" else 1.0,
 )

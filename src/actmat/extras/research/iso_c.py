@@ -17,7 +17,7 @@ from actmat.linalg.singular import SpectrumMean, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import SUM_LAWS, Access, Merged, MethodCost, products
+from actmat.methods.facets import SUM_LAWS, Access, Merged, MethodCost
 
 NullFill = Literal["zero", "fill"]
 
@@ -81,6 +81,6 @@ ISO_C = MergeMethod(
     laws=SUM_LAWS,
     lowrank=in_cores(merge, refused=("null", "fill", _FULL_RANK)),
     access=Access(one_pass=True),
-    cost=MethodCost(workspace=_workspace, flops=products(0, once=5)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (0, 5)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

@@ -16,10 +16,10 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join_parts, orthogonalized_sum
-from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, products
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
 
 
 def merge(
@@ -69,7 +69,6 @@ def merge(
         "common": n_common,
         "per_expert": n_task,
         "common_rank_min": int(common.rank.min()),
-        **part_stats(p.way for p in decomposed),
         **retry_stats((*retries, *(name for p in decomposed for name in p.retries))),
     }
     return Merged(left_OJ.to(total_OI.dtype) @ right_JI.to(total_OI.dtype), stats)
@@ -100,6 +99,6 @@ ISO_CTS = MergeMethod(
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=MethodCost(workspace=_workspace, flops=products(3, once=15)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (3, 15)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.chunks import empty_result, prepend
+from actmat.linalg.chunks import empty_result
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Combination, Merged, MethodCost, PlanChecks, passes
+from actmat.methods.facets import Access, Combination, Merged, MethodCost, PlanChecks
 
 
 def merge(
@@ -48,7 +48,7 @@ def merge(
     Source:
         H. Karcher, "Riemannian center of mass and mollifier smoothing", Comm. Pure Appl. Math. 30 (1977).
     """
-    basis = deltas if of == "deltas" else prepend(given_base("karcher", base), deltas)
+    basis = deltas if of == "deltas" else [given_base("karcher", base), *deltas]
     gram_BB = inner_products(basis)
     combination = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base, of=of)
     return Merged(weighted_sum(basis, combination.coefficients, empty_result(deltas)), combination.stats)
@@ -142,7 +142,6 @@ KARCHER = MergeMethod(
         baseless=lambda options, n_experts: not options.get("include_base", False) and options.get("of") != "deltas",
     ),
     cost=MethodCost(
-        flops=passes(lambda n_experts: n_experts**2),
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     combine=combine,

@@ -23,9 +23,9 @@ from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
 from actmat.linalg.singular import SpectrumMean, isotropic, join_parts, orthogonalized_sum, slots_per_expert
-from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost, products
+from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
 KnotsRule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
@@ -83,14 +83,13 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries: Retries = basis.retries
-    ways: tuple[Way, ...] = ()
     if rule in ELEMENTWISE:
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator)
     else:
-        value_RI, repeats, ways = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
+        value_RI, repeats = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
         retries += repeats
     dtype = deltas[0].dtype
-    return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries, ways))
+    return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries))
 
 
 def merge_lowrank(  # noqa: PLR0913 - as above
@@ -113,15 +112,14 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     """
     bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
     retries: Retries = basis.retries
-    ways: tuple[Way, ...] = ()
     if rule in ELEMENTWISE:
         parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
-        value_RQ, repeats, ways = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
+        value_RQ, repeats = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
         value_RI, retries = bases.right.rows(value_RQ), retries + repeats
     value = LowRank(bases.left.times(_outer(basis, order)), value_RI)
-    return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries, ways))
+    return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries))
 
 
 def _dense_parts(
@@ -185,24 +183,24 @@ def _kept(density: float, total: int) -> int:
 
 def _by_spectrum(
     parts_RI: Sequence[Tensor], rule: KnotsRule, mean: SpectrumMean, directions: int, accuracy: torch.dtype
-) -> tuple[Tensor, Retries, tuple[Way, ...]]:
+) -> tuple[Tensor, Retries]:
     """Inner methods on whole coordinates; `directions` is `min(O, I)` of the layer, not of the coordinates."""
     if rule == "tsv":
         slots = slots_per_expert((directions, directions), len(parts_RI))
         triplets = [thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]
         left, right, retries = orthogonalized_sum(*join_parts(triplets), accuracy=accuracy)
         retries += tuple(name for part in triplets for name in part.retries)
-        return left @ right, retries, tuple(part.way for part in triplets)
+        return left @ right, retries
     total_RI = torch.stack(list(parts_RI)).sum(0)
     if rule == "iso_c":
         value_RI, polar = isotropic(total_RI, directions, mean=mean, accuracy=accuracy)
-        return value_RI, polar.retries, ()
-    return total_RI, (), ()
+        return value_RI, polar.retries
+    return total_RI, ()
 
 
-def _stats(basis: JointBasis, retries: Retries, ways: Sequence[Way]) -> dict[str, float | int | str | bool]:
+def _stats(basis: JointBasis, retries: Retries) -> dict[str, float | int | str | bool]:
     rank = basis.on_R.sum(-1)
-    return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **part_stats(ways), **retry_stats(retries)}
+    return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **retry_stats(retries)}
 
 
 def _is_surveyed(options: Mapping[str, Any]) -> bool:
@@ -250,7 +248,7 @@ KNOTS = MergeMethod(
     "matrix",
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
-    cost=MethodCost(workspace=_workspace, flops=products(4, once=8)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (4, 8)),
     survey=replace(
         SURVEY,
         applies=_is_surveyed,

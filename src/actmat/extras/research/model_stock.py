@@ -15,7 +15,7 @@ from torch import Tensor
 from actmat.linalg.chunks import SHORT_CHUNK, empty_result, shape_and_dtype
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods.contract import MergeMethod
-from actmat.methods.facets import MEAN_LAWS, Access, Combination, Merged, MethodCost, passes
+from actmat.methods.facets import MEAN_LAWS, Access, Combination, Merged, MethodCost
 
 _SINGULAR = 1e-6
 """`|1 + (T - 1) cos|` below which opposing experts give no finite estimate; the filter then keeps the base."""
@@ -100,6 +100,6 @@ MODEL_STOCK = MergeMethod(
     "tensor",
     laws=MEAN_LAWS,
     access=Access(streams=lambda options: not options["filter_wise"], walks_again=True),  # chunks end within filters
-    cost=MethodCost(flops=passes(lambda n_experts: n_experts**2), workspace=_workspace),
+    cost=MethodCost(workspace=_workspace),
     combine=combine,
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 from torch import Tensor
 
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import Access, Merged, MethodCost, passes
+from actmat.methods.facets import Access, Merged
 
 
 def merge(deltas: Sequence[Tensor], *, t: Annotated[float, Bounds(0, open_low=True)] = 1e-4) -> Merged:
@@ -35,6 +35,5 @@ NEARSWAP = MergeMethod(
     "elementwise",
     laws=frozenset({"odd", "zeros"}),
     access=Access(one_pass=True),
-    cost=MethodCost(flops=passes(lambda n_experts: 1)),
     max_experts=1,
 )

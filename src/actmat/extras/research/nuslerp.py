@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import Access, Merged, MethodCost, passes
+from actmat.methods.facets import Access, Merged, MethodCost
 
 SMALLEST_SUM = 1e-6
 """Sum of the weights below which the middle is taken."""
@@ -87,8 +87,6 @@ NUSLERP = MergeMethod(
     "tensor",
     laws=frozenset({"homogeneous", "odd", "identical", "left_orthogonal", "right_orthogonal", "permutation", "zeros"}),
     access=Access(base=lambda options: bool(options["of"] == "weights")),
-    cost=MethodCost(
-        flops=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 18 * math.prod(shape)
-    ),
+    cost=MethodCost(workspace=lambda shape, n_experts, options: 18 * math.prod(shape)),
     max_experts=2,
 )

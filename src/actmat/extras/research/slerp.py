@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actmat.linalg.chunks import empty_result, prepend
+from actmat.linalg.chunks import empty_result
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Fraction, MergeMethod
-from actmat.methods.facets import Access, Combination, Merged, MethodCost, passes
+from actmat.methods.facets import Access, Combination, Merged, MethodCost
 
 
 def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_above: Fraction = 0.9995) -> Merged:
@@ -34,7 +34,7 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_abov
     Source:
         K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
     """
-    basis = prepend(given_base("slerp", base), deltas)
+    basis = [given_base("slerp", base), *deltas]
     combination = combine(inner_products(basis), t=t, linear_above=linear_above)
     return Merged(weighted_sum(basis, combination.coefficients, empty_result(deltas)), combination.stats)
 
@@ -71,7 +71,6 @@ SLERP = MergeMethod(
     # with one expert, the base is the other end
     access=Access(streams=True, walks_again=True, baseless=lambda options, n_experts: n_experts == 2),
     cost=MethodCost(
-        flops=passes(lambda n_experts: 1),
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     max_experts=2,

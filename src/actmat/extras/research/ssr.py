@@ -71,18 +71,12 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * (svd_workspace(n_in, n_in) + 8 * n_in * n_in + 8 * n_out * n_in)
 
 
-def _flops(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> float:
-    """Products of the inputs' width, and its spectrum."""
-    n_out, n_in = shape
-    return 2.0 * n_in * n_in * (4 * n_experts * n_out + 6 * n_in)
-
-
 SSR = MergeMethod(
     "ssr",
     merge,
     "matrix",
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
     lowrank=in_cores(merge, site_of=lambda deltas: ((bases := common_bases(deltas)), bases.right.dense())),
-    cost=MethodCost(workspace=_workspace, flops=_flops),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (4, 6)),
     needs_statistics=("gram",),
 )

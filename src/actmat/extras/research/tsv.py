@@ -21,13 +21,12 @@ from actmat.linalg.svd import (
     ThinSVD,
     accuracy_of,
     orthogonal_svd,
-    part_stats,
     svd_workspace,
     thin_svd,
 )
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
-from actmat.methods.facets import Access, Merged, MethodCost, products
+from actmat.methods.facets import Access, Merged, MethodCost
 
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
@@ -77,8 +76,8 @@ def merge(
     rank_T = torch.stack([p.rank.clamp_max(slots) for p in parts])
     ranks = {"rank_min": int(rank_T.min()), "rank_max": int(rank_T.max())}
     retries += tuple(name for part in parts for name in part.retries)
-    stats = {"k": slots, **ranks, **part_stats(p.way for p in parts), **retry_stats(retries)}
-    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), stats)
+    merged_OI = left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype)
+    return Merged(merged_OI, {"k": slots, **ranks, **retry_stats(retries)})
 
 
 def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> int:
@@ -115,6 +114,6 @@ TSV = MergeMethod(
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE), factored=True),
     access=Access(one_pass=True),
-    cost=MethodCost(workspace=_workspace, flops=products(4, once=10)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (4, 10)),
     elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

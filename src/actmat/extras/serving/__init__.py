@@ -16,7 +16,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.locate import open_file_of_factors
 from actmat.experts.lora.names import first_factor
-from actmat.planning.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
+from actmat.planning.serving import vllm_flags, vllm_problems
 
 TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -144,21 +144,12 @@ def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
         f"model = PeftModel.from_pretrained(model, {place!r})",
     )
     notes = [] if config.get("base_model_name_or_path") else ["the adapter does not name its base: replace BASE by it"]
-    pattern = config.get("rank_pattern") or {}
-    rank = max([int(config.get("r") or 0), *map(int, pattern.values())])
-    problems = []
-    if config.get("modules_to_save") or config.get("bias", "none") != "none":
-        problems.append("it has full tensors or biases")
-    if pattern:
-        problems.append("it has several ranks (write it with --set ranks=uniform)")
-    if rank > VLLM_RANKS[-1]:
-        problems.append(f"its rank {rank} exceeds vLLM's maximum, {VLLM_RANKS[-1]} (merge with --rank)")
+    problems = vllm_problems(config)
     if kind != "AutoModelForCausalLM":
         problems.append("its task is not causal language modelling")
     if problems:
         return Serving(python, "", (*notes, f"vLLM cannot serve it as an adapter: {'; '.join(problems)}"))
-    size = next(n for n in VLLM_RANKS if n >= rank)
-    flags = ["--max-lora-rank", str(size)] if size > VLLM_DEFAULT_RANK else []
     name = Path(place).name or "merged"
+    flags = vllm_flags(config)
     vllm = shlex.join(["vllm", "serve", base, "--enable-lora", *flags, "--lora-modules", f"{name}={place}"])
     return Serving(python, vllm, (*notes, f"request the model '{name}'"))

@@ -1,4 +1,4 @@
-"""Cost of the interference solver, from shapes: its peak memory, and roughly its operations.
+"""Cost of the interference solver, from shapes: its peak memory, and roughly its products.
 
 Memory is in elements of float32, the usual compute dtype; a float64 matrix counts twice. Counted on top of the given
 deltas, including the result, for the most expensive of the paths that the data may choose.
@@ -86,23 +86,20 @@ def _descent_workspace(shape: Sequence[int]) -> int:
     return batch * (2 * entries + square) + max(square + entries, (batch + 5) * entries)
 
 
-def spectrum(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> int:
-    """Side of the matrix whose spectrum is computed; 0 for a ridge, which is solved, and for a descent."""
-    if isinstance(rule, Adam) or (rule.solver == "auto" and rule.spectral.kind == "tikhonov"):
+def side(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> int:
+    """Side `N` of the matrix whose spectrum is computed; 0 for a ridge, which is solved, and for a descent."""
+    if isinstance(rule, Adam) or _is_solved(rule):
         return 0
-    return _size(shape, n_experts, rule, has_grams)
-
-
-def flops(shape: Sequence[int], n_experts: int, rule: InterferenceRule | Adam, *, has_grams: bool = False) -> float:
-    """Operations of `finish(prepare(...))`, or of a descent, for deltas `O I`: products, and a problem of side `N`."""
-    rows, width = shape
-    if isinstance(rule, Adam):
-        return 2.0 * rows * width * width * (3 * n_experts + rule.steps)
-    size = _size(shape, n_experts, rule, has_grams)
-    solved = (9 if spectrum(shape, n_experts, rule, has_grams=has_grams) else 2) * float(size) ** 3
-    return 2.0 * rows * width * size * (1.3 * n_experts + 1) + solved
-
-
-def _size(shape: Sequence[int], n_experts: int, rule: InterferenceRule, has_grams: bool) -> int:
     rows, width = shape[-2:]
     return width if has_grams else min(width, n_experts * rule.estimator.rows(rows, width))
+
+
+def products(rule: InterferenceRule | Adam) -> tuple[float, float]:
+    """Products with a matrix of side `N` per expert, for the sums, and once, for a solve, a spectrum or a descent."""
+    if isinstance(rule, Adam):
+        return 3, rule.steps
+    return 1.3, 2 if _is_solved(rule) else 5.5
+
+
+def _is_solved(rule: InterferenceRule) -> bool:
+    return rule.solver == "auto" and rule.spectral.kind == "tikhonov"

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.gram import PANELLED_FROM, add_gram, mirror
+from actmat.linalg.gram import PANELLED_FROM, add_gram, column_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
@@ -37,16 +37,13 @@ MomentForm = Literal["primal", "dual", "stacked"]
 class Spectrum:
     """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix.
 
-    All of them, or those above `above` times the largest: then from a Krylov basis of `basis` vectors. `refused` is the
-    reason why all were computed although a part would have been enough.
+    All of them, or those above `above` times the largest.
     """
 
     values_N: Tensor
     vectors_NN: Tensor | None
     retries: Retries = ()
     above: float | None = None
-    basis: int = 0
-    refused: str = ""
 
 
 @dataclass(slots=True)
@@ -89,7 +86,7 @@ class Reduced:
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
         if self._spectrum is None or self._spectrum.above is not None:
-            self._spectrum = self._full(self._gram.double(), "")
+            self._spectrum = self._full(self._gram.double())
         return self._spectrum
 
     def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
@@ -102,17 +99,16 @@ class Reduced:
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         wide_NN, dtype = self._gram.double(), self._gram.dtype
-        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
-        if isinstance(part, str):
-            self._spectrum = self._full(wide_NN, part)
+        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else None
+        if part is None:
+            self._spectrum = self._full(wide_NN)
         else:
-            vectors = part.vectors_NK.to(dtype)
-            self._spectrum = Spectrum(part.values_K, vectors, above=rtol, basis=part.basis)
+            self._spectrum = Spectrum(part.values_K, part.vectors_NK.to(dtype), above=rtol)
         return self._spectrum
 
-    def _full(self, wide_NN: Tensor, refused: str) -> Spectrum:
+    def _full(self, wide_NN: Tensor) -> Spectrum:
         values_N, vectors_NN, retries = eigh(wide_NN)
-        return Spectrum(values_N, vectors_NN.to(self.dtype), retries, refused=refused)
+        return Spectrum(values_N, vectors_NN.to(self.dtype), retries)
 
     def coordinates(self, rows_XI: Tensor, count: int) -> Tensor:
         """Rows in the `count` leading eigenvectors of `S`, `X K`: their component in the space that a cut-off keeps."""
@@ -127,14 +123,6 @@ class Reduced:
             return scaled
         # eigenvectors of S: A^T u / s (dual), diag(s) v^T / s (stacked: the rows of `right` carry s already)
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
-
-
-def gram_of_rows(a_RI: Tensor) -> Tensor:
-    """`A^T A`, `I I`."""
-    gram_II = a_RI.new_zeros(a_RI.shape[-1], a_RI.shape[-1])
-    add_gram(gram_II, a_RI)
-    mirror(gram_II)
-    return gram_II
 
 
 def root_of(delta: LowRank) -> Tensor:
@@ -171,7 +159,7 @@ class PrimalMoments:
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram(self.gram_II, factor_RI, weight)
             same = factor_RI is delta_OI  # then their product is symmetric
-            products_OR = gram_of_rows(delta_OI.mT) if same else delta_OI @ factor_RI.mT
+            products_OR = column_gram(delta_OI.mT) if same else delta_OI @ factor_RI.mT
             self.left_OI.addmm_(products_OR, factor_RI, alpha=weight)
             return
         term_II = self._term
@@ -248,7 +236,7 @@ class StackedMoments:
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         dtype = self.a_NI.dtype
         if self._form == "dual":
-            gram_NN = gram_of_rows(self.a_NI.mT)
+            gram_NN = column_gram(self.a_NI.mT)
             for index, root in enumerate(self._roots):
                 here = slice(index * self._rows, (index + 1) * self._rows)
                 if root:

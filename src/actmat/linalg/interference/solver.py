@@ -40,8 +40,9 @@ import torch
 from torch import Tensor
 
 from actmat.errors import NumericalError, StatisticsError
+from actmat.linalg.gram import column_gram
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments, gram_of_rows, root_of
+from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments, root_of
 from actmat.linalg.interference.rule import ZERO_MEAN, InterferenceRule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
@@ -230,7 +231,7 @@ def _state_of_rows(
     rows_NI = torch.cat(factors)
     if len(rows_NI) >= rows_NI.shape[-1]:
         return None
-    reduced = Reduced(torch.cat(left, dim=-1), gram_of_rows(rows_NI.mT), rows_NI, "dual", len(rows_NI), rows_NI.dtype)
+    reduced = Reduced(torch.cat(left, dim=-1), column_gram(rows_NI.mT), rows_NI, "dual", len(rows_NI), rows_NI.dtype)
     return State([reduced], dense[0].shape, rows_NI, None, None, rows_NI.shape[-1], [0], [0.0], squared_norms=squares)
 
 

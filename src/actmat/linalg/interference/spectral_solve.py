@@ -158,13 +158,13 @@ def _without_the_smallest(
     inverse = torch.cholesky_inverse(factor)
     del factor
     removed = leading(inverse, Largest(dropped, 0.0, 1 / (rtol * sum(top) + shift)), reduced.dtype)
-    if isinstance(removed, str) or float(removed.values_K[0]) < 1 / (cutoff + shift):
+    if removed is None or float(removed.values_K[0]) < 1 / (cutoff + shift):
         return None
     vectors_NK = removed.vectors_NK
     for matrix in (inverse, inverse.mT):
         matrix.addmm_(matrix @ vectors_NK, vectors_NK.mT, alpha=-1.0)
     gain_NN = inverse.to(reduced.dtype)
-    stats: Stats = {"rank": reduced.size - vectors_NK.shape[1], "cutoff": cutoff, "rtol": rtol, "basis": removed.basis}
+    stats: Stats = {"rank": reduced.size - vectors_NK.shape[1], "cutoff": cutoff, "rtol": rtol}
     return lambda left_XN: left_XN @ gain_NN, {**stats, "solver": f"{reduced.form}/inverse"}
 
 
@@ -180,12 +180,7 @@ def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float, rows: int) -> tuple[
 
 def _record(reduced: Reduced, spectrum: Spectrum) -> Stats:
     name = "svd" if spectrum.vectors_NN is None else "eigh" if spectrum.above is None else "lanczos"
-    record: Stats = {"solver": f"{reduced.form}/{name}"}
-    if spectrum.basis:
-        record["basis"] = spectrum.basis
-    if spectrum.refused:
-        record["no_lanczos"] = spectrum.refused
-    return record
+    return {"solver": f"{reduced.form}/{name}"}
 
 
 def _applied(spectrum: Spectrum, gain_K: Tensor, size: int, rows: int) -> Apply:

@@ -76,7 +76,11 @@ def member(
         takes=takes,
         lowrank=LowRankForm(family.merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all),
         access=Access(one_pass=True, base=base),
-        cost=MethodCost(*map(family.cost_of, (cost.workspace, cost.flops, cost.spectrum))),
+        cost=MethodCost(
+            family.cost_of(cost.workspace),
+            products=lambda options: cost.products(rule_of(**options)),
+            side=family.cost_of(cost.side),
+        ),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish),
         plan=PlanChecks(weights_problem=family.weights_problem),
@@ -141,7 +145,7 @@ class _Family:
         """Second stage; the state remains usable."""
         return self._solved(state, arguments, consume=False)
 
-    def cost_of(self, estimate: Callable[..., Any]) -> Callable[[Sequence[int], int, Mapping[str, Any]], Any]:
+    def cost_of(self, estimate: Callable[..., int]) -> Callable[[Sequence[int], int, Mapping[str, Any]], int]:
         """A facet of `MethodCost` from an estimate for the rule that the options choose."""
         return lambda shape, n_experts, options: estimate(
             shape, n_experts, self.rule_of(**options), has_grams=self.has_grams

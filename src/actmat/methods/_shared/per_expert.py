@@ -51,18 +51,14 @@ def sum_problem(weights: Sequence[float]) -> str | None:
 
 
 def weights_and_sum(
-    method: str, weights: Sequence[float] | None, n_experts: int, divisor_of: str
+    weights: Sequence[float] | None, n_experts: int, *, is_mean: bool = True
 ) -> tuple[list[float], float]:
     """The weights (1 unless given) and their sum.
 
     Raises:
-        RecipeError: they sum to zero, and `divisor_of` is to be divided by it.
+        RecipeError: they sum to zero, of a mean.
     """
     share = [1.0] * n_experts if weights is None else list(weights)
-    total = math.fsum(share)
-    if total == 0 and divisor_of:
-        raise RecipeError(
-            f"{method}: expected weights with a sum other than 0, got {share}; {divisor_of} divides by it. "
-            "Change the weights, or use task_arithmetic for differences of experts."
-        )
-    return share, total
+    if is_mean and (problem := sum_problem(share)):
+        raise RecipeError(problem)
+    return share, math.fsum(share)

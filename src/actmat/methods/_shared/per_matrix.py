@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
-from actmat.linalg.svd import MatrixForm, Way, part_stats
+from actmat.linalg.svd import MatrixForm
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
 KnownShape = Sequence[int] | None
@@ -26,7 +26,7 @@ MatrixStats = dict[str, float | int | str | bool]
 
 @dataclass(frozen=True, slots=True)
 class OneMatrix:
-    """The merged delta of one matrix, numbers for its record, retries of decompositions, and partial decompositions.
+    """The merged delta of one matrix, numbers for its record, and retries of decompositions.
 
     Over a batch, numbers whose names end in `_min` or `_max` give the smallest or largest, others add up.
     """
@@ -34,7 +34,6 @@ class OneMatrix:
     value_OI: Tensor
     numbers: Mapping[str, float | int] = field(default_factory=dict)
     retries: Retries = ()
-    ways: Sequence[Way] = ()
 
 
 def each_matrix(
@@ -60,8 +59,7 @@ def _record(merged: Sequence[OneMatrix]) -> MatrixStats:
     for name in merged[0].numbers:
         values = [f.numbers[name] for f in merged]
         out[name] = min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)
-    ways = part_stats(way for f in merged for way in f.ways)
-    return {**out, **ways, **retry_stats(name for f in merged for name in f.retries)}
+    return {**out, **retry_stats(name for f in merged for name in f.retries)}
 
 
 def in_cores(
