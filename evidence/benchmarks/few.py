@@ -422,8 +422,8 @@ def main() -> None:
         "digits": lambda: wanted([NUMBERS] * 3, dict.fromkeys(PRIORS, (1, 2, 4, 8)), dict.fromkeys(kinds, few)),
         "whole-texts": wanted_of_chats,
         "adapters": lambda: itertools.chain(
-            wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,))),
             by_prompts(("self", 8), ("self", 32)),
+            wanted([NUMBERS, few, few], {PRIORS[1]: few}, dict.fromkeys((*kinds, "reworded"), (8,))),
         ),
     }
     encoders = functools.partial(wanted, [(8, 1, 64, 2, 4, 16)] * 3, {PRIORS[1]: NUMBERS}, dict.fromkeys(kinds, (8,)))

@@ -205,6 +205,41 @@ def sets(form: str) -> str:
     return table(["experts", "average", "`auto`", "best", "`merge --data`"], brief) + f"\n{said}\n"
 
 
+def _by(prompts: str, number: int) -> str:
+    """Row of the suite `llm-qwen` that is `merge --data` by so many prompts."""
+    return f"regmean:{prompts}:number={number}:ridge=0.001:prior={4 / number:g}"
+
+
+PROMPTS = {
+    "none: average": ("average", "average", 0),
+    "none: `auto`": ("auto", "average", 0),
+    "8 of the user": (_by("training", 8), "own", 8),
+    "8 that the expert wrote": (_by("self", 8), "self", 8),
+    "32 that the expert wrote": (_by("self", 32), "self", 32),
+    "4 of the user, 4 that it wrote": (_by("mixed", 8), "", 8),
+    "8 of random tokens": (_by("random", 8), "random", 8),
+    "each expert on its own task": ("experts", "", 0),
+}
+"""Origin of the prompts of each expert -> row of `self-llm-qwen.jsonl`; kind and number of inputs in `few.jsonl`."""
+
+
+def written(_: str) -> str:
+    """Accuracy of merges by prompts of several origins, on adapters trained on whole texts and on answers."""
+    scores = read_lines(RESULTS / "evidence" / "self-llm-qwen.jsonl")
+    few = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == "adapters"]
+    few = [r for r in few if r["n"] == 0 or (r["prior"], r["ridge"], r.get("toward")) == (4.0, 0.001, None)]
+    columns = sorted({(r["seed"], r["model"].partition("loss on ")[2]) for r in scores})
+    lines = []
+    for name, (method, kind, n) in PROMPTS.items():
+        cells = [_percents([r for r in few if (r["kind"], r["n"]) == (kind, n)]).partition(" ")[0]]
+        for seed, learnt in columns:
+            row = [r for r in scores if (r["seed"], r["method"]) == (seed, method) and r["model"].endswith(learnt)]
+            share = sum(r["correct"] for r in row) / max(1, sum(r["total"] for r in row))
+            cells.append(f"{100 * share:.1f}" if row else "")
+        lines.append([name, *cells])
+    return table(["prompts of each expert", "answers", *(f"{learnt}, seed {seed}" for seed, learnt in columns)], lines)
+
+
 def _percents(rows: list[dict[str, Any]]) -> str:
     """Mean accuracy and mean share of answers kept, over tasks and draws."""
     means = ([sum(r[key]) / len(r[key]) for r in rows] for key in ("accuracy", "kept"))
@@ -238,6 +273,7 @@ KINDS: Kinds = {
     "result": result,
     "few": few,
     "sets": sets,
+    "written": written,
     "scores": evidence_table,
     "measured": measured_table,
     "small": small_table,

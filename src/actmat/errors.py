@@ -222,13 +222,11 @@ class Note:
         severity: commands show warnings first.
         code: of a check, or what code reads of other messages; empty for those that only people read.
         text: for people; begins with a small letter.
-        subject: the input or entry that it is about, if code needs it.
     """
 
     severity: NoteSeverity
     code: str
     text: str
-    subject: str = ""
 
     def __str__(self) -> str:
         return f"{f'warning {self.code}'.strip()}: {self.text}" if self.severity == "warning" else self.text

@@ -369,7 +369,6 @@ DOORS: dict[str, tuple[str, str, Any, str]] = {
     "modules": ("base", "modules.json", [{"idx": 0, "name": "0", "path": "1_Pooling", "type": "x"}], "merge"),
     "pipeline": ("base", "model_index.json", {"_class_name": "X", "unet": ["diffusers", "X"]}, "plan"),
     "manifest": ("out", "actmat_manifest.json", None, "verify"),
-    "report": ("out", "report.json", None, "compare"),
 }  # fmt: skip
 
 
@@ -411,7 +410,6 @@ def commands(json_family: Family, kind: str) -> list[str]:
         "plan adapters": ["plan", "--expert", adapter, "--expert", other],
         "merge": json_family.argv("--method", "average", "--out", str(json_family.root / "again"), "--overwrite"),
         "verify": ["verify", out],
-        "compare": ["compare", out, out],
     }[kind]
 
 

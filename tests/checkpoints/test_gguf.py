@@ -173,6 +173,8 @@ def test_settings_in_headers_that_differ_are_said(number: int, said: list[str], 
     expert = write_gguf(tmp_path / "expert.gguf", seed=1, tokenizer__ggml__eos_token_id=number)
     notes = [n.text for n in actmat.plan(base, [expert], method="average").notes if n.text.startswith("headers")]
     assert notes == [f"{text}: those of the base are written" for text in said]
+    merged = actmat.merge(base, [expert], method="average", out=tmp_path / "out")
+    assert any("tokenizer in the base's header cannot be converted" in n.text for n in merged.plan.notes)
 
 
 def in_pairs(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -182,7 +182,7 @@ def test_sidecars_come_when_asked_for(hub: HubStandIn, tmp_path: Path) -> None:
     (folder / "original" / "consolidated.00.pth").write_bytes(b"")
     (folder / "tekken.json").write_text("{}")
     with open_model("org/tiny") as model:
-        place = model.folder.fetch()
+        place = model.folder.directory
     assert place is not None
     assert place == model.folder.files[0].directory
     assert (place / "tokenizer.json").read_text() == "{}"

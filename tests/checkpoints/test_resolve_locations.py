@@ -35,7 +35,7 @@ def test_safetensors_win_over_torch_files(tmp_path: Path) -> None:
     assert isinstance(found.tensors, SafetensorsFiles)
     assert set(found.specs) == {"w"}
     assert found.location == str(tmp_path)
-    assert found.folder.fetch() == tmp_path
+    assert found.folder.directory == tmp_path
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.pth", "x.bin"])
@@ -44,7 +44,7 @@ def test_single_files_open_without_a_folder(tmp_path: Path, name: str) -> None:
     save(ONE, tmp_path / name)
     with open_model(tmp_path / name) as checkpoint:
         assert torch.equal(checkpoint.tensors.read("w"), ONE["w"])
-        assert checkpoint.folder.fetch() is None
+        assert checkpoint.folder.directory is None
         assert checkpoint.config is None
 
 

@@ -103,12 +103,6 @@ def test_names_of_files_and_the_index(tmp_path: Path) -> None:
     assert index["weight_map"] == {n: s.file for s in shards for n in s.specs}
 
 
-def test_one_file_needs_no_index(tmp_path: Path) -> None:
-    specs = [spec("t", (10,))]
-    ShardWriter(tmp_path, plan_shards(specs, 10**9)).finish(specs)
-    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
-
-
 def test_wider_dtypes_come_first_and_keep_their_order() -> None:
     specs = [
         spec("a", (3,), "uint8"),

@@ -139,7 +139,7 @@ def test_links_are_refused_wherever_they_lie(sentences: tuple[Path, Path], tmp_p
     (tmp_path / "elsewhere" / "a.txt").write_text("a")
     (base / "linked").symlink_to(tmp_path / "elsewhere")
     with open_model(base) as opened:
-        assert "linked/a.txt" not in opened.folder.side_files().kept
+        assert "linked/a.txt" not in opened.folder.side_files.kept
 
 
 def test_a_damaged_table_of_modules_is_named(sentences: tuple[Path, Path]) -> None:
@@ -157,13 +157,13 @@ def test_folders_in_a_bucket_are_listed(sentences: tuple[Path, Path], tmp_path: 
         open_model(f"file://{base}")
     (base / "2_Dense" / "model.safetensors").unlink()
     with open_model(f"file://{base}") as opened:
-        kept = opened.folder.side_files().kept
-        folder = opened.folder.fetch()
+        kept = opened.folder.side_files.kept
+        folder = opened.folder.directory
         assert folder is not None
         assert "onnx/config.json" not in kept
         assert (folder / "2_Dense" / "config.json").read_bytes() == (base / "2_Dense" / "config.json").read_bytes()
         with open_model(base) as local:
-            assert local.folder.side_files() == opened.folder.side_files()
+            assert local.folder.side_files == opened.folder.side_files
     url = f"file://{tmp_path}/bucket"
     actmat.merge(base, [expert], out=url, threads=1, durable=False)
     assert (tmp_path / "bucket" / "1_Pooling" / "config.json").exists()

@@ -125,7 +125,7 @@ def test_threads_and_resources_change_nothing(family: Family) -> None:
     one = actmat.diagnose(family.base, family.experts, threads=1)
     three = actmat.diagnose(family.base, family.experts, threads=3)
     assert timeless(one) == timeless(three)
-    assert [t.name for t in one.tensors] == list(load_file(family.base / "model.safetensors"))
+    assert sum(one.actions.values()) == len(load_file(family.base / "model.safetensors"))
 
 
 def test_large_matrices_are_probed(tmp_path: Path) -> None:
@@ -135,20 +135,17 @@ def test_large_matrices_are_probed(tmp_path: Path) -> None:
     for place, size in zip(places, (0.0, 0.1, 0.1), strict=True):
         save_file({k: v + size * torch.randn(v.shape, generator=rng) for k, v in base.items()}, place)
     probed, again = (actmat.diagnose(places[0], places[1:], **FAST).measures[0] for _ in range(2))
-    assert probed.probes == 128
     assert probed == again
 
 
-def test_unchanged_and_copied_tensors_are_rows_without_measures(family: Family) -> None:
+def test_unchanged_and_copied_tensors_have_no_measures(family: Family) -> None:
     start = load_file(family.base / "model.safetensors")
     for expert in family.experts:
         family.change(expert, lambda t: t.update({Q0: start[Q0]}))
     found = actmat.diagnose(family.base, family.experts, keep=[UP0], **FAST)
     assert not {Q0, UP0} & {m.name for m in found.measures}
-    rows = {r.name: r for r in found.tensors}
-    assert (rows[UP0].action, rows[UP0].unchanged) == ("copy", True)
-    assert (rows[Q0].unchanged, rows[UP0].action, rows[UP0].method) == (True, "copy", None)
-    assert rows["model.norm.weight"].stats["norms"][0] > 0
+    assert found.actions["copy"] == 1
+    assert {r.name: r for r in found.norms}["model.norm.weight"].norms[0] > 0
     assert found.totals.bytes_written == 0
 
 
@@ -202,7 +199,7 @@ def test_a_watched_merge_of_adapters_writes_the_same_bytes(adapters: tuple[Path,
     assert files[0] == files[1]
     assert report.diagnosis == read_diagnosis(tmp_path / "watched")
     assert timeless(report.diagnosis).measures == actmat.diagnose(None, experts, **FAST).measures
-    assert {r.name for r in report.diagnosis.tensors} == {m["name"] for m in plain.manifest["modules"]}
+    assert sum(report.diagnosis.actions.values()) == len(plain.manifest["modules"])
 
 
 def test_stacked_modules_are_measured_one_by_one(tmp_path: Path) -> None:
@@ -227,7 +224,7 @@ def test_an_adapter_that_leaves_a_module_alone(adapters: tuple[Path, list[Path]]
     alone = [m for m in found.measures if "v_proj" in m.name]
     assert alone
     for m in alone:
-        assert (m.norms[1], m.numerical_rank[1], m.residual[1]) == (0, 0, 0)
+        assert (m.norms[1], m.residual[1]) == (0, 0)
 
 
 # Interruptions

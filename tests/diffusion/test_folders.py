@@ -124,7 +124,7 @@ def test_variants_are_read_where_there_is_nothing_else(unets: Path, tmp_path: Pa
     unet().save_pretrained(tmp_path / "base")
     with open_model(tmp_path / "base") as both:
         assert {s.dtype for s in both.specs.values()} == {"float32"}
-        assert "diffusion_pytorch_model.fp16.safetensors" in both.folder.side_files().left_out
+        assert "diffusion_pytorch_model.fp16.safetensors" in both.folder.side_files.left_out
 
 
 def test_a_pipeline_is_merged_component_by_component(pipelines: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_search_compares_predictions_over_one_vocabulary(family: Path, tmp_pat
 
 def test_choices_that_do_not_go_together_are_refused(family: Path, tmp_path: Path) -> None:
     common = {"out": tmp_path / "out", "method": "average"}
-    with pytest.raises(MergeError, match="must be 'base', 'union' or one of"):
+    with pytest.raises(MergeError, match=r"'chatt'; it must be one of \['base', 'union'"):
         library.merge(family / "base", [family / "chat"], vocabulary="chatt", **common)
     with pytest.raises(MergeError, match="drop 'files_from: tool'"):
         library.merge(

@@ -7,8 +7,8 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
+    NormRow,
     RunTotals,
-    TensorRow,
 )
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -31,31 +31,14 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
         "snr": (30.0,) * n,
         "relative_norms": (0.02,) * n,
         "effective_rank": (20.0,) * n,
-        "numerical_rank": (64,) * n,
         "cosine": table(n, 1.0, 0.05),
         "subspace_overlap": table(n, 1.0, 0.4),
         "chance_overlap": 0.3,
         "residual": (0.6,) * n,
         "merged_norm": 0.72,
-        "mean_norm": 0.72,
         "sum_norm": 1.44,
     }
     return MatrixRow(name=name, **(settings | fields))
-
-
-def a_row(
-    name: str, *, action: str = "merge", role: str = "linear", method: str | None = "actmat", **fields: Any
-) -> TensorRow:
-    """A row of the report."""
-    settings: dict[str, Any] = {
-        "shape": (64, 64),
-        "dtype": "float32",
-        "reason": "because",
-        "options": {},
-        "unchanged": False,
-        "stats": {},
-    }
-    return TensorRow(name=name, role=role, action=action, method=method, **(settings | fields))
 
 
 def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
@@ -72,10 +55,9 @@ def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
 def some_facts(n: int = 2, **fields: Any) -> Facts:
     """Two matrices of unremarkable experts, a table, nothing wrong."""
     names = ["model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"]
-    stats = {"norms": [0.1] * n, "base_norm": 10.0, "merged_norm": 0.05}
     settings: dict[str, Any] = {
         "labels": ["math", "code", "law"][:n],
-        "tensors": [*(a_row(name) for name in names), a_row("embed", role="embedding", action="average", stats=stats)],
+        "norms": [NormRow("embed", "embedding", (0.1,) * n, 10.0, 0.05)],
         "measures": [a_measure(name, n) for name in names],
         "samples": {name: a_sample(n) for name in names},
     }
@@ -94,7 +76,8 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "out": "merged",
         "experts": tuple(ExpertRow(n, f"experts/{n}", "model", 1.0, 0.6, 0.5) for n in ("math", "code")),
         "totals": RunTotals(tensors=1, parameters=4096, measured=1),
-        "tensors": (a_row("model.layers.0.q_proj.weight"),),
+        "actions": {"merge": 1},
+        "norms": (),
         "measures": (a_measure(),),
         "findings": (),
     }

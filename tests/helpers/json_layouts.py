@@ -23,7 +23,7 @@ PINNED: dict[str, set[str]] = {
     "serve": {"python", "vllm", "notes"},
     "statistics": {"statistics"},
     "statistics statistics": {
-        "path", "model", "amount", "samples", "tokens", "patches", "not_measured", "data", "kinds",
+        "path", "model", "samples", "tokens", "not_measured", "data", "kinds",
     },
     "try": {"prompts", "models"},
     "ui": {"url", "port"},
@@ -38,7 +38,7 @@ PINNED: dict[str, set[str]] = {
     },
     "diagnose": {
         "format", "kind", "actmat", "created", "recipe", "method", "source", "base", "out", "experts",
-        "totals", "findings", "agreement", "residual_on_data", "left_out",
+        "totals", "actions", "findings", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
         "outs", "methods", "base", "experts", "settings", "relative", "compared", "names", "left_out",

@@ -51,7 +51,7 @@ class OneTensor:
         found: list[list[Tensor]] = []
         for region in cut(self.item.shape, VECTOR, acts_on):
             deltas = RegionDeltas(self.reader, region, self.reader.read_base(region))
-            found.append([d.flatten().clone() for d in deltas.each()])
+            found.append([d.flatten().clone() for d in deltas])
         return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
 
 

@@ -5,9 +5,9 @@ import math
 import random
 from typing import Any
 
-from tests.helpers.diagnoses import Matrix, a_diagnosis, a_measure, a_row
+from tests.helpers.diagnoses import Matrix, a_diagnosis, a_measure
 
-from actmat.diagnostics.model import Diagnosis, ExpertRow, Finding, MatrixRow, RunTotals, TensorRow
+from actmat.diagnostics.model import Diagnosis, ExpertRow, Finding, MatrixRow, RunTotals
 
 MODULES = (
     ("self_attn.q_proj", (64, 64)),
@@ -57,28 +57,13 @@ def measure(rng: random.Random, module: str, layer: int | None, shape: tuple[int
         snr=tuple(n * 9 / math.sqrt(rows) for n in norms),
         relative_norms=tuple(n / 40 for n in norms),
         effective_rank=tuple(columns / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)),
-        numerical_rank=(min(rows, columns),) * experts,
         cosine=cosine,
         subspace_overlap=_symmetric(rng, experts, 0.3, 0.08),
         chance_overlap=0.12,
         residual=tuple(residual),
         merged_norm=0.8 * summed,
-        mean_norm=summed / experts,
         sum_norm=summed,
     )
-
-
-def _averaged(name: str, shape: tuple[int, ...]) -> TensorRow:
-    role = "embedding" if "embed" in name else "vector"
-    return a_row(
-        name, action="average", role=role, method="average", shape=shape, reason="1-D norm: mean of the deltas"
-    )
-
-
-def _merged(module: str, shape: tuple[int, ...]) -> TensorRow:
-    stats = {"rank": 48, "cutoff": 1e-7, "solver": "cholesky"}
-    reason = f"linear layer, name ends in {module.rpartition('.')[2]}"
-    return a_row(f"{module}.weight", shape=shape, reason=reason, options={"rtol": None}, stats=stats)
 
 
 FINDINGS: tuple[Any, ...] = (
@@ -94,16 +79,17 @@ def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 
     """`7 layers` measured matrices, norms, an embedding and `extra` further vectors."""
     rng = random.Random(seed)
     labels = names(experts)
-    tensors = [_averaged("model.embed_tokens.weight", (512, 64))]
+    averaged: list[tuple[int, ...]] = [(512, 64)]
+    merged: list[tuple[int, ...]] = []
     measures = []
     for layer in range(layers):
         stem = f"model.layers.{layer}"
-        tensors.append(_averaged(f"{stem}.input_layernorm.weight", (64,)))
+        averaged.append((64,))
         for module, shape in MODULES:
-            tensors.append(_merged(f"{stem}.{module}", shape))
+            merged.append(shape)
             measures.append(measure(rng, f"{stem}.{module}", layer, shape, experts))
-    tensors += [_averaged(f"model.extra.{i}.bias", (64,)) for i in range(extra)]
-    tensors.append(_merged("lm_head", (512, 64)))
+    averaged += [(64,)] * extra
+    merged.append((512, 64))
     measures.append(measure(rng, "lm_head", None, (512, 64), experts))
     energy = [sum(m.norms[t] ** 2 for m in measures) for t in range(experts)]
     left = [math.sqrt(sum((m.residual[t] * m.norms[t]) ** 2 for m in measures) / energy[t]) for t in range(experts)]
@@ -123,15 +109,15 @@ def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 
             for t, label in enumerate(labels)
         ),
         totals=RunTotals(
-            tensors=len(tensors),
-            parameters=sum(math.prod(t.shape) for t in tensors),
+            tensors=len(averaged) + len(merged),
+            parameters=sum(map(math.prod, averaged + merged)),
             measured=len(measures),
             seconds=12.5,
             peak_bytes=1_250_000_000,
             bytes_read=9_000_000_000,
             bytes_written=2_200_000_000,
         ),
-        tensors=tuple(tensors),
+        actions={"merge": len(merged), "average": len(averaged)},
         measures=tuple(measures),
         findings=tuple(Finding(*words, found, 3, words[0] == MUTED) for words in FINDINGS),
     )

@@ -324,6 +324,14 @@ def test_settings_follow_the_experts_where_they_agree(
     assert agreement.configs == ({"config.json": base | written} if written else {})
 
 
+def test_a_base_with_all_entries_at_its_top_gets_no_part() -> None:
+    """A part with a few entries would have the defaults of its class for all others."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2}
+    nested = {"model_type": "qwen2_vl", "text_config": sizes | {"model_type": "qwen2_vl_text", "temperature": 0.5}}
+    agreement = agree_configs({"model_type": "qwen2_vl"} | sizes, [("one", nested)])
+    assert (agreement.problems, agreement.configs) == ((), {})
+
+
 @pytest.mark.parametrize(
     ("keys", "ignored"),
     [

@@ -85,10 +85,8 @@ def test_kill_minus_nine_at_a_random_moment(
     run.signal(signal.SIGKILL)
     status, errors = run.wait()
     assert status in (0, -signal.SIGKILL), errors
-    if out.exists():
-        assert is_complete(out, reference)
-    else:
-        assert status == -signal.SIGKILL
+    assert is_complete(out, reference) or (status != 0 and not out.exists())
+    if status != 0:  # it goes on, or clears what a run leaves that is killed between the rename and its end
         status, errors = server.start(command(family, out)).wait()
         assert status == 0, errors
         assert is_complete(out, reference)

@@ -186,7 +186,7 @@ def test_single_files_indexes_and_wrong_addresses(server: RangeServer, tmp_path:
     save_file({"w": torch.ones(3)}, folder / "one.safetensors")
     with open_model(f"{server.url}/m/one.safetensors") as found:
         assert list(found.specs) == ["w"]
-        assert found.folder.fetch() is None
+        assert found.folder.directory is None
     with open_model(f"{server.url}/m/model.safetensors.index.json") as found:
         assert len(found.specs) == 4
     for path, said in (

@@ -1,8 +1,7 @@
-"""The license of a merged model: from cards, with conflicts named; relations to the inputs."""
+"""The license of a merged model, from cards; relations to the inputs."""
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.helpers.adapters import save_adapter
@@ -10,7 +9,7 @@ from tests.helpers.hub import HubStandIn
 from tests.helpers.merging import Family, card
 
 import actmat
-from actmat.report.licenses import LicensedInput, combine, read_card
+from actmat.report.licenses import LicensedInput, read_licenses, shared_license
 
 MODELS = Path(__file__).parents[1] / "data" / "mergekit"
 
@@ -20,30 +19,19 @@ def origin(label: str, *licenses: str) -> LicensedInput:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "head", "said"),
+    ("inputs", "license", "said"),
     [
-        ([origin("base", "mit"), origin("a", "mit")], {"license": "mit"}, "License of this model: `mit`."),
-        ([origin("base", "mit"), origin("a", "apache-2.0")], {"license": ["mit", "apache-2.0"]}, "`apache-2.0`: a"),
-        ([origin("base", "llama3.1"), origin("a", "mit")], {"license": "llama3.1"}, "notices of `mit` must be kept"),
-        ([origin("base", "mit"), origin("a")], {}, "None was found for a. The license of this model is not stated"),
-        ([origin("base")], {}, "Licenses that the inputs state: none."),
-        ([origin("base", "gemma"), origin("a", "gemma", "mit")], {"license": "gemma"}, "`gemma`: base, a"),
+        ([origin("base", "mit"), origin("a", "mit")], "mit", "`mit`: base, a."),
+        ([origin("base", "mit"), origin("a", "apache-2.0")], None, "`mit`: base; `apache-2.0`: a. The license of this"),
+        ([origin("base", "mit"), origin("a")], None, "`not stated`: a. The license of this model is not stated"),
+        ([origin("base")], None, "`not stated`: base."),
+        ([origin("base", "gemma"), origin("a", "gemma", "mit")], None, "`gemma`: base, a; `mit`: a"),
     ],
 )
-def test_licenses_combine(inputs: list[LicensedInput], head: dict[str, Any], said: str) -> None:
-    found = combine(inputs)
-    assert found.head == head
-    assert said in found.text
-    assert "**Conflict**" not in found.text
-
-
-def test_two_licenses_that_are_not_permissive_conflict_and_both_are_named() -> None:
-    found = combine([origin("base", "llama3.1"), origin("math", "cc-by-nc-4.0"), origin("code", "mit"), origin("x")])
-    assert found.head == {"license": "other", "license_name": "conflict"}
-    assert "**Conflict**: llama3.1 (base) and cc-by-nc-4.0 (math) are not one license" in found.text
-    assert "None was found for x." in found.text
-    (note,) = read_card(f"---\nlicense: other\n---\n{found.text}\n").notes
-    assert "cc-by-nc-4.0" in note
+def test_only_a_license_of_all_inputs_is_stated(inputs: list[LicensedInput], license: str | None, said: str) -> None:
+    found, text = shared_license(inputs)
+    assert found == license
+    assert said in text
 
 
 @pytest.mark.parametrize(
@@ -63,7 +51,7 @@ def test_two_licenses_that_are_not_permissive_conflict_and_both_are_named() -> N
     ],
 )  # fmt: skip
 def test_cards_are_read_whatever_they_hold(text: str, licenses: tuple[str, ...]) -> None:
-    assert read_card(text).licenses == licenses
+    assert read_licenses(text) == licenses
 
 
 def test_a_merge_takes_licenses_from_folders(tmp_path: Path) -> None:
@@ -73,7 +61,7 @@ def test_a_merge_takes_licenses_from_folders(tmp_path: Path) -> None:
         (expert / "README.md").write_text("---\nlicense: llama3.1\n---\n")
     actmat.merge(family.base, family.experts, out=family.out, durable=False)
     head, body = card(family.out)
-    assert head["license"] == "llama3.1"
+    assert "license" not in head
     assert "`apache-2.0`: base; `llama3.1`: expert0, expert1." in body.partition("## License")[2]
     assert "base_model" not in head, "folders are no ids of the hub, also where they have a slash"
 
@@ -97,9 +85,7 @@ def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_comm
     head, body = card(family.out)
     assert head["base_model"] == ["org/base", "org/math", "org/code"]
     assert head["base_model_relation"] == "merge"
-    assert (head["license"], head["license_name"]) == ("other", "conflict")
-    assert "**Conflict**: cc-by-nc-4.0 (math) and gemma (code) are not one license" in body
-    assert "None was found for base." in body
+    assert "`not stated`: base; `cc-by-nc-4.0`: math; `gemma`: code." in body
 
 
 def test_an_adapter_names_its_base_as_a_relation(tmp_path: Path) -> None:
@@ -122,5 +108,4 @@ def test_parts_of_an_input_are_related_and_their_cards_read_at_their_own_commits
     actmat.merge("org/base", ["org/a@main+org/lora", "org/b"], out=tmp_path / "out", durable=False)
     head, body = card(tmp_path / "out")
     assert head["base_model"] == ["org/base", "org/a", "org/lora", "org/b"]
-    assert head["license"] == "gemma"
     assert "`gemma`: a (org/lora)" in body

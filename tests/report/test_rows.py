@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.hashing import hash_names
 from actmat.diagnostics.totals import totals_of
 from actmat.engine.record import Record
 from actmat.errors import OutputError
@@ -19,7 +18,7 @@ from actmat.planning import MergePlan
 from actmat.planning.item import Item, Target, Write
 from actmat.planning.model import InputSummary
 from actmat.recipe import make_recipe
-from actmat.report.manifest import model_contents
+from actmat.report.manifest import hashes_of
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.run.output import JournalRecords
 
@@ -66,11 +65,11 @@ def test_contents_of_inputs_whose_names_have_another_order() -> None:
     in_experts = [{n: n for n in names}, {n: f"model.{n}" for n in names}, {"a": "z", "b": "y"}]
     plan = plan_of(names, in_experts)
     records = {n: record(n, 3) for n in names}
-    of_output, of_base, of_experts = model_contents(plan, records)
-    assert of_output == hash_names((n, f"out-{n}") for n in names)
-    assert of_base == hash_names((n, f"base-{n}") for n in names)
+    of_items, of_base, of_experts = hashes_of(plan, records)
+    assert of_items == {n: f"out-{n}" for n in names}
+    assert of_base == {n: f"base-{n}" for n in names}
     for t, expert in enumerate(in_experts):
-        assert of_experts[t] == hash_names((stored, f"{t}-{n}") for n, stored in expert.items())
+        assert of_experts[t] == {stored: f"{t}-{n}" for n, stored in expert.items()}
 
 
 def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:

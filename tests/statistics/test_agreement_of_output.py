@@ -206,7 +206,7 @@ def test_rules_that_need_statistics_are_diagnosed_with_them(place: Path, tmp_pat
         flags += ["-e", expert, "--statistics", f"{name}={out}"]
     done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json", "--full"])
     assert done.code == 0, done.err
-    assert {t["method"] for t in json.loads(done.out)["tensors"]} == {"regmean", "average"}
+    assert set(json.loads(done.out)["actions"]) == {"merge", "average"}
     merged = ["merge", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--out", str(tmp_path / "out")]
     assert run(merged).code == 0
     before, after = (load_file(p / "model.safetensors") for p in (place / "base", tmp_path / "out"))

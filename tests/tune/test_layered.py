@@ -157,5 +157,5 @@ def test_commands_say_it_and_give_the_same(
     assert all(torch.equal(t, parts[n]) for n, t in whole.items())
     assert bool(whole) == (name not in ("try", "diagnose"))
     if name in ("try", "diagnose"):
-        said = [re.sub("(whole|layers)", "", o.out) for o in outcomes]
+        said = [re.sub(r"whole|layers|[\d.]+ s\b", "", o.out) for o in outcomes]
         assert said[0] == said[1]

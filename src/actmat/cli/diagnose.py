@@ -79,7 +79,7 @@ def diagnose(
     if shown.json and shown.full:  # as `read_diagnosis` reads it
         print_json(diagnosis.to_json())
     elif shown.json:
-        print_result("diagnose", diagnosis.to_json(), long=("tensors", "measures"))
+        print_result("diagnose", diagnosis.to_json(), long=("measures", "norms"))
     elif not shown.quiet:
         from actmat.cli.summary import print_diagnosis
 

@@ -240,13 +240,12 @@ def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, 
 
 def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
     """Summary of a statistics file, without a row per tensor."""
-    from actmat.statistics.header import count_patches, describe_amount, describe_contents, is_of_images
+    from actmat.statistics.header import describe_contents, is_of_images
 
     sources = [d.source for d in header.data]
     model = header.model.location
-    images = is_of_images(header)
-    rows = {"tokens": None if images else header.tokens, "patches": count_patches(header) if images else None}
-    counts = {"amount": describe_amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
+    tokens = None if is_of_images(header) else header.tokens
+    counts = {"samples": header.samples, "tokens": tokens, "not_measured": len(header.absent)}
     return {"path": str(path), "model": model, **counts, "data": sources, "kinds": describe_contents(header)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,15 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
+    NormRow,
     RunTotals,
-    TensorRow,
-    measures_from_json,
+    rows_from_json,
 )
 from actmat.diagnostics.totals import totals_of
 from actmat.diagnostics.warnings import merge_findings
 from actmat.engine.record import Record
-from actmat.planning.model import Item, MergePlan
+from actmat.planning.model import MergePlan
 from actmat.system import peak_memory
-
-NORM_FIELDS = ("norms", "base_norm", "merged_norm")
 
 Records = Mapping[str, Record]
 
@@ -31,21 +30,22 @@ Records = Mapping[str, Record]
 def is_observation(observed: Mapping[str, Any]) -> bool:
     """True if a diagnosis can be built from the measurements of one item, which come from a journal."""
     try:
-        measures_from_json(observed["measures"])
-        return all(k in observed for k in NORM_FIELDS if "norms" in observed)
+        rows_from_json(MatrixRow, observed["measures"])
+        rows_from_json(NormRow, observed["norms"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return False
+    return True
 
 
 def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, seconds: float) -> Diagnosis:
-    """Rows, measures, summaries and checks, from the records of all items; `out`: the output's folder, if any."""
+    """Measures, summaries and checks, from the records of all items; `out`: the output's folder, if any."""
     names = [of.name for of in (plan.items if plan.output == "adapter" else plan.specs)]
-    rows = tuple(_row(plan, plan.by_name[name], records) for name in names)
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
-    measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
+    measures = rows_from_json(MatrixRow, [m for o in observed.values() for m in o["measures"]])
+    norms = rows_from_json(NormRow, [row for o in observed.values() for row in o["norms"]])
     facts = Facts(
         labels=plan.recipe.labels,
-        tensors=rows,
+        norms=norms,
         measures=measures,
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         of_records=merge_findings(plan, records, totals_of(plan, records)),
@@ -69,8 +69,9 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
             bytes_read=plan.read_bytes,
             bytes_written=plan.write_bytes if out is not None else 0,
         ),
-        tensors=rows,
+        actions=dict(Counter(plan.by_name[name].action for name in names)),
         measures=measures,
+        norms=norms,
         findings=run_checks(facts, recipe.mute),
     )
 
@@ -91,25 +92,3 @@ def _experts(plan: MergePlan, measures: Sequence[MatrixRow]) -> tuple[ExpertRow,
         )
         rows.append(row)
     return tuple(rows)
-
-
-def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
-    record = records.get(item.tied_to or item.name)
-    observed = record.observed if record is not None and item.tied_to is None else None
-    call = item.call if item.is_observed else None
-    role = str(item.layout.role)
-    if plan.base is None:
-        role = item.module.kind if item.is_module else "tensor"
-    norms = {k: observed[k] for k in NORM_FIELDS if k in observed} if observed else {}
-    return TensorRow(
-        name=item.name,
-        role=role,
-        shape=item.shape,
-        dtype=item.out_dtype,
-        action=item.action,
-        reason=item.reason,
-        method=call.method if call else None,
-        options=dict(call.options) if call else {},
-        unchanged=item.call is None if record is None else record.unchanged,
-        stats={**(record.stats if record is not None else {}), **norms},
-    )

@@ -51,7 +51,7 @@ def measure_dense(
     # a delta or its transpose, whichever can be read without a copy
     inner_TT = inner_products([d.mT if not d.is_contiguous() and d.mT.is_contiguous() else d for d in deltas])
     size = frobenius_norm64(merged_OI) * abs(scale)
-    return _numbers(rows, inner_TT, width, size) | {"probes": PROBES if probed else None}
+    return _numbers(rows, inner_TT, width, size)
 
 
 def measure_lowrank(deltas: Sequence[LowRank], merged: LowRank | Tensor, *, scale: float = 1.0) -> Numbers:
@@ -90,12 +90,10 @@ def _numbers(rows: Mapping[str, Tensor], inner_TT: Tensor, width: int, merged_no
     return {
         "norms": vector(inner_TT.diagonal().clamp_min(0).sqrt()),
         "effective_rank": vector(rows["effective_rank"]),
-        "numerical_rank": tuple(rows["numerical_rank"].tolist()),
         "cosine": matrix(normalized(inner_TT).clamp(-1, 1)),
         "subspace_overlap": matrix(rows["subspace_overlap"]),
         "chance_overlap": tidy(_chance(rows["effective_rank"], width)),
         "residual": vector(rows["residual"]),
-        "mean_norm": tidy(total / len(inner_TT)),
         "sum_norm": tidy(total),
         "merged_norm": tidy(merged_norm),
     }

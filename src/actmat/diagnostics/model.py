@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -83,19 +83,14 @@ class RunTotals(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRow(_Strict):
-    """One tensor of the output: action and reason. `options`, `stats`: of the method, as in the manifest."""
+class NormRow(_Strict):
+    """Norms of a merged tensor that is not a matrix: of each delta, of the base, of the merged delta."""
 
     name: str
     role: str
-    shape: tuple[WholeNumber, ...]
-    dtype: str
-    action: str
-    reason: str
-    method: str | None
-    options: Mapping[str, Any]
-    unchanged: bool
-    stats: Mapping[str, Any]
+    norms: Vector
+    base_norm: Number
+    merged_norm: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +107,12 @@ class MatrixRow(_Strict):
     snr: Vector | None
     relative_norms: Vector | None
     effective_rank: Vector
-    numerical_rank: tuple[WholeNumber, ...]
     cosine: Matrix
     subspace_overlap: Matrix
     chance_overlap: Number
     residual: Vector
     merged_norm: Number
-    mean_norm: Number
     sum_norm: Number
-    probes: WholeNumber | None = None
 
     @property
     def label(self) -> str:
@@ -211,13 +203,13 @@ class Finding(_Strict):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(_Strict):
-    """Diagnosis of a merge: rows per tensor, measures per matrix, findings of checks.
+    """Diagnosis of a merge: measures per matrix, norms of other tensors, findings of checks.
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
         base, out: locations, or None.
-        tensors: in the order of the output.
-        measures: in the order of the tensors.
+        actions: number of output tensors, or modules, by what was done with them.
+        measures, norms: in the order of the output.
         agreement: of the merged model with those experts whose inputs were given, in their order; None without inputs.
         residual_on_data: of the merged model, for those experts whose statistics were given; None without statistics.
     """
@@ -231,8 +223,9 @@ class Diagnosis(_Strict):
     out: str | None
     experts: tuple[ExpertRow, ...]
     totals: RunTotals
-    tensors: tuple[TensorRow, ...]
+    actions: Mapping[str, WholeNumber]
     measures: tuple[MatrixRow, ...]
+    norms: tuple[NormRow, ...]
     findings: tuple[Finding, ...]
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
@@ -281,7 +274,7 @@ class Diagnosis(_Strict):
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
     """Problems: vectors and matrices without one entry per expert."""
     n = len(diagnosis.experts)
-    vectors = ("norms", "snr", "relative_norms", "effective_rank", "numerical_rank", "residual")
+    vectors = ("norms", "snr", "relative_norms", "effective_rank", "residual")
     for m in diagnosis.measures:
         for field in vectors:
             value = getattr(m, field)
@@ -290,15 +283,21 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
         for field in ("cosine", "subspace_overlap"):
             if [len(row) for row in getattr(m, field)] != [n] * n:
                 yield f"{field} of '{m.label}' is not {n} x {n}"
+    for row in diagnosis.norms:
+        if len(row.norms) != n:
+            yield f"norms of '{row.name}' has {len(row.norms)} entries for {n} experts"
     for field in ("agreement", "residual_on_data"):
         named = [row.expert for row in getattr(diagnosis, field) or ()]
         if named != [e.name for e in diagnosis.experts if e.name in named]:
             yield f"{field} does not name experts, each once, in their order"
 
 
-def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ...]:
-    """Measures from the records of a run, which may come from a journal."""
-    return tuple(_reader(tuple[MatrixRow, ...]).validate_json(json.dumps(rows)))
+MeasuredRow = TypeVar("MeasuredRow", MatrixRow, NormRow)
+
+
+def rows_from_json(kind: type[MeasuredRow], rows: Sequence[Mapping[str, Any]]) -> tuple[MeasuredRow, ...]:
+    """Rows from the records of a run, which may come from a journal."""
+    return tuple(_reader(tuple[kind, ...]).validate_json(json.dumps(rows)))  # type: ignore[valid-type]
 
 
 @functools.cache

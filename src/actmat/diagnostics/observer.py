@@ -18,7 +18,7 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.layer_names import split_layer
 from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank, tidy
-from actmat.diagnostics.model import MatrixRow
+from actmat.diagnostics.model import MatrixRow, NormRow
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.method import generator_for
 from actmat.engine.observer import ObservedMerge
@@ -89,13 +89,15 @@ class ItemObserver:
 
     def finish(self) -> dict[str, Any]:
         """Measures of matrices, norms of other tensors, and results of the sample."""
-        out: dict[str, Any] = {"measures": self._measures}
+        out: dict[str, Any] = {"measures": self._measures, "norms": []}
         if self._sample:
             out["sample"] = self._sample
         if not self._regions and not self._item.is_module:
-            out["norms"] = [tidy(math.sqrt(s)) for s in self._squares]
-            out["base_norm"] = tidy(math.sqrt(self._base_square))
-            out["merged_norm"] = tidy(math.sqrt(self._merged_square) * abs(self.call.scale))
+            each, base, merged = (
+                [tidy(math.sqrt(s)) for s in squares]
+                for squares in (self._squares, [self._base_square], [self._merged_square * self.call.scale**2])
+            )
+            out["norms"] = [dataclasses.asdict(NormRow(self.name, self.role, tuple(each), *base, *merged))]
         return out
 
     def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:

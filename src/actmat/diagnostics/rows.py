@@ -26,9 +26,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from actmat.linalg.interference.rule import FLOAT32_EPS
-from actmat.linalg.lapack import only_eigenvalues
-
 PROBES = 128
 """`m`: random combinations of output rows. Matrices with no more rows than this are taken as they are."""
 
@@ -61,7 +58,6 @@ def measure_rows(
     square = torch.zeros(count, count, dtype=torch.float64)
     effective = torch.zeros(count, dtype=torch.float64)
     residual = torch.zeros(count, dtype=torch.float64)
-    numerical = torch.zeros(count, dtype=torch.int64)
     for t in range(count):
         if not sizes[t]:
             continue
@@ -69,13 +65,12 @@ def measure_rows(
             square[s, t] = square[t, s] = _squares(unit[s] @ unit[t].mT, probed)
         gram_RR = unit[t].double() @ unit[t].double().mT
         square[t, t] = energy = _squares(gram_RR, probed)
-        numerical[t] = _numerical_rank(unit[t], gram_RR, shape[1])
         if not energy:  # probes of one row, or a delta whose probes vanish: nothing to divide by
             continue
         effective[t] = min(max(_squared_trace(gram_RR, probed) / energy, 1.0), *shape)
         residual[t] = math.sqrt(_squares(apart(t, unit[t]) / sizes[t], probed) / energy)
-    ranks = {"effective_rank": effective, "numerical_rank": numerical}
-    return {**ranks, "residual": residual, "subspace_overlap": normalized(square).clamp(0, 1)}
+    overlap = normalized(square).clamp(0, 1)
+    return {"effective_rank": effective, "residual": residual, "subspace_overlap": overlap}
 
 
 def normalized(products_TT: Tensor) -> Tensor:
@@ -102,12 +97,3 @@ def _squared_trace(gram_RR: Tensor, probed: bool) -> float:
     diagonal = gram_RR.diagonal()
     total = float(diagonal.sum()) ** 2
     return total - float(diagonal.square().sum()) if probed else total
-
-
-def _numerical_rank(factor_RI: Tensor, gram_RR: Tensor, width: int) -> int:
-    """Number of eigenvalues above `I eps(float32)` of the largest, ACTMat's default cut-off."""
-    if factor_RI.shape[0] > factor_RI.shape[1]:
-        gram_RR = factor_RI.double().mT @ factor_RI.double()
-    values_N = only_eigenvalues(gram_RR)[0]
-    top = float(values_N.max())
-    return int((values_N > width * FLOAT32_EPS * top).sum()) if top > 0 else 0

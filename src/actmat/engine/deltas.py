@@ -134,10 +134,6 @@ class RegionDeltas(LazySequence):
         for _ in self if isinstance(self.base_raw, Tensor) else self.walk():
             pass
 
-    def each(self) -> Iterator[Tensor]:
-        """Yield the deltas in order, each in the memory of the previous one."""
-        return iter(self)
-
     def held(self) -> Sequence[Tensor]:
         """All deltas, in memory until the next region is read."""
         chunkable = self.reader.on_host and self.reader.item.is_chunkable

@@ -107,14 +107,13 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
     untied = [e for e in full if e.config and may_have_head(e.config) and not ties_embeddings(e.config)]
     headless = [f"'{e.label}'" for e in untied if not any(map(is_output_head, e.model.specs))]
+    notes = [*agreed.notes]
     if headless and ties_embeddings(base.config):
-        note = f"config.json of {first_of(headless)} unties an output head that it does not store: it is taken as tied"
-        agreed = replace(agreed, notes=(*agreed.notes, note))
+        notes.append(f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied")
     if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
-        bare = ["the base"] if base.config is None else bare
-        note = f"no config.json of {first_of(bare)} is there to be compared. Fix: give the folder of the model"
-        agreed = replace(agreed, notes=(*agreed.notes, note))
-    return agreed
+        whose = "the base" if base.config is None else first_of(bare)
+        notes.append(f"no config.json of {whose} is there to be compared. Fix: give the folder of the model")
+    return replace(agreed, notes=tuple(notes))
 
 
 def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:

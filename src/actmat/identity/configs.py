@@ -6,7 +6,6 @@ class (`reading`). Where no class can be asked, a short table of spellings decid
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,7 +133,7 @@ def agree_configs(
     if take is None:
         problems = _problems(differences, readings, fix or CHOOSE, head)
         noted = [d for d in differences if d.kind == "noted"]
-        agreed = {} if fix else _agreed_entries(configs, noted)  # a header is written as it is
+        agreed = {} if fix else _agreed_entries(base, configs, noted)  # a header is written as it is
         for whose, of_owner in (
             ("as the experts agree", [d for d in noted if d.at in agreed]),
             (owner, [d for d in noted if d.at not in agreed]),
@@ -153,13 +152,15 @@ def agree_configs(
     return InputAgreement(tuple(problems), tuple(notes), configs={} if written == base else _by_path(base, written))
 
 
-def _agreed_entries(experts: Mapping[str, Mapping[str, Any]], noted: Sequence[ConfigDifference]) -> dict[Place, Any]:
+def _agreed_entries(
+    base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]], noted: Sequence[ConfigDifference]
+) -> dict[Place, Any]:
     """Entries to note that the files of all experts have alike, by their places; those of another class are not."""
     other_classes = {d.at[:-1] for d in noted if d.at[-1] in CLASSES and d.base is not ABSENT}
     agreed = {}
     for at in dict.fromkeys(d.at for d in noted if d.at[:-1] not in other_classes and d.at[-1] != "auto_map"):
         first, *others = (_entry(config, at) for config in experts.values())
-        if first is not None and all(same(first, v) for v in others):
+        if first is not None and all(same(first, v) for v in others) and _has_part(base, at):
             agreed[at] = first
     if _LABELS[:1] in agreed:
         agreed[_LABELS[1:]] = _entry(next(iter(experts.values())), _LABELS[1:])
@@ -171,6 +172,11 @@ def _entry(config: Any, at: Place) -> Any:
     for key in at:
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
+
+
+def _has_part(config: Mapping[str, Any], at: Place) -> bool:
+    """True if the entry's part is in the file: one that has all entries at its top must not get a part of a few."""
+    return isinstance(_entry(config, at[:-1]), Mapping)
 
 
 def _with_value(config: Mapping[str, Any], at: Place, value: Any) -> dict[str, Any]:
@@ -285,7 +291,7 @@ def _unlike_marks(pair: _ConfigPair) -> Iterator[ConfigDifference]:
         return
     ours = dict(_marks(pair.base))
     for at, theirs in _marks(pair.expert):
-        if not same(base := ours.get(at, ABSENT), theirs):
+        if not same(base := ours.get(at, ABSENT), theirs) and _has_part(pair.base, at):
             is_other = at[-1] == "architectures" and base != ABSENT
             yield ConfigDifference((*pair.at, *at), pair.label, base, theirs, "function" if is_other else "noted")
     if not _is_unsure(pair):
@@ -355,18 +361,14 @@ def _patched(
     config: Mapping[str, Any], pairs: Sequence[_ConfigPair], differences: Sequence[ConfigDifference]
 ) -> dict[str, Any]:
     """The config with the entries of an expert in those parts that differ."""
-    out = copy.deepcopy(dict(config))
+    out = dict(config)
     for pair in (p for p in pairs if p.base and p.expert):
         places = [d.at for d in differences if d.label == pair.label and d.at[: len(pair.at)] == pair.at]
         if places:
-            part = out
-            for key in pair.at:
-                part = part[key]
             keys = {key for at in places for key in (_LABELS if at == _LABELS[:1] else at)}
-            entries = _with_entries(pair.base, pair.expert, keys)
-            for key in pair.base:
-                part.pop(key, None)
-            part.update(entries)
+            others = {k: v for k, v in _entry(out, pair.at).items() if k not in pair.base}
+            part = {**others, **_with_entries(pair.base, pair.expert, keys)}
+            out = _with_value(out, pair.at, part) if pair.at else part
     return out
 
 
@@ -379,7 +381,7 @@ def _with_entries(base: Mapping[str, Any], expert: Mapping[str, Any], also: set[
         if not stays and isinstance(a, Mapping) and isinstance(b, Mapping):
             out[key] = _with_entries(a, b, also)
         elif key in (source := base if stays else expert):
-            out[key] = copy.deepcopy(source[key])
+            out[key] = source[key]
     return out
 
 

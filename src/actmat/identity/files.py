@@ -16,7 +16,7 @@ from actmat.identity.entries import same
 from actmat.identity.inventory import DAMAGED, TEMPLATES, Inventory, matches
 from actmat.identity.tokens import TOKENIZERS, tokenizer_file
 
-_OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "*chat_template*")
+_OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "*chat_template*")
 SHOWN = 6
 """Entries that a note names."""
 FIX = ". Another one: --set files_from=NAME"

@@ -20,14 +20,12 @@ from actmat.errors import CheckpointError, first_names
 from actmat.experts.deltas import Deltas
 from actmat.experts.stored import UnfittedDeltas
 from actmat.identity.templates import chat_template
-from actmat.identity.tokens import TOKENIZER, TokenInput, TokenReader, tokenizer_file
+from actmat.identity.tokens import TOKENIZER, WORDS, TokenInput, TokenReader, tokenizer_file
 from actmat.layout.ties import is_output_head, is_token_table
 
 DAMAGED = "a file that cannot be read"
 TEMPLATES = "the chat template"
 """Stands for the files and entries that hold all of them."""
-OF_WORDS = ("vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes")
-"""Files that say again what `tokenizer.json` says."""
 _UNREAD = re.compile(r"(?i)(^|/)(readme|licen[sc]e|notice|citation|use_policy|requirements)[^/]*$|\.(md|rst|html)$")
 """Files that no program reads with a model."""
 HARMLESS = re.compile(
@@ -98,7 +96,7 @@ class Inventory:
     @cached_property
     def side(self) -> SideFiles:
         """The files that an output may get."""
-        return SideFiles() if self.source is None else self.folder.side_files()
+        return SideFiles() if self.source is None else self.folder.side_files
 
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
@@ -138,7 +136,7 @@ class Inventory:
         """True for files that are read with a model and compared here; configs of models are compared elsewhere."""
         top, slash, _ = path.partition("/")
         name = path.rpartition("/")[2]
-        if _UNREAD.search(path) or is_weights(path) or (TOKENIZER in self.side.kept and matches(path, OF_WORDS)):
+        if _UNREAD.search(path) or is_weights(path) or (TOKENIZER in self.side.kept and matches(path, WORDS)):
             return False
         is_config = name in (CONFIG, PIPELINE, SCHEDULER_CONFIG)
         return not is_config or (bool(slash) and top in self.side.modules)
@@ -193,7 +191,7 @@ class Inventory:
     def unread(self, base: Inventory | None) -> list[str]:
         """Warnings on trained weights that are not read, and that the base's folder does not have as well."""
         stored = self.model.stored if isinstance(self.model, Deltas) else None
-        known = {} if base is None else base.folder.side_files().left_out
+        known = {} if base is None else base.folder.side_files.left_out
         left_out = {} if self.source is None else self.source.side_files(self.folder.merged).left_out
         left = [p for p, why in left_out.items() if why.code == "weights" and p not in known and not _EARLIER.match(p)]
         if stored is None:

@@ -24,11 +24,10 @@ from actmat.errors import CheckpointError, first_of
 from actmat.identity.configs import words_of
 
 TOKENIZER = "tokenizer.json"
-TOKENIZERS = (
-    *(TOKENIZER, "tokenizer.model*", "tokenizer_config.json", "vocab.*", "*.tiktoken", "tekken.json", "*.spm"),
-    *("spiece.model", "sentencepiece*.model", "spm.model", "bpe.codes"),
-)
-"""Files that a tokenizer may have."""
+WORDS = ("vocab.*", "merges.txt", "*.model", "tokenizer.model*", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes")
+"""Files of tokens in forms other than `tokenizer.json`, beside which they say the same again."""
+TOKENIZERS = (TOKENIZER, "tokenizer_config.json", *WORDS)
+"""Files by which a folder has a tokenizer."""
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
 RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
 """Entries of `tokenizer.json` by which a text becomes tokens."""
@@ -86,8 +85,7 @@ def _merges(data: Mapping[str, Any]) -> str:
 
 def tokenizer_file(files: Source) -> str | None:
     """The file with the tokens of a tokenizer: JSON, a list of words, or another form such as SentencePiece's."""
-    patterns = [p for p in TOKENIZERS if p not in (TOKENIZER, CONFIG, "vocab.*")]
-    others = (n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p))
+    others = (n for n in sorted(files.names) for p in WORDS[2:] if fnmatch.fnmatchcase(n, p))
     return next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), next(others, None))
 
 

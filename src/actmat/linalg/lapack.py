@@ -55,12 +55,6 @@ def economy_svd(a_MN: Tensor) -> EconomySVD:
     return EconomySVD(u, s, vh, retries)
 
 
-def only_eigenvalues(sym_NN: Tensor) -> tuple[Tensor, Retries]:
-    """All eigenvalues of a symmetric matrix, ascending; retries and errors as `eigh`."""
-    (values,), retries = _with_retries(sym_NN, torch.linalg.eigvalsh, "symmetric eigendecomposition")
-    return values, retries
-
-
 def retry_stats(retries: Iterable[str]) -> dict[str, str]:
     """Entry of a tensor's record: `retries` names the kinds of retries; empty without any."""
     names = sorted(set(retries))

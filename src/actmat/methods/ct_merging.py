@@ -101,5 +101,5 @@ CT_MERGING = MergeMethod(
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge, factored=True),
-    cost=MethodCost(workspace=_workspace, products=lambda options: (1, 0)),
+    cost=MethodCost(workspace=_workspace, products=lambda options: (1, 6)),
 )

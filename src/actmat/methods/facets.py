@@ -199,7 +199,7 @@ class MethodCost:
     side: Callable[[Sequence[int], int, Options], int] = lambda shape, n_experts, options: min(shape[-2:])
 
     def operations(self, shape: Sequence[int], n_experts: int, options: Options) -> float:
-        """Floating-point operations of a call on `*batch O I`, or on a tensor of any shape: within a factor of two.
+        """Floating-point operations of a call on `*batch O I`, or on a tensor of any shape; a guide.
 
         >>> MethodCost(products=lambda options: (2, 1)).operations((8, 4), 3, {})
         1888

@@ -239,8 +239,8 @@ class CallTemplate:
         Raises:
             RecipeError: options that do not fit the method, all of them.
         """
-        samples = {n: next(leaves(v)) if is_varying(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
-        complete = method.resolve_options(samples) | dict(options)
+        flat = {n: next(leaves(v), v) if is_varying(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
+        complete = method.resolve_options(flat) | dict(options)
         template = cls(method, complete, tuple(own), scale, weights if method.is_weighted else None)
         if problems := template.problems():
             raise RecipeError("The options do not fit the method.", problems)

@@ -74,9 +74,9 @@ def files_left_out(recipe: Recipe, base: Model | None, experts: Sequence[Deltas]
     """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
     if base is None:
         return {}
-    left_out = dict(base.folder.side_files().left_out)
+    left_out = dict(base.folder.side_files.left_out)
     if recipe.model.files_of in recipe.labels:
-        files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files()
+        files = experts[recipe.labels.index(recipe.model.files_of)].model.folder.side_files
         left_out |= {f"{path} ({recipe.model.files_of})": why for path, why in files.left_out.items()}
     return left_out
 
@@ -98,7 +98,7 @@ def storage_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> lis
     notes = [f"the base is {single.words}"] if single is not None else []
     if components is not None:
         notes = [f"the base is a pipeline with weights in {', '.join(components)}; its other files are copied"]
-    if unknown := [path for path in base.folder.side_files().kept if is_unknown(path)]:
+    if unknown := [path for path in base.folder.side_files.kept if is_unknown(path)]:
         notes.append(
             "files of unknown kind are copied from the base as they are; if they hold weights, they are the base's: "
             f"remove them: {first_of(unknown, SHOWN)}"

@@ -16,7 +16,7 @@ from actmat.planning.model import MergePlan, count_actions
 from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import format_value
-from actmat.report.licenses import LicensedInput, combine, origins_of
+from actmat.report.licenses import LicensedInput, origins_of, shared_license
 
 
 def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -> str:
@@ -26,9 +26,9 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(inputs)
-    license = combine(origins)
+    license, licenses = shared_license(origins)
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
-    head |= license.head
+    head |= {} if license is None else {"license": license}
     method = get_method(recipe.method)
     equation = "\n".join(f"    {line}" for line in method.text.equation.splitlines())
     about = f"{method.text.summary}\n\n{equation}\n\nSource: {method.text.source}"
@@ -57,7 +57,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
 
 ## License
 
-{license.text}
+{licenses}
 
 ## Recipe
 

@@ -21,23 +21,25 @@ from actmat.diagnostics.totals import Totals
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
+from actmat.layout.types import Block
 from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
 
 
-def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> tuple[str, str, tuple[str, ...]]:
-    """Hashes over the tensors of a model, and over those that were read from its base and from each expert."""
-    output, base = list[tuple[str, str]](), list[tuple[str, str]]()
-    experts: list[list[tuple[str, str]]] = [[] for _ in plan.experts]
+def hashes_of(
+    plan: MergePlan, records: Mapping[str, Record]
+) -> tuple[dict[str, str], dict[str, str], list[dict[str, str]]]:
+    """Name -> hash of the items, of the tensors that were read from the base, and of those of each expert."""
+    items, base = dict[str, str](), dict[str, str]()
+    experts: list[dict[str, str]] = [{} for _ in plan.experts]
     for item in plan.items:
         record = records[item.tied_to or item.name]
-        output.append((item.name, record.hash))
-        base.append((item.name, record.base_hash))
-        for t, source in enumerate(item.sources):
+        items[item.name], base[item.name] = record.hash, record.base_hash
+        for t, source in enumerate(item.sources if item.has_base else ()):
             if source is not None:
-                experts[t].append((source.name, record.expert_hashes[t]))
-    return hash_names(output), hash_names(base), tuple(map(hash_names, experts))
+                experts[t][source.name] = record.expert_hashes[t]
+    return items, base, experts
 
 
 FORMAT = 1
@@ -70,17 +72,17 @@ def build_manifest(
         files: copied from the inputs.
     """
     is_adapter = plan.output == "adapter"
-    of_base: str | None
-    of_experts: Sequence[str | None]
+    items, of_base, of_experts = hashes_of(plan, records)
+    tensors: list[dict[str, Any]]
     if is_adapter:
         tensors = _written_tensors(plan, records)
         made: dict[str, Any] = {"relative_error": totals.relative_error}
-        content, of_base, of_experts = hash_names((t["name"], t["hash"]) for t in tensors), None, [None] * len(experts)
+        content = hash_names((t["name"], t["hash"]) for t in tensors)
     else:
         tensors = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
         made = {"copied_files": list(files), "left_out": dict(plan.left_out)}
-        content, of_base, of_experts = model_contents(plan, records)
-    modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
+        content = hash_names(items.items())
+    modules = StreamedRows(lambda: (_module_row(item, records[item.name]) for item in plan.items))
     return {
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
@@ -88,8 +90,8 @@ def build_manifest(
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
-        "base": _base(plan, records, of_base, out),
-        "experts": [_expert(plan, t, c, _hashes(plan, records, experts, t), out) for t, c in enumerate(of_experts)],
+        "base": None if plan.base is None else _input_row(plan.base, of_base, out, is_listed=plan.is_extracted),
+        "experts": [_expert_row(plan, e, t, of_experts[t], out) for t, e in enumerate(experts)],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": {"content": content, "files": {s.file: s.size for s in plan.shards}, **made},
         "notes": [dataclasses.asdict(note) for note in plan.notes],
@@ -118,8 +120,7 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         "dtype": item.base_dtype,
         "out_dtype": item.out_dtype,
     }
-    if item.layout.blocks:
-        row["blocks"] = {b.name: [b.start, b.stop] for b in item.layout.blocks}
+    row |= _blocks(item.layout.blocks)
     if item.layout.orientation != "OI":
         row["orientation"] = item.layout.orientation
     if item.call is not None:
@@ -140,38 +141,26 @@ EXTRACTED: Mapping[WriteKind, str] = {"svd": "factored", "sum": "saved", "nothin
 """Forms of tensors in an extracted adapter, as manifests call them."""
 
 
-def _module_row(item: Item) -> dict[str, Any]:
-    """The plan of one module of an adapter, or of a tensor trained in full."""
-    done = {"action": item.action, "reason": item.reason}
-    outputs, write = [s.name for s in item.outputs], item.write
+def _module_row(item: Item, record: Record) -> dict[str, Any]:
+    """The plan and the record of one module of an adapter, of a tensor trained in full, or of an extracted one."""
+    row: dict[str, Any] = {"name": item.name, "shape": list(item.shape), "action": item.action, "reason": item.reason}
+    write = item.write
     if item.is_extracted:
-        kind = {"kind": EXTRACTED[write.kind], "module": write.module, "why": write.why}
-        ranks = {"rank": write.rank} if outputs else {}
-        row = {"name": item.name, "shape": list(item.shape), **kind, **ranks, **done, "outputs": outputs}
-        return row | (item.call.to_json() if item.call is not None else {})
-    if not item.is_module or item.call is None:
-        return {"name": item.name, "shape": list(item.shape), **done, "outputs": outputs}
-    return {
-        "name": item.name,
-        "kind": item.module.kind,
-        "shape": list(item.shape),
-        "expert_ranks": list(item.module.ranks),
-        "exact_rank": write.exact_rank,
-        "rank": write.rank,
-        **done,
-        "factored": item.is_factored,
-        "outputs": outputs,
-        **({"blocks": {b.name: [b.start, b.stop] for b in item.module.blocks}} if item.module.blocks else {}),
-        **item.call.to_json(),
-    }
+        row |= {"kind": EXTRACTED[write.kind], "module": write.module, "why": write.why}
+        row |= {"unchanged": record.unchanged, "nonfinite": record.nonfinite}
+        row |= {} if record.size is None else {"size": dict(record.size)}
+    elif item.is_module:
+        row |= {"kind": item.module.kind, "expert_ranks": list(item.module.ranks), "exact_rank": write.exact_rank}
+        row |= {"factored": item.is_factored} | _blocks(item.module.blocks)
+    if write.rank:
+        row["rank"] = write.rank
+    row |= {"outputs": [s.name for s in item.outputs], "stats": record.stats}
+    return row | (item.call.to_json() if item.call is not None else {})
 
 
-def _measured(item: Item, record: Record) -> dict[str, Any]:
-    """The record of a module; of an extraction also whether any expert changes the tensor, and NaN or Inf."""
-    if not item.is_extracted:
-        return {"stats": record.stats}
-    more = {} if record.size is None else {"size": dict(record.size)}
-    return {"stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite} | more
+def _blocks(blocks: Sequence[Block]) -> dict[str, Any]:
+    """The packed maps of a layer, as an entry of its row; empty without any."""
+    return {"blocks": {b.name: [b.start, b.stop] for b in blocks}} if blocks else {}
 
 
 def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
@@ -180,48 +169,25 @@ def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dic
     return [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs]
 
 
-def _base(
-    plan: MergePlan, records: Mapping[str, Record], content: str | None, out: Path | None
-) -> dict[str, Any] | None:
-    """The base; of an extraction with the hashes of its tensors, which are not those of the output."""
-    if plan.base is None:
-        return None
-    row = input_row(plan.base, out)
-    if not plan.is_extracted:
-        return row | {"content": content}
-    hashes = {i.name: records[i.name].base_hash for i in plan.items}
-    return row | {"content": hash_names(hashes.items()), "hashes": hashes}
+def _expert_row(plan: MergePlan, expert: Deltas, t: int, read: Mapping[str, str], out: Path | None) -> dict[str, Any]:
+    """The entry of an expert; of an adapter, and for an extraction, with hashes that the rows of the output lack.
+
+    Args:
+        read: stored name -> hash of all tensors that were read, or formed from an adapter.
+    """
+    hashes = read if expert.stored is None else expert.stored.hashes
+    return _input_row(plan.experts[t], hashes, out, is_listed=plan.is_extracted or expert.stored is not None)
 
 
-def _hashes(
-    plan: MergePlan, records: Mapping[str, Record], experts: Sequence[Deltas], t: int
-) -> Mapping[str, str] | None:
-    """Stored name -> hash of all that an adapter holds, or that an extraction read; None for other full experts."""
-    if not plan.is_extracted or plan.experts[t].kind != "model":
-        stored = experts[t].stored
-        return None if stored is None else stored.hashes
-    rows = [(i.sources[t], records[i.name]) for i in plan.items]
-    return {s.name: r.expert_hashes[t] for s, r in rows if s is not None}
-
-
-def _expert(
-    plan: MergePlan, t: int, content: str | None, hashes: Mapping[str, str] | None, out: Path | None
+def _input_row(
+    summary: InputSummary, hashes: Mapping[str, str], out: Path | None, *, is_listed: bool
 ) -> dict[str, Any]:
-    """One expert; `content`: hash over its tensors that were read for a model; `hashes`: of all that were read."""
-    row = input_row(plan.experts[t], out)
-    if content is not None:
-        row["content"] = content
-    if hashes is not None:  # its tensors are not those of the output: all are checked
-        row = row | {"content": row.get("content", hash_names(hashes.items())), "hashes": dict(hashes)}
-    return row
-
-
-def input_row(summary: InputSummary, out: Path | None) -> dict[str, Any]:
     """The entry of one input. Its files are named below the place that the user gave, without the folders above it."""
     row = summary.to_json()
     for file in row["files"]:
         file["path"] = _as_given(file["path"], summary.models or (summary.location,))
-    return _located(row, out)
+    row = _located(row, out) | {"content": hash_names(hashes.items())}
+    return row | ({"hashes": dict(hashes)} if is_listed else {})
 
 
 def _as_given(path: str, places: Sequence[str]) -> str:

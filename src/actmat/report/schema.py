@@ -123,7 +123,6 @@ class _NoteRow(_StrictRow):
     severity: Literal["note", "warning"]
     code: str
     text: str
-    subject: str = ""
 
 
 class _Timing(_StrictRow):

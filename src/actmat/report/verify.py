@@ -167,11 +167,11 @@ def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield "the manifest was edited: it does not match its own content hash"
     if hash_names((r["name"], r["hash"]) for r in manifest["tensors"]) != manifest["output"]["content"]:
         yield "the manifest was edited: its tensors do not add up to its content hash of the output"
-    inputs = [(e["name"], e, _read_from(manifest, t)) for t, e in enumerate(manifest["experts"])]
+    inputs = [(e["name"], e, expert_hashes(manifest, e["name"])) for e in manifest["experts"]]
     if manifest["base"] is not None:
-        inputs.insert(0, ("base", manifest["base"], list(_read_from_base(manifest).items())))
-    for label, entry, pairs in inputs:
-        if hash_names(pairs) != entry["content"]:
+        inputs.insert(0, ("base", manifest["base"], _read_from_base(manifest)))
+    for label, entry, hashes in inputs:
+        if hash_names(hashes.items()) != entry["content"]:
             yield f"the manifest was edited: the hashes of input '{label}' do not add up to its content hash"
 
 
@@ -180,15 +180,6 @@ def _read_from_base(manifest: Mapping[str, Any]) -> dict[str, str]:
     if manifest["base"].get("hashes") is not None:
         return dict(manifest["base"]["hashes"])
     return {r["name"]: r["input_hashes"]["base"] for r in manifest["tensors"]}
-
-
-def _read_from(manifest: Mapping[str, Any], t: int) -> list[tuple[str, str]]:
-    """Name and hash of all tensors that were read from expert `t`, or formed from it."""
-    entry = manifest["experts"][t]
-    if manifest.get("kind") == "adapter":
-        return list(entry["hashes"].items())
-    rows = (r for r in manifest["tensors"] if r.get("sources") is not None)
-    return [(r["sources"][t], r["input_hashes"][entry["name"]]) for r in rows]
 
 
 def _file_problems(

@@ -15,9 +15,6 @@ from actmat.errors import format_size
 from actmat.foreign import terminal
 from actmat.planning.model import Item, MergePlan, count_actions
 
-SIZE_CODES = ("AM402", "AM403")
-"""Checks that find a merge of the wrong size: a residual is then meaningless by itself."""
-
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _KOHYA_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 """A layer's or an expert's number in a name."""

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from actmat.diagnostics.warnings import warnings_of
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Writer
 from actmat.engine.record import Record
-from actmat.errors import MergeError, OutputError, format_size
+from actmat.errors import MergeError, Note, OutputError, format_size
 from actmat.experts.deltas import Deltas
 from actmat.identity.inventory import files_of, matches
 from actmat.identity.templates import chat_template
@@ -183,7 +183,10 @@ class Output:
         written = {**base.written, **self.plan.configs}
         copied = copy_sidecars(base, *chosen, out=folder, dtype=dtype, configs=written, taken=taken)
         if not any(matches(name, TOKENIZERS) for name in (*copied, *texts)):
-            texts = {**base.converted_tokenizer(), **texts}
+            texts = {**(converted := base.converted_tokenizer()), **texts}
+            if base.header_settings() and not converted:
+                lost = "the tokenizer in the base's header cannot be converted, and the output has none: copy its files"
+                self.plan = replace(self.plan, notes=(*self.plan.notes, Note("note", "", lost)))
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
         return copied

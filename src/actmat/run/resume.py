@@ -102,7 +102,7 @@ def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeR
         storage_of(out).clear(out)
         if staging_folder(out).parent.is_dir():
             staging_for(out, plan.fingerprint()).sweep()
-    notes = [Note(**row) for row in manifest["notes"]]
+    notes = [Note(row["severity"], row["code"], row["text"]) for row in manifest["notes"]]
     return MergeReport(
         out,
         plan,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -162,22 +161,10 @@ def is_of_images(header: StatisticsHeader) -> bool:
     return all(d.details.get("inputs") == "images" for d in header.data)
 
 
-def count_patches(header: StatisticsHeader) -> int | None:
-    """Rows of images, class tokens included, that most layers read; None if no layer's inputs were measured."""
-    rows = Counter(info.rows for info in header.grams.values()).most_common(1)
-    return rows[0][0] if rows else None
-
-
 def describe_amount(header: StatisticsHeader) -> str:
-    """Amount of data in words: samples and tokens; of images, images and patches."""
-
-    def counted(n: int, word: str) -> str:
-        return f"{n:,} {word}" + ("s" if n != 1 else "")
-
-    if not is_of_images(header):
-        return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
-    rows = count_patches(header)
-    return counted(header.samples, "image") + (f", {rows:,} patches (class tokens included)" if rows else "")
+    """Amount of data in words: samples, and tokens where there are any."""
+    words = f"{header.samples:,} sample" + "s" * (header.samples != 1)
+    return words if is_of_images(header) else f"{words}, {header.tokens:,} token" + "s" * (header.tokens != 1)
 
 
 def describe_contents(header: StatisticsHeader) -> list[str]:

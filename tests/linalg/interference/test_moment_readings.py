@@ -1,4 +1,4 @@
-"""Readings of the interference solver's moments: Grams of many factors, eigenvalues, coordinates in `S`."""
+"""Readings of the interference solver's moments: Grams of many factors, coordinates in `S`."""
 
 from typing import Literal
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 from tests.tolerances import F64_ORACLE, relative_error
 
-from actmat.errors import NumericalError
 from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, column_gram, gram_panels
 from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments
-from actmat.linalg.lapack import only_eigenvalues
 
 
 def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:
@@ -29,15 +27,6 @@ def test_gram_panels_cover_the_columns_once(width: int) -> None:
 def test_column_gram_is_the_product(width: int) -> None:
     stacked = torch.cat(factors(3, 5, width))
     assert relative_error(column_gram(stacked), stacked.mT @ stacked) < F64_ORACLE
-
-
-def test_only_eigenvalues_are_those_of_the_decomposition() -> None:
-    gram = column_gram(*factors(1, 9, 6))
-    values, retries = only_eigenvalues(gram)
-    assert relative_error(values, torch.linalg.eigh(gram).eigenvalues) < F64_ORACLE
-    assert retries == ()
-    with pytest.raises(NumericalError, match="finite"):
-        only_eigenvalues(gram * torch.inf)
 
 
 def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor]) -> Reduced:

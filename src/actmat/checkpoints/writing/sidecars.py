@@ -27,12 +27,12 @@ def _chosen(
     Files that describe the tensors (config, code, modules) are the base's, and code in its place that of `code`. Those
     of `taken` come from there; a folder that lacks one takes it away.
     """
-    modules = base.side_files().modules
-    out = {name: base for name in base.side_files().kept if is_of_architecture(name, modules)}
-    out |= {name: files_from for name in files_from.side_files().kept if not is_of_architecture(name, modules)}
-    out |= {name: code for name in code.side_files().kept if name.endswith(".py")}
+    modules = base.side_files.modules
+    out = {name: base for name in base.side_files.kept if is_of_architecture(name, modules)}
+    out |= {name: files_from for name in files_from.side_files.kept if not is_of_architecture(name, modules)}
+    out |= {name: code for name in code.side_files.kept if name.endswith(".py")}
     out |= taken
-    return {name: folder for name, folder in sorted(out.items()) if name in folder.side_files().kept}
+    return {name: folder for name, folder in sorted(out.items()) if name in folder.side_files.kept}
 
 
 def check_sidecars(*folders: ModelFolder) -> None:
@@ -44,9 +44,9 @@ def check_sidecars(*folders: ModelFolder) -> None:
     """
     problems: list[str] = []
     places = {
-        place: [f.files[0].below(name) for name in f.side_files().kept]
+        place: [f.files[0].below(name) for name in f.side_files.kept]
         for f in folders
-        if (place := f.fetch()) is not None and f.side_files().kept
+        if (place := f.directory) is not None and f.side_files.kept
     }
     for place, names in places.items():
         for name in names:
@@ -82,7 +82,7 @@ def copy_sidecars(
     check_sidecars(base, files_from, *taken.values())
     copied = []
     for name, chosen in _chosen(base, files_from, code, taken).items():
-        place, target = chosen.fetch(), out / name
+        place, target = chosen.directory, out / name
         assert place is not None, "a folder with files"
         path = place / chosen.files[0].below(name)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.diagnostics.model import Finding, MatrixRow, Severity, TensorRow
+from actmat.diagnostics.model import Finding, MatrixRow, NormRow, Severity
 
 SHOWN_TENSORS = 20
 
@@ -23,15 +23,15 @@ class Facts:
 
     Args:
         labels: names of the experts.
-        tensors: rows of the report; `stats` of merged ones that are not matrices hold `norms` and `base_norm`.
         measures: of matrices.
+        norms: of merged tensors that are not matrices.
         samples: tensor -> counts of `diagnostics.sample`.
         of_records: code -> words, of `diagnostics.warnings.merge_findings`.
     """
 
     labels: Sequence[str]
-    tensors: Sequence[TensorRow]
     measures: Sequence[MatrixRow]
+    norms: Sequence[NormRow] = ()
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     of_records: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,7 +66,8 @@ class Check:
         if self.judge is not None:
             outcome = self.judge(facts)
         else:
-            outcome = (facts.of_records[self.code], ()) if self.code in facts.of_records else None
+            said = facts.of_records.get(self.code, "")
+            outcome = (said[0].upper() + said[1:], ()) if said else None
         if outcome is None:
             return None
         message, tensors = outcome[0], tuple(dict.fromkeys(outcome[1]))

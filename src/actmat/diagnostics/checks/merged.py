@@ -8,44 +8,8 @@ from actmat.diagnostics.checks.base import Check, Facts, Outcome
 from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.warnings import COLLAPSED, EXPLODED
 
-ORTHOGONAL = 0.1
-"""Largest overlap of row spaces that counts as nearly orthogonal."""
-
-LOW_RANK = 8
-"""A delta is low-rank when its rank is at most this fraction (one eighth) of the layer's smaller side."""
-
-ABOUT_SUM = 0.95
-"""Norm of the merged delta against the sum's."""
-
 SURPRISING = 3.0
 """Relative change of a table against the median matrix of the same expert."""
-
-
-def _plain_sum(facts: Facts) -> Outcome:
-    able = [m for m in facts.measures if _orthogonal_and_low_rank(m)]
-    hits = [m for m in able if m.merged_norm >= ABOUT_SUM * m.sum_norm]
-    if not hits or 2 * len(hits) < len(able):
-        return None
-    merged, total = (math.hypot(*(getattr(m, field) for m in hits)) for field in ("merged_norm", "sum_norm"))
-    mean = math.hypot(*map(_mean_norm, hits))
-    return (
-        f"In {len(hits)} of {len(facts.measures)} matrices the experts are low-rank with nearly orthogonal row "
-        f"spaces. An interference method has nothing to weigh there and gives about the plain sum: the merged norm "
-        f"is {merged / total:.3g} of the sum's, {merged / mean:.3g} of the mean expert's. Such merges of adapters "
-        "often do worse than the average: scale down (--scale 0.3 to 0.5), cap (postprocess: norm_cap: average), "
-        "or merge by average",
-        [m.name for m in hits],
-    )
-
-
-def _orthogonal_and_low_rank(m: MatrixRow) -> bool:
-    present = [t for t, n in enumerate(m.norms) if n > 0]
-    limit = min(m.shape) / LOW_RANK
-    if len(present) < 2 or any(m.numerical_rank[t] > limit for t in present):
-        return False
-    if m.probes is not None and any(m.numerical_rank[t] >= m.probes for t in present):
-        return False
-    return max(m.subspace_overlap[s][t] for s in present for t in present if s != t) <= ORTHOGONAL
 
 
 def _mean_norm(m: MatrixRow) -> float:
@@ -71,7 +35,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
 
 
 def _tables_move(facts: Facts) -> Outcome:
-    tables = [r for r in facts.tensors if r.role == "embedding" and r.stats.get("base_norm")]
+    tables = [r for r in facts.norms if r.role == "embedding" and r.base_norm]
     medians = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
     said, names = [], []
     for t, label in enumerate(facts.labels):
@@ -79,7 +43,7 @@ def _tables_move(facts: Facts) -> Outcome:
         if not usual:
             continue
         for row in tables:
-            change = row.stats["norms"][t] / row.stats["base_norm"]
+            change = row.norms[t] / row.base_norm
             if change > SURPRISING * usual:
                 said.append(f"'{label}' changes {row.name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
                 names.append(row.name)
@@ -94,7 +58,6 @@ def _tables_move(facts: Facts) -> Outcome:
 
 MERGE_CHECKS = (
     Check("AM301", "Experts of unequal size", "issue"),
-    Check("AM401", "Merge of low-rank experts is about their sum", "issue", _plain_sum),
     Check("AM402", "Merged delta is much larger than the experts'", "tip"),
     Check("AM403", "Merged delta collapsed or exploded", "issue", _out_of_bounds),
     Check("AM404", "Rank of the adapter loses much of the merge", "issue"),

@@ -45,6 +45,8 @@ class ThreadExecutor:
         self._resources = resources
         self._devices = [(d, MemoryBudget(resources.device_memory)) for d in open_devices(resources.device)]
         self._local = threading.local()
+        self._budget = MemoryBudget(resources.memory)
+        self._stopped, self._failed = threading.Event(), threading.Event()
         if self._devices and resources.device != "mps":  # torch loads a library on its first use, by one thread only
             torch.linalg.cholesky(torch.eye(1, device=self._devices[0][0].torch_device))
 
@@ -84,10 +86,9 @@ class ThreadExecutor:
         here = [u for u in units if not (u.device_bytes and devices)]
         moved = [u for u in units if u.device_bytes and devices]
         spec = dataclasses.replace(spec, room=room_for(here, self._resources))
-        run = _Run(MemoryBudget(self._resources.memory), lambda: self._session(spec), self._room_on_device)
         with one_thread(), self._pools() as (on_host, on_device):
-            running = {on_host.submit(run.merge, here, n, workers) for n in range(len(here))}
-            running |= {on_device.submit(run.merge, moved, n, devices) for n in range(len(moved))}
+            running = {on_host.submit(self._merge, spec, here, n, workers) for n in range(len(here))}
+            running |= {on_device.submit(self._merge, spec, moved, n, devices) for n in range(len(moved))}
             try:
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
@@ -95,13 +96,43 @@ class ThreadExecutor:
                     if result is not None:  # skipped after an error, which comes with another unit
                         yield result
             except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
-                run.stopped.set()
+                self._stopped.set()
                 for pool in (on_host, on_device):
                     pool.shutdown(cancel_futures=True)
                 if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
                     done = (f for f in running if not f.cancelled() and f.exception() is None)
                     yield from (r for f in done if (r := f.result()) is not None)
                 raise
+
+    def _merge(self, spec: SessionSpec, units: Sequence[Unit], n: int, workers: int) -> UnitResult | None:
+        """Result of a unit; None if it was not begun.
+
+        Args:
+            spec: of the session of this thread.
+            units: all units of the same workers, in the order in which they begin.
+            n: position of the unit.
+            workers: their number.
+        """
+        unit = units[n]
+        device_budget: MemoryBudget | None = getattr(self._local, "device_budget", None)
+        on_device = device_budget.hold(unit.device_bytes) if device_budget is not None else contextlib.nullcontext()
+        if self._stopped.is_set():
+            return None
+        with self._budget.hold(unit.host_bytes), on_device:
+            if self._stopped.is_set():
+                return None
+            session = self._session(spec)
+            if n + workers < len(units):
+                session.prefetch(units[n + workers])
+            session.inspect_only = self._failed.is_set()
+            try:
+                result = session.merge(unit)
+            except BaseException:  # Ctrl-C too: the other threads begin nothing new, the error goes on
+                self._stopped.set()
+                raise
+            if result.findings.fatal:
+                self._failed.set()
+            return result
 
     @property
     def _feeders(self) -> int:
@@ -121,11 +152,6 @@ class ThreadExecutor:
             host = stack.enter_context(make(self._resources.workers, "actmat"))
             yield host, stack.enter_context(make(self._feeders, "actmat", claim)) if self._devices else host
 
-    def _room_on_device(self, unit: Unit) -> contextlib.AbstractContextManager[None]:
-        """Room for a unit on the device of this thread; admits at once where the host merges it."""
-        budget: MemoryBudget | None = getattr(self._local, "device_budget", None)
-        return contextlib.nullcontext() if budget is None else budget.hold(unit.device_bytes)
-
     def _session(self, spec: SessionSpec) -> Session:
         """The session of this thread."""
         session = getattr(self._local, "session", None)
@@ -133,54 +159,6 @@ class ThreadExecutor:
             session = Session(spec, self._inputs, self._writers, getattr(self._local, "device", None))
             self._local.session = session
         return session
-
-
-class _Run:
-    """State that the workers of one run share.
-
-    Args:
-        budget: admits units by their memory on the host.
-        session: returns the session of the calling thread.
-        on_device: reserves memory for a unit on the device of the calling thread.
-    """
-
-    def __init__(
-        self,
-        budget: MemoryBudget,
-        session: Callable[[], Session],
-        on_device: Callable[[Unit], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self.budget = budget
-        self._session = session
-        self._on_device = on_device
-        self.stopped, self._failed = threading.Event(), threading.Event()
-
-    def merge(self, units: Sequence[Unit], n: int, workers: int) -> UnitResult | None:
-        """Result of a unit; None if it was not begun.
-
-        Args:
-            units: all units of the same workers, in the order in which they begin.
-            n: position of the unit.
-            workers: their number.
-        """
-        if self.stopped.is_set():
-            return None
-        unit = units[n]
-        with self.budget.hold(unit.host_bytes), self._on_device(unit):
-            if self.stopped.is_set():
-                return None
-            session = self._session()
-            if n + workers < len(units):
-                session.prefetch(units[n + workers])
-            session.inspect_only = self._failed.is_set()
-            try:
-                result = session.merge(unit)
-            except BaseException:  # Ctrl-C too: the other threads begin nothing new, the error goes on
-                self.stopped.set()
-                raise
-            if result.findings.fatal:
-                self._failed.set()
-            return result
 
 
 def room_for(units: Sequence[Unit], resources: Resources) -> int:

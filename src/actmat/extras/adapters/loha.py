@@ -53,10 +53,9 @@ def _problem(group: Group) -> str:
         return missing
     for a, b, core in (("hada_w1_a", "hada_w1_b", "hada_t1"), ("hada_w2_a", "hada_w2_b", "hada_t2")):
         left, right, middle = group.shape(a), group.shape(b), group.shape(core)
-        fits = len(left) == len(right) == 2 and (
-            (len(middle) == 4 and middle[:2] == (left[0], right[0])) if has_core else left[1] == right[0]
-        )
-        if not fits or group.shape(a) != group.shape("hada_w1_a") or right[1] != group.shape("hada_w1_b")[1]:
+        meet = len(middle) == 4 and middle[:2] == left[:1] + right[:1] if has_core else left[1:] == right[:1]
+        first = group.shape("hada_w1_a"), group.shape("hada_w1_b")[1:], group.shape("hada_t1")[2:]
+        if not meet or len(left) != 2 or len(right) != 2 or (left, right[1:], middle[2:]) != first:
             return f"module '{group.module}': {a} {left}, {b} {right} {middle or ''} do not match"
     return ""
 

@@ -121,12 +121,11 @@ def run_in_layers(model: nn.Module, place: Placement) -> None:
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     outer = [m for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists if other != n)]
     blocks = [block for modules in outer for block in modules]
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in inside:
-            parameter.data = mover.moved(parameter.data)
+    inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
         module._buffers.update({n: b if b is None else mover.moved(b) for n, b in module._buffers.items()})
+        for parameter in () if id(module) in inside else module.parameters(recurse=False):
+            parameter.data = mover.moved(parameter.data)
     for block in blocks:
         block.register_forward_pre_hook(mover.enter)
         block.register_forward_hook(mover.leave, always_call=True)

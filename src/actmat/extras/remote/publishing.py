@@ -11,7 +11,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.errors import OutputError
 from actmat.extras.remote.push import HubPlace
 from actmat.foreign import terminal
-from actmat.report.licenses import read_card
+from actmat.report.licenses import read_licenses
 from actmat.report.manifest import read_manifest
 from actmat.report.verify import VERSIONING, verify
 
@@ -50,12 +50,11 @@ def check_unmodified(folder: Path) -> None:
 
 def publishing_notes(place: HubPlace, folder: Path, *, public: bool) -> tuple[str, ...]:
     """Notes on a hub that was not reachable, the card's license, and local paths that the manifest would publish."""
-    card = read_card((folder / CARD).read_text(encoding="utf-8"))
     unknown = f"the hub was not asked, so its files and permissions are not known ({place.unknown})"
-    notes = [*([unknown] if place.unknown else ()), *card.notes]
+    notes = [unknown] if place.unknown else []
     if not public:
         return tuple(notes)
-    if not card.licenses:
+    if not read_licenses((folder / CARD).read_text(encoding="utf-8")):
         notes.append("the card states no license, so others may not use the model: add 'license:' to README.md")
     manifest = read_manifest(folder)
     rows = [r for r in (manifest["base"], *manifest["experts"], *manifest.get("statistics", ())) if r is not None]

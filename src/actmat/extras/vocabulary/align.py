@@ -131,7 +131,7 @@ class _Joined:
             )
         if rows[: donor.rows] != [((number, row),) for row in range(donor.rows)]:
             self.moved.append(label)
-        folders = [f for m in models if (f := m.folder.fetch()) is not None]
+        folders = [f for m in models if (f := m.folder.directory) is not None]
         files = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
         tensors = TokenRows([m.tensors for m in (donor.model, *models)], names, joined_runs(rows), files)
         lost = sum(t not in self.tokens for t in donor.tokens)
@@ -236,4 +236,4 @@ class _Joined:
             listed = tokenizer.read_tokenizer(self.inputs[label].model)[1] if label else []
             entry = next((e for e in listed if e["content"] == token), {**tokenizer.ADDED, "content": token})
             entries.append({**entry, "id": self.tokens[token]})
-        return tokenizer.written_tokenizer(self.keeper.model.folder.fetch() or Path(), entries)
+        return tokenizer.written_tokenizer(self.keeper.model.folder.directory or Path(), entries)

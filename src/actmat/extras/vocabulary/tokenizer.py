@@ -31,7 +31,7 @@ def read_tokenizer(model: Model) -> tuple[dict[str, int], list[dict[str, Any]]]:
     Raises:
         CheckpointError: the file is missing or has no vocabulary.
     """
-    folder = model.folder.fetch()
+    folder = model.folder.directory
     if folder is None or not (folder / TOKENIZER).exists():
         raise CheckpointError(
             f"{model.location}: {TOKENIZER} is missing; 'vocabulary' needs it to match rows by token. "

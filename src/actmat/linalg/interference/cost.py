@@ -98,7 +98,7 @@ def products(rule: InterferenceRule | Adam) -> tuple[float, float]:
     """Products with a matrix of side `N` per expert, for the sums, and once, for a solve, a spectrum or a descent."""
     if isinstance(rule, Adam):
         return 3, rule.steps
-    return 1.3, 2 if _is_solved(rule) else 5.5
+    return 1.3, 2 if _is_solved(rule) else 3
 
 
 def _is_solved(rule: InterferenceRule) -> bool:

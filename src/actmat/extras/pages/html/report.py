@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from actmat.diagnostics.answers import kept_words, verdict
+from actmat.diagnostics.answers import GUESSES, kept_words, verdict
 from actmat.diagnostics.model import Diagnosis, ExpertRow, Matrix, MatrixRow
 from actmat.extras.pages.html import scales
 from actmat.extras.pages.html.environment import render, write_document
 from actmat.recipe.load import printable_yaml
-from actmat.report.words import SIZE_CODES, measure_answers
+from actmat.report.words import measure_answers
 
 MOST_MATRICES = 10
 """Number of matrices listed by name."""
@@ -33,14 +33,14 @@ def render_html(diagnosis: Diagnosis) -> str:
         d=diagnosis,
         found=issues,
         muted=[f for f in diagnosis.findings if f.muted],
-        off=next((c for c in issues if c.code in SIZE_CODES), None),
+        off=next((c for c in issues if c.code in GUESSES), None),
         measure=measure_answers(diagnosis),
         verdict=verdict(diagnosis.agreement or ()),
         kept=kept_words,
         experts=[_expert(diagnosis, t, e) for t, e in enumerate(diagnosis.experts)],
         cosines=_cosines(diagnosis) if diagnosis.measures and len(diagnosis.experts) > 1 else [],
         layers=residuals(diagnosis) if diagnosis.measures else None,
-        actions=Counter(t.action for t in diagnosis.tensors).most_common(),
+        actions=Counter(diagnosis.actions).most_common(),
         recipe=printable_yaml({k: v for k, v in diagnosis.recipe.items() if k != "out"}),
         place=shlex.quote(diagnosis.out or "merged"),
     )
@@ -130,7 +130,7 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
         "rows": [(title, [(scales.residual_text(v), scales.residual_level(v)) for v in row]) for title, row in rows],
         "matrices": [
             [m.label, scales.residual_text(m.contested), names[m.residual.index(m.contested)],
-             "×".join(map(str, m.shape)), scales.number(m.merged_norm), scales.number(m.mean_norm)]
+             "×".join(map(str, m.shape)), scales.number(m.merged_norm), scales.number(m.sum_norm / len(m.norms))]
             for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:MOST_MATRICES]
         ],
     }  # fmt: skip
