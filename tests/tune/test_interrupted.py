@@ -72,7 +72,7 @@ def test_a_search_that_is_killed_is_ended_by_the_same_call(
     again = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
     assert again == (made or again), "what was finished is not made again"
     assert actmat.verify(out).ok
-    files = ["answers", "recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
+    files = ["recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
     assert sorted(p.name for p in work.iterdir()) == files
     assert json.loads((work / "tune.json").read_text())["chosen"] == json.loads(json.dumps(found.chosen.to_json()))
     with pytest.raises(OutputError, match="best"):

@@ -222,16 +222,6 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
     assert [b.samples for b in of_similar_lengths([pixels], torch.nn.Linear(1, 1))] == [3]
 
 
-def test_a_second_search_does_not_load_the_experts_again(family: Path, tmp_path: Path) -> None:
-    told = Told()
-    first = tuned(family, tmp_path / "best", budget=3)
-    second = tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=told)
-    assert not [t for t in told.texts if t.startswith(("loading", "asking"))]
-    assert second.trials[0].losses == first.trials[0].losses
-    tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=told, new_tokens=2)
-    assert "asking math" in told.texts, "other answers"
-
-
 def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:
     """Batches of two: every second first sample measures."""
     expert = expert_of(family, "math")

@@ -204,18 +204,18 @@ class _Search:
         memory = self._planned(len(data))
         plan_recipe(recipe_of(recipe, MergeChoice("task_arithmetic")), held=self.run.held)  # refuses before it loads
         asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
-        experts = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
+        recipe, asked, mark = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(experts.recipe, self.work / "merges", inner, self.progress)
+        merges = Merges(recipe, self.work / "merges", inner, self.progress)
         budget = SearchBudget(settings.budget, None if settings.minutes is None else 60 * settings.minutes)
         made = self._made(merges, budget)
         if (first := next(made, None)) is None:
             raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
-        evaluator = self._evaluator(merges, first, experts.asked, experts.mark)
+        evaluator = self._evaluator(merges, first, asked, mark)
         trials = self._trials(itertools.chain([first], made), evaluator, budget)
         chosen, allowed = choose(trials, settings.least_agreement)
         finals = self._finals(chosen.candidate, evaluator, merges)
-        final = final_recipe(recipe_of(experts.recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
+        final = final_recipe(recipe_of(recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
         start_ending(final, self.work)
         (merged,) = run_recipes(
             [final], self.run, MergingProgress(self.progress, "merging the chosen"), draw=write_html
@@ -310,4 +310,4 @@ class _Search:
             if candidate.merge.key in made and candidate.key != chosen.key:
                 comparisons[name] = evaluator.final(candidate)
         comparisons["base"] = evaluator.final(None)
-        return compare_finally(comparisons, self.settings.score, self.settings.bootstrap_seed)
+        return compare_finally(comparisons, self.settings.score)
