@@ -25,10 +25,10 @@ from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_a
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, of_similar_lengths, prepare_inputs
 from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows, InputSettings
+from actmat.progress import Progress
 from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics
 
@@ -49,7 +49,7 @@ def expert_of(family: Path, name: str) -> Loaded:
 
 def inputs_of(family: Path, name: str, expert: Loaded, **fields: Any) -> ExpertInputs:
     """The texts of an expert, dealt."""
-    asking = Asking(Loader(""), InputSettings(new_tokens=fields.pop("new_tokens")), TuneProgress())
+    asking = Asking(Loader(""), InputSettings(new_tokens=fields.pop("new_tokens")), Progress())
     options = DataOptions(str(family / f"{name}.jsonl"))
     rows = DataRows(options, [{"text": t} for t in TEXTS[name]])
     return dealt_inputs(name, expert, rows, asking, TuneSettings(), **{"measuring": False} | fields)

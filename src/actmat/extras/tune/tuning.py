@@ -23,7 +23,6 @@ from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
 from actmat.extras.tune.memory import MemoryPlan, model_device, place_models, plan_memory
 from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
 from actmat.extras.tune.page import write_tune
-from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.report import (
     FOUND,
     PAGE,
@@ -39,6 +38,7 @@ from actmat.extras.tune.search import SearchBudget, choose, expected_trials, par
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows, InputSettings, check_every_expert, with_classes
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
+from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput
 from actmat.recipe.vocabulary import Vocabulary
@@ -61,7 +61,7 @@ def tune_recipe(
     data: Any,
     settings: TuneSettings | None = None,
     run: RunSettings | None = None,
-    progress: TuneProgress | None = None,
+    progress: Progress | None = None,
 ) -> TuneReport:
     """Choose method, options and scale by the answers of the experts on unlabeled inputs, and write that merge.
 
@@ -78,7 +78,7 @@ def tune_recipe(
     Raises:
         RecipeError, StatisticsError, OutputError: inputs, data or output that cannot be used; nothing is at `out`.
     """
-    settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or TuneProgress()
+    settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or Progress()
     began = time.perf_counter()
     out = _checked_out(recipe)
     with search_inputs(recipe) as inputs, contextlib.ExitStack() as stack:
@@ -178,7 +178,7 @@ class _Search:
         space: SearchSpace,
         settings: TuneSettings,
         run: RunSettings,
-        progress: TuneProgress,
+        progress: Progress,
         work: Path,
     ) -> None:
         named = inputs.recipe
@@ -217,9 +217,7 @@ class _Search:
         finals = self._finals(chosen.candidate, evaluator, merges)
         final = final_recipe(recipe_of(recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
         start_ending(final, self.work)
-        (merged,) = run_recipes(
-            [final], self.run, MergingProgress(self.progress, "merging the chosen"), draw=write_html
-        )
+        (merged,) = run_recipes([final], self.run, self.progress, draw=write_html, doing="merging the chosen")
         report = TuneReport(
             out=Path(str(final.out)),
             recipe=final,
