@@ -30,10 +30,10 @@ def test_a_full_disk_is_no_reason_against_a_method(
     module: Any = merges
     real = module.run_recipes
 
-    def full(recipes: Any, settings: Any, progress: Any) -> Any:
+    def full(recipes: Any, settings: Any, progress: Any, **named: Any) -> Any:
         if any(r.method == "ties" for r in recipes):
             raise OutputError("Cannot write to x: the disk is full.")
-        return real(recipes, settings, progress)
+        return real(recipes, settings, progress, **named)
 
     monkeypatch.setattr(merges, "run_recipes", full)
     with pytest.raises(OutputError, match="the disk is full"):
