@@ -59,8 +59,9 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) ->
     experts = every if base is None else every[1:]
     warnings = [text for expert in experts for text in expert.unread(base)]
     agreed = InputAgreement()
-    if base is not None and output.kind != "stack":
-        agreed = _agree_models(base, experts, output)
+    if base is not None:
+        agreed = agreed if output.kind == "stack" else _agree_models(base, experts, output)
+        agreed = _agree_heads(agreed, base, experts)
     of_files = InputAgreement()
     if output.kind != "file" and (base is None or base.folder.files or base.folder.texts):
         owner, coded = output.files_from, output.config_from or "base"
@@ -106,20 +107,28 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     head = _label_head(base, (base.config, *dict(configs).values()), output)
     agreed = agree_configs(written, configs, output.config_from, output.fix, head)
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
-    headless = [words_of(i.label) for i in (base, *full) if _lacks_head(i)]
-    notes, to_write = [*agreed.notes], {**agreed.configs}
-    if headless and any(ties_embeddings(i.config) for i in (base, *full)):
-        if _lacks_head(base):
-            to_write[CONFIG] = {**to_write.get(CONFIG, written or {}), TIE: True}
-        notes.append(f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied")
+    notes = [*agreed.notes]
     if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
         whose = "the base" if base.config is None else first_of(bare)
         notes.append(f"no config.json of {whose} is there to be compared. Fix: give the folder of the model")
-    return replace(agreed, notes=tuple(notes), configs=to_write)
+    return replace(agreed, notes=tuple(notes))
+
+
+def _agree_heads(agreed: InputAgreement, base: Inventory, experts: Sequence[Inventory]) -> InputAgreement:
+    """Output heads that configs untie and no file stores, which loaders would draw at random: tied as in the others."""
+    models = [i for i in (base, *experts) if not i.is_adapter and i.folder.files]
+    headless = [words_of(i.label) for i in models if _lacks_head(i)]
+    if not (headless and any(ties_embeddings(i.config) for i in models)):
+        return agreed
+    configs = dict(agreed.configs)
+    if base in models and _lacks_head(base):
+        configs[CONFIG] = {**configs.get(CONFIG, base.folder.written.get(CONFIG, base.config or {})), TIE: True}
+    note = f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied"
+    return replace(agreed, notes=(*agreed.notes, note), configs=configs)
 
 
 def _lacks_head(of_input: Inventory) -> bool:
-    """True if a config unties an output head that is not stored, which a loader would draw at random."""
+    """True if a config unties an output head that is not stored."""
     config = of_input.config
     is_untied = bool(config) and may_have_head(config) and not ties_embeddings(config)
     return is_untied and not any(map(is_output_head, of_input.model.specs))
