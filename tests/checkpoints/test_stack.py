@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 
 from actmat.checkpoints.composed import Composed
