@@ -34,13 +34,6 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
         max_size=2,
     ),
     "post": st.sampled_from([(), "mean_norm", ["subspace_boosting:beta=0.5", "isotropize"]]),
-    "postprocess": st.fixed_dictionaries(
-        {},
-        optional={
-            "lines": st.tuples(st.floats(0, 1), st.floats(0, 2)),
-            "norm_cap": st.sampled_from(["mean", "sum", "average", 0.5]),
-        },
-    ),
     "ties": st.booleans(),
     "dtype": st.sampled_from([None, "bfloat16", "float32"]),
     "compute_dtype": st.sampled_from(["float32", "float64"]),

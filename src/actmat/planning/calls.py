@@ -42,19 +42,6 @@ def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     return {n: TensorPlace(layer, deepest[stack] + 1) for n, (stack, layer) in layers.items()}
 
 
-def depth_factors(names: list[str], first: float, last: float) -> dict[str, float]:
-    """LiNeS: factor of each tensor, linear in the depth of its layer from `first` to `last`.
-
-    Tensors outside any stack (see `places_of`) are not listed.
-    K. Wang et al., "LiNeS: Post-training Layer Scaling Prevents Forgetting and Enhances Model Merging", ICLR 2025.
-    """
-    return {
-        n: first + (last - first) * (p.layer / (p.count - 1) if p.count > 1 else 1.0)
-        for n, p in places_of(names).items()
-        if p.layer is not None
-    }
-
-
 def resolved(value: Value, name: str, place: TensorPlace) -> Any:
     """Resolve a value of a recipe to the scalar for the tensor `name`.
 

@@ -36,11 +36,6 @@ class Decision:
     layout: TensorLayout
     call: MethodCall | None = None
 
-    def scaled(self, factor: float) -> Decision:
-        """The same with the merged delta scaled for its depth."""
-        call = self.call and dataclasses.replace(self.call, scale=self.call.scale * factor)
-        return dataclasses.replace(self, call=call, reason=f"{self.reason}, scaled by {factor:.3g} for its depth")
-
 
 class Chooser:
     """The recipe's choices, patterns compiled once.

@@ -30,7 +30,6 @@ from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
 from actmat.methods.spaces import space_words
 from actmat.methods.user import method_version
-from actmat.planning.calls import depth_factors
 from actmat.planning.choose import Chooser, Decision, weight_problems
 from actmat.planning.full_tensors import mean_items, problems_of_full_tensors
 from actmat.planning.implied import (
@@ -302,14 +301,8 @@ def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: S
 
 def _items(recipe: Recipe, decided: Sequence[tuple[Target, Decision]]) -> list[Item]:
     """One item per target, each followed by those tied to it; not written yet."""
-    depth: dict[str, float] = {}
-    if recipe.postprocess.lines is not None:
-        merged = [t.name for t, d in decided if d.action == "merge"]
-        depth = depth_factors(merged, *recipe.postprocess.lines)
     out: list[Item] = []
     for target, decision in decided:
-        if decision.call is not None and target.name in depth:
-            decision = decision.scaled(depth[target.name])
         out.append(_item(recipe, target, decision))
         for alias in target.tied:
             spec = dataclasses.replace(target.spec, name=alias)

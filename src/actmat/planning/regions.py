@@ -17,8 +17,6 @@ from typing import Any
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
-from actmat.methods.spaces import Space
-from actmat.recipe import Postprocess
 
 CHUNK = 1 << 19
 """Entries of a chunk: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
@@ -44,19 +42,6 @@ class Region:
     def numel(self) -> int:
         """Number of entries."""
         return self.stop - self.start
-
-
-def granularity(method: MergeMethod, postprocess: Postprocess, *, space: Space = "full", post: bool = False) -> ActsOn:
-    """Granularity of one call: caps and steps measure whole tensors, factors are those of single matrices.
-
-    Args:
-        space: in which the method works.
-        post: whether steps of post-processing follow.
-    """
-    if space != "full":
-        return "matrix"
-    looked_at = post or postprocess.norm_cap is not None
-    return "tensor" if method.acts_on == "elementwise" and looked_at else method.acts_on
 
 
 def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:

@@ -52,10 +52,6 @@ def _held_by_float32(value: float) -> float:
     return value
 
 
-Factor = Annotated[float, AfterValidator(_held_by_float32)]
-"""A factor of weights or deltas."""
-
-
 class Strict(BaseModel):
     """A frozen part of a recipe: an unknown field is an error, and a text stands for the field `TEXT`, if any."""
 
