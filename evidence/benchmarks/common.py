@@ -173,11 +173,11 @@ def merged(words: Sequence[str | Path], out: Path, *more: str) -> Run:
 
 def announced(arguments: Sequence[str | Path]) -> MergePlan:
     """The plan that `actmat plan` makes for these inputs; it reads only headers."""
-    from actmat.planning.model import MergePlan
+    from actmat.planning.model import PLAN
 
     command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **SOURCE}).stdout
-    return MergePlan.from_json(json.loads(said))
+    return PLAN.validate_python({n: value for n, value in json.loads(said).items() if n != "actmat_plan"})
 
 
 def weights_digest(folder: Path) -> str:

@@ -15,9 +15,10 @@ from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import all_methods, get_method
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
+from actmat.methods.post import Step
 from actmat.planning import regions as regions_module
 from actmat.planning.cost import MATRIX_BYTES, call_of, region_peak_bytes
-from actmat.planning.item import Item, MethodCall, PostCall, Reading, Target, Write
+from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.regions import CHUNK, HELD_BYTES, cut, streams
 from actmat.planning.work import HOST, place
 from actmat.recipe import make_recipe
@@ -101,7 +102,7 @@ def test_interleaved_and_transposed_blocks_stay_whole() -> None:
     assert len(cut((4, 3), interleaved, "matrix")) == len(cut((3, 4), transposed, "matrix")) == 1
 
 
-STEP = (PostCall("mean_norm", {}),)
+STEP = (Step("mean_norm", {}),)
 
 
 def item(name: str, shape: tuple[int, ...], experts: int, layout: TensorLayout, stored: str) -> Item:
@@ -116,7 +117,7 @@ def peak(
     experts: int = 3,
     layout: TensorLayout = LINEAR,
     *,
-    post: tuple[PostCall, ...] = (),
+    post: tuple[Step, ...] = (),
     stored: str = "bfloat16",
     compute_dtype: str = "float32",
 ) -> int:

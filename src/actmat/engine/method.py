@@ -83,7 +83,7 @@ def _merge_factors(task: Task, deltas: RegionDeltas, region: Region, k: int, fac
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = _needs_of(task, deltas, region, k, label)
     if call.space != "full":
-        merged = MERGE_IN[call.space](method, factors, {**needs, **call.options}, call.steps)
+        merged = MERGE_IN[call.space](method, factors, {**needs, **call.options}, call.post)
         task.note(label, merged.stats)
         return merged.value.to(torch.float64)
     assert method.lowrank is not None, "the plan chose the factored form"
@@ -98,7 +98,7 @@ def _merge_module(task: Task, deltas: RegionDeltas) -> LowRank | Tensor:
     Dense if the method took dense deltas and nothing follows: what is written is truncated from it.
     """
     region, by_matrix = deltas.region, task.item.is_factored or task.method.acts_on == "matrix"
-    is_last = not task.call.steps and task.observer is None
+    is_last = not task.call.post and task.observer is None
     whole = None if by_matrix else _merge_stored(task, deltas)
     if is_last and whole is not None:
         return whole
@@ -248,7 +248,7 @@ def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], label: s
     """One matrix after the steps of post-processing."""
     if not task.call.post:
         return merged
-    changed = apply_steps(merged, deltas, task.call.steps)
+    changed = apply_steps(merged, deltas, task.call.post)
     task.note(label, changed.stats)
     return changed.value
 
@@ -274,7 +274,7 @@ def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label:
         return value.to(torch.float64)
     finished = []
     for each_label, (merged, *rest) in _each(label, value, *deltas):
-        changed = apply_steps_lowrank(merged, rest, task.call.steps)
+        changed = apply_steps_lowrank(merged, rest, task.call.post)
         task.note(each_label, changed.stats)
         finished.append(changed.value)
     return (finished[0] if value.b_OR.ndim == 2 else stacked(finished)).to(torch.float64)
