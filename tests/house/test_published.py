@@ -23,7 +23,7 @@ base: base
 experts: [experts/math, {path: experts/code, name: code, weight: 1e-1, stacks: "e_i_o, rank_major"}]
 method: dare_ties
 options: {density: [{match: "*.mlp.*", value: [0, 1]}, {value: 0.5}]}
-scale: {gradient: [0, 0.5]}
+scale: [0, 0.5]
 rules: [{match: "*.down_proj.weight", options: {rtol: 1e-6}}]
 post: isotropize:mean=rank
 keep: "*norm*"
