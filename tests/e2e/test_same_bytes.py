@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.engine.reader import ItemReader
 from actmat.errors import RecipeError
-from actmat.planning import regions
+from actmat.planning import work
 from actmat.planning.regions import CHUNK
 from actmat.recipe import make_recipe
 from actmat.run import run_recipes
@@ -101,7 +101,7 @@ def test_deltas_held_or_read_again_between_two_passes(
     monkeypatch.setattr(ItemReader, "base_chunk", noted)
     assert_same(merged(family, tmp_path / "held", RECIPES["ties"])[0], alone["ties"])
     assert not starts, "small tensors are held"
-    monkeypatch.setattr(regions, "HELD_BYTES", 0)
+    monkeypatch.setattr(work, "HELD_BYTES", 0)
     assert_same(merged(family, tmp_path / "streamed", RECIPES["ties"])[0], alone["ties"])
     assert CHUNK in starts, "the large tensor was not streamed"
 

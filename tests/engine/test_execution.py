@@ -27,7 +27,6 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, NumericalError
 from actmat.methods import METHODS, Access, Merged, MergeMethod, Survey, get_method
-from actmat.planning import regions as regions_module
 from actmat.recipe import make_recipe
 from actmat.run.inputs import open_inputs
 from actmat.run.run import plan_all
@@ -185,7 +184,7 @@ def test_experts_of_another_dtype_are_noted(family: Family) -> None:
 def test_however_deltas_are_read_the_rule_gives_its_bits(
     family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], held_bytes: int
 ) -> None:
-    monkeypatch.setattr(regions_module, "HELD_BYTES", held_bytes)
+    monkeypatch.setattr("actmat.planning.work.HELD_BYTES", held_bytes)
     for module in ("deltas", "reader", "item", "sinks"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)

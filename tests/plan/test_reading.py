@@ -14,8 +14,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write
-from actmat.planning.regions import CHUNK, HELD_BYTES, Region
-from actmat.planning.work import reading_of, shared_reading
+from actmat.planning.regions import CHUNK, Region
+from actmat.planning.work import HELD_BYTES, reading_of, shared_reading
 
 Q, UP, NORM = (f"model.{n}.weight" for n in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "norm"))
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1

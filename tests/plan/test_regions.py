@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from actmat.methods.post import Step
 from actmat.planning import regions as regions_module
 from actmat.planning.cost import MATRIX_BYTES, call_of, region_peak_bytes
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write
-from actmat.planning.regions import CHUNK, HELD_BYTES, cut, streams
-from actmat.planning.work import HOST, place
+from actmat.planning.regions import CHUNK, Region, cut
+from actmat.planning.work import HELD_BYTES, HOST, place, reading_of
 from actmat.recipe import make_recipe
 
 LINEAR = TensorLayout(Role.LINEAR, "")
@@ -155,14 +156,19 @@ def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
     assert peak("dare", (4096, 4096), post=STEP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
 
 
+def strategy(method: MergeMethod, entries: int, **options: Any) -> str:
+    regions = [Region(0, entries, (entries,), TensorLayout(Role.VECTOR, ""))]
+    return reading_of(method, method.resolve_options(options), regions, 3, 4).strategy
+
+
 def test_a_rule_that_walks_again_is_given_small_deltas_whole() -> None:
     ties, dare = get_method("ties"), get_method("dare")
     for entries, held in ((HELD_BYTES // 12, True), (HELD_BYTES // 12 + 1, False)):
-        assert streams(ties, ties.resolve_options({}), entries, 3, 4) == (not held)
-        assert streams(dare, dare.resolve_options({}), entries, 3, 4)
+        assert strategy(ties, entries) == ("held" if held else "chunks")
+        assert strategy(dare, entries) == "chunks"
     assert not ties.streams(ties.resolve_options({"trim": "global"})), "its survey is given whole deltas"
     stock = get_method("model_stock")
-    assert not streams(stock, stock.resolve_options({"filter_wise": True}), HELD_BYTES, 3, 4)
+    assert strategy(stock, HELD_BYTES, filter_wise=True) == "held"
     more = peak("ties", (2**15, 2**14), experts=3) - peak("ties", (2**12, 2**12), experts=3)
     assert more <= (2**29 - 2**24) * 4 - 2**24 * (12 + 2) + 2**26, "the result grows; the base and deltas do not"
 

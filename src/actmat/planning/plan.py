@@ -44,7 +44,7 @@ from actmat.planning.implied import (
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
-from actmat.planning.notes import all_notes
+from actmat.planning.notes import adapter_notes, all_notes
 from actmat.planning.problems import (
     base_problems,
     check,
@@ -54,7 +54,6 @@ from actmat.planning.problems import (
     integer_problems,
 )
 from actmat.planning.regions import cut
-from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
 from actmat.planning.storage import files_left_out, left_out_note, merged_metadata, output_dtypes, stems_of
 from actmat.planning.targets import resolve_roles, targets_of
@@ -352,7 +351,7 @@ def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Sc
         stem, config = STEMS[scope.form], None
         if stem == STEMS["peft"]:
             config = output_config(recipe, scope.adapters, modules, scope.whole)
-        notes = plan_notes(recipe, scope.adapters, [m.name for m in modules], modules, config)
+        notes = adapter_notes(recipe, scope.adapters, modules)
         specs = [s for item in written for s in item.outputs]
         return _Written(modules, specs, stem=stem, config=config, notes=notes)
     dtypes, of_dtypes = output_dtypes(recipe, base)

@@ -34,8 +34,12 @@ from actmat.planning.cost import (
     svd_bytes,
 )
 from actmat.planning.item import Item, ItemCost, MethodCall, Reading, Target
-from actmat.planning.regions import CHUNK, Region, cut, streams
+from actmat.planning.regions import CHUNK, Region, cut
 from actmat.recipe import Recipe
+
+HELD_BYTES = 1 << 28
+"""Deltas of a region that are held for a method that takes several passes over them: a chunk that is read again is also
+converted and subtracted again."""
 
 
 def regions_of(item: Item) -> tuple[Region, ...]:
@@ -108,9 +112,9 @@ def reading_of(
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=False)
     numel = max(region.numel for region in regions)
-    streamed = streams(method, options, numel, n_experts, itemsize)
-    base_held = not (streamed and numel > CHUNK) or method.uses_base(options)
-    return Reading("chunks" if streamed else "held", base_held)
+    if method.access.walks_again and n_experts * numel * itemsize <= HELD_BYTES:
+        return Reading("held")
+    return Reading("chunks", base_held=numel <= CHUNK or method.uses_base(options))
 
 
 def shared_reading(items: Sequence[Item], *, observed: bool) -> Reading | None:
