@@ -189,7 +189,7 @@ def test_what_a_stack_leaves_out_of_its_parts_is_said(folder: Path) -> None:
         "expert 'b' has weights beside its model that are not merged",
         "layers of one number have other tensors than in the first part",
     }
-    assert any(text.endswith(f": {name} (not in b) and {name}x (only in b)") for text in texts)
+    assert any(f": {name} (not in b), {name}x (only in b)" in text for text in texts), texts
     tensors.pop("lm_head.weight")
     save_checkpoint(folder / "b", tensors, config)
     with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is in a and not in b, whose table of tokens"):

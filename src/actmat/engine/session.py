@@ -215,7 +215,7 @@ class Session:
         """The reader of a unit's tensor or module; bad values go to `findings`."""
         items = [self._item(member) for member in unit.members]
         reader = self._item_reader(_leader(items), findings, on_device=unit.device_bytes > 0)
-        reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.members])
+        reader.regions = shared_regions(items)
         reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
         reader.inspect_only = self.inspect_only
         return reader

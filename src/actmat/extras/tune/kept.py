@@ -350,7 +350,7 @@ def plain_merge(recipe: Recipe, method: str) -> Recipe:
     plain = Recipe(experts=(ExpertRef(path="x"),))
     left = {"weight", "statistics", "options"}
     experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=left, exclude_unset=True)) for e in recipe.experts)
-    names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
+    names = ("rules", "post", "options", "scale", "space", "notes")
     fields = {n: getattr(plain, n) for n in names} | {"method": method, "experts": experts}
     return recipe.model_copy(update=fields)
 

@@ -140,7 +140,7 @@ def _has_plain_factors(expert: OpenInput) -> bool:
 def _is_plain(recipe: Recipe) -> bool:
     """True if the recipe treats no tensor in a way of its own."""
     plain = Recipe(experts=recipe.experts)
-    fields = ("rules", "roles", "keep", "ties", "scope", "space", "post", "postprocess")
+    fields = ("rules", "roles", "keep", "ties", "scope", "space", "post")
     return all(getattr(recipe, n) == getattr(plain, n) for n in fields) and recipe.model.vocabulary is None
 
 
