@@ -141,7 +141,8 @@ def _pinned(model: Model, location: str) -> str:
 
 
 def _slices(parts: Sequence[tuple[Model, StackPart]]) -> list[Slice]:
-    return [Slice(c.config or {}, p.start, p.stop) for c, p in parts]
+    prefix = next((layer[0] for n in parts[0][0].specs if (layer := split_layer(n)) is not None), "")
+    return [Slice(m.config or {}, p.start, p.stop, prefix) for m, p in parts]
 
 
 def _origins(parts: Sequence[tuple[Model, StackPart]]) -> dict[str, tuple[Model, str]]:
