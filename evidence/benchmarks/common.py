@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from benchmarks.provenance import EVIDENCE, REPOSITORY, processor, record
 
 if TYPE_CHECKING:
-    from actmat.planning.model import MergePlan
+    pass
 
 WORK = EVIDENCE / "work"
 RESULTS = EVIDENCE / "results"
@@ -169,15 +169,6 @@ def merge_words(base: str | Path, experts: Iterable[str | Path], method: str, *m
 def merged(words: Sequence[str | Path], out: Path, *more: str) -> Run:
     """`actmat merge` of this tree in a process of its own."""
     return measure([*actmat_command(), "merge", *words, *more, "--out", fresh(out), "--quiet"], **SOURCE)
-
-
-def announced(arguments: Sequence[str | Path]) -> MergePlan:
-    """The plan that `actmat plan` makes for these inputs; it reads only headers."""
-    from actmat.planning.model import MergePlan
-
-    command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **SOURCE}).stdout
-    return MergePlan.from_json(json.loads(said))
 
 
 def weights_digest(folder: Path) -> str:

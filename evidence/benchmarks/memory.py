@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common import WORK, announced, finish, merge_words, merged, program
+import actmat
+from benchmarks.common import WORK, finish, merge_words, merged, program
 from benchmarks.make_llama import Size, home, make_family
 
 SIZES = {
@@ -29,7 +30,7 @@ def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, 
     """One merge, foretold and measured."""
     base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
     words = merge_words(base, paths, method, "--set", f"scope={SCOPES[method]}")
-    foretold = announced(words).peak_bytes(workers)
+    foretold = actmat.plan(base, paths, method=method, scope=SCOPES[method]).peak_bytes(workers)
     run = merged(words, WORK / "out" / f"memory-{method}", "--threads", str(workers))
     return {
         "method": method,

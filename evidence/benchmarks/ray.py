@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import actmat
 from benchmarks.common import (
     RESULTS,
     WORK,
     Run,
     alternate,
-    announced,
     finish,
     merge_words,
     merged,
@@ -140,7 +140,7 @@ def seconds_of(rows: int, width: int) -> float:
 def schedule(disk_gbps: float, node_memory_b: int) -> list[dict[str, Any]]:
     """One row per number of nodes."""
     places = [write_headers(WORK / "llama-70b" / name, LLAMA_70B) for name in ("base", "one", "two", "three")]
-    plan = announced(merge_words(places[0], places[1:], "actmat_ridge"))
+    plan = actmat.plan(places[0], places[1:], method="actmat_ridge")
     of_matrix = [item.action == "merge" and len(item.shape) == 2 for item in plan.items]
     times = [seconds_of(*i.shape) if is_one else 0.0 for i, is_one in zip(plan.items, of_matrix, strict=True)]
     times.sort(reverse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.deltas import DeltaSource
@@ -39,15 +39,8 @@ nothing      not at all: of an extracted adapter, whose delta is only measured; 
 """
 
 
-class Plain:
-    """Data that is read back from JSON: an unknown field is an error."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-
 @dataclass(frozen=True, slots=True)
-class Reading(Plain):
+class Reading:
     """Reading of the deltas of one item.
 
     Args:
@@ -72,7 +65,7 @@ class Reading(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleForm(Plain):
+class ModuleForm:
     """Factors of a module of adapters, by which a target is known without a base.
 
     Args:
@@ -95,7 +88,7 @@ class ModuleForm(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Target(Plain):
+class Target:
     """A tensor to be made: one that the base stores, or one that adapters imply.
 
     Args:
@@ -128,7 +121,7 @@ class Target(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class PostCall(Plain):
+class PostCall:
     """One step of post-processing with all its options."""
 
     name: str
@@ -141,7 +134,7 @@ class PostCall(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class MethodCall(Plain):
+class MethodCall:
     """One method with all its options: `W* = W_0 + scale * D*`.
 
     Args:
@@ -174,7 +167,7 @@ class MethodCall(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Write(Plain):
+class Write:
     """The form of a target in the output.
 
     Args:
@@ -195,7 +188,7 @@ class Write(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ItemCost(Plain):
+class ItemCost:
     """Estimated cost of one item, for one worker.
 
     Args:
@@ -211,7 +204,7 @@ class ItemCost(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Item(Plain):
+class Item:
     """One output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
     Args:
