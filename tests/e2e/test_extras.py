@@ -188,7 +188,7 @@ def test_what_removed_extras_add_is_refused(core: Shell) -> None:
     save_file({"lora_unet_a.lora_down.weight": torch.ones(1, 4)}, core.folder / "kohya.safetensors")
     for says, command in {
         "no method 'tsv'": ("plan", "-b", "base", "-e", "a", "-m", "tsv"),
-        "base[0:1]": ("plan", "-b", "base[0:1]", "--out", "stacked"),
+        "plug-in 'view.stack'": ("plan", "-b", "base[0:1]", "--out", "stacked"),
         "look quantized": ("plan", "-b", "q", "-e", "r", "-m", "average"),
         "peft_type is 'LOHA'": ("plan", "-b", "base", "-e", "loha", "-m", "average"),
         "no installed part of actmat reads": ("inspect", "kohya.safetensors"),
