@@ -47,9 +47,6 @@ class LazySequence(Sequence[Tensor]):
             return [self._get(i) for i in range(*t.indices(self._count))]
         return self._get(range(self._count)[t])
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self._get(t) for t in range(self._count))
-
     def _get(self, t: int) -> Tensor:
         return self._make(t)
 
