@@ -7,7 +7,6 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
-    RunTotals,
 )
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -68,7 +67,6 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "base": "base",
         "out": "merged",
         "experts": tuple(ExpertRow(n, f"experts/{n}", "model", 1.0, 0.6, 0.5) for n in ("math", "code")),
-        "totals": RunTotals(tensors=1, parameters=4096, measured=1),
         "actions": {"merge": 1},
         "measures": (a_measure(),),
         "findings": (),

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.helpers.diagnoses import Matrix, a_diagnosis, a_measure
 
-from actmat.diagnostics.model import Diagnosis, ExpertRow, Finding, MatrixRow, RunTotals
+from actmat.diagnostics.model import Diagnosis, ExpertRow, Finding, MatrixRow
 
 MODULES = (
     ("self_attn.q_proj", (64, 64)),
@@ -103,15 +103,6 @@ def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 
         experts=tuple(
             ExpertRow(label, f"models/{label}", "model", 1.0, left[t], energy[t] / sum(energy))
             for t, label in enumerate(labels)
-        ),
-        totals=RunTotals(
-            tensors=len(averaged) + len(merged),
-            parameters=sum(map(math.prod, averaged + merged)),
-            measured=len(measures),
-            seconds=12.5,
-            peak_bytes=1_250_000_000,
-            bytes_read=9_000_000_000,
-            bytes_written=2_200_000_000,
         ),
         actions={"merge": len(merged), "average": len(averaged)},
         measures=tuple(measures),

@@ -1,6 +1,5 @@
-"""A plan read back from its JSON is the same plan."""
+"""A plan is data: it pickles, and is JSON; its fingerprint changes with what decides the output's bytes."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ def read(data: dict[str, Any]) -> MergePlan:
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(request=requests())
-def test_a_plan_survives_its_json(inputs: Path, request: dict[str, Any]) -> None:
+def test_a_plan_is_data(inputs: Path, request: dict[str, Any]) -> None:
     try:
         plan = planned(inputs, request)
     except MergeError:
@@ -111,7 +110,7 @@ def test_a_plan_survives_its_json(inputs: Path, request: dict[str, Any]) -> None
     again = read(json.loads(text))
     assert again == plan
     assert again.fingerprint() == plan.fingerprint()
-    assert json.dumps(again.to_json()) == text
+    assert json.dumps(again.to_json(), allow_nan=False) == json.dumps(plan.to_json())
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {

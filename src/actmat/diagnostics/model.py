@@ -70,19 +70,6 @@ class ExpertRow(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class RunTotals(_Strict):
-    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes."""
-
-    tensors: WholeNumber
-    parameters: WholeNumber
-    measured: WholeNumber
-    seconds: Number | None = None
-    peak_bytes: WholeNumber | None = None
-    bytes_read: WholeNumber | None = None
-    bytes_written: WholeNumber | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixRow(_Strict):
     """Measures of one matrix; docs/diagnostics.md defines every field with its equation."""
 
@@ -206,7 +193,6 @@ class Diagnosis(_Strict):
     base: str | None
     out: str | None
     experts: tuple[ExpertRow, ...]
-    totals: RunTotals
     actions: Mapping[str, WholeNumber]
     measures: tuple[MatrixRow, ...]
     findings: tuple[Finding, ...]

@@ -74,17 +74,15 @@ def format_named(name: str) -> Format:
             return candidate
     known = {candidate.name: candidate for candidate in all_formats()}
     if name not in known:
-        raise CheckpointError(
-            f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.{plugins.hint(GROUP)}"
-        )
+        raise CheckpointError(f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.")
     return known[name]
 
 
 def _absent(names: Sequence[str]) -> str:
     """One sentence, with the fix, on a file of a format that is not installed; may be empty."""
     lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
-    lost = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
-    return f"no installed part of actmat reads '{lost[1]}'.{plugins.hint(GROUP, lost[0])}" if lost else ""
+    lost = next((n for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
+    return f"no installed part of actmat reads '{lost}'." if lost else ""
 
 
 def _unclaimed(source: Source) -> CheckpointError:
