@@ -23,7 +23,7 @@ LLAMA = {
 TEXTS = {"math": ["one two", "three four", "seven", "two and two"], "code": ["def f", "for i in x", "x = 1", "f(x)"]}
 NOISE = 0.2
 """Of the experts, so that they answer otherwise than their base."""
-VOLATILE = ("seconds", "memory", "out")
+VOLATILE = ("seconds", "out")
 """Fields of `tune.json` that differ from run to run."""
 
 

@@ -29,7 +29,7 @@ PINNED: dict[str, set[str]] = {
     "ui": {"url", "port"},
     "tune": {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
-        "seconds", "memory", "left_out",
+        "seconds", "left_out",
     },
     "plan": {"plans"},
     "plan plans": {

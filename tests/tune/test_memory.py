@@ -14,11 +14,11 @@ from torch import nn
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.resolve import open_model
-from actmat.errors import RecipeError, StatisticsError
+from actmat.errors import RecipeError, StatisticsError, format_size
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune import memory
 from actmat.extras.tune.live import LiveModel, Loader, fixed_tensors, reached, state_of
-from actmat.extras.tune.memory import MemoryPlan, model_device, place_models, plan_memory
+from actmat.extras.tune.memory import model_device, place_models, planned_memory
 from actmat.recipe import Recipe
 from actmat.run import plan_recipe
 from actmat.settings import RunSettings
@@ -30,24 +30,26 @@ SPECS = {
 }
 
 
-def planned(run: RunSettings, **fields: Any) -> MemoryPlan:
+def planned(run: RunSettings, **fields: Any) -> str:
     given: dict[str, Any] = {"merges": 5, "factors": False, "statistics": 0} | fields
-    return plan_memory(SPECS, place_models(run, given.pop("dtype", "float32")), **given)
+    return planned_memory(SPECS, place_models(run, given.pop("dtype", "float32")), **given)
 
 
 def test_bytes_are_those_of_the_formulae_and_less_is_refused() -> None:
-    plan = planned(RunSettings(max_memory="1GB"))
     model = 4 * (100 * 50 + 30 * 100)  # integers are no weights of the search
-    assert (plan.model, plan.needed, plan.disk) == (model, 3 * model, 5 * model)
-    assert planned(RunSettings(), dtype="bfloat16").model == model // 2
-    grams = 2 * (50 * 51 + 100 * 101)
-    factored = planned(RunSettings(), factors=True, statistics=2)
-    assert (factored.needed, factored.disk) == (model, 2 * grams)
-    planned(RunSettings(max_memory=str(plan.needed))).check()
+    words = [format_size(n) for n in (3 * model, 10**9, 5 * model)]
+    line = planned(RunSettings(max_memory="1GB"))
+    assert line == "memory: {} of {} that may be used; disk: about {}".format(*words)
+    assert len(line) <= 80
+    halves = planned(RunSettings(max_memory="1GB"), dtype="bfloat16")
+    assert format_size(3 * model // 2) in halves
+    factored = planned(RunSettings(max_memory="1GB"), factors=True, statistics=2)
+    assert f"memory: {format_size(model)} of" in factored
+    assert factored.endswith(format_size(2 * 2 * (50 * 51 + 100 * 101)))
+    planned(RunSettings(max_memory=str(3 * model)))
     with pytest.raises(RecipeError, match="--set model_dtype=bfloat16") as error:
-        planned(RunSettings(max_memory=str(plan.needed - 1))).check()
+        planned(RunSettings(max_memory=str(3 * model - 1)))
     assert "--max-memory" in str(error.value)
-    assert len(plan.line()) <= 80
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,9 @@ def test_the_limit_is_that_of_the_device_of_the_models(
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     monkeypatch.setattr(memory, "check_device", lambda device: None)
     monkeypatch.setattr(memory, "open_devices", lambda names: [SimpleNamespace(free_bytes=lambda: 1000)])
-    plan = planned(run)
-    assert (plan.limit, plan.device) == (limit, device)
-    assert source in plan.source
+    place = place_models(run, "float32")
+    assert (place.limit, place.device) == (limit, device)
+    assert source in place.source
 
 
 def test_models_run_on_the_first_of_several_devices(family: Path, tmp_path: Path) -> None:

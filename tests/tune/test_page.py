@@ -28,7 +28,7 @@ def report(*others: Rival, worst: float = 0.9) -> TuneReport:
     return TuneReport(
         out=Path("best"), recipe=Recipe.model_validate({"base": "b", "experts": ["e"]}), chosen=chosen, trials=trials,
         front=[chosen], finals=[Rival("average x 0.2 (chosen)", losses, losses, 0.5), *others], score="divergence",
-        refused={}, notes=[], seconds=3.0, memory=missing, merged=missing,
+        refused={}, notes=[], seconds=3.0, merged=missing,
     )  # fmt: skip
 
 

@@ -48,6 +48,6 @@ def merge_matrices(
     >>> actmat.merge_matrices("average", [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 2.0]])])
     tensor([[2., 1.]])
     """
-    from actmat.extras.research.matrices import LayerInputs, merge_layer
+    from actmat.extras.research.matrices import merge_layer
 
-    return merge_layer(method, LayerInputs(deltas, base, statistics, weights, generator), options, space, post)
+    return merge_layer(method, (deltas, base, statistics, weights, generator), options, space, post)

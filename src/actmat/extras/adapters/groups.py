@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.keys import Keys
 from actmat.experts.changes.base import Change, Content
@@ -82,6 +85,34 @@ class OwnDelta(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         """See `Change`."""
         return shape_misfit(self.shape, shape)
+
+
+@dataclass(frozen=True)
+class Decomposed(Change):
+    """Another change whose outputs are rescaled to stored norms (DoRA)."""
+
+    change: Change
+    magnitude: str
+    count: int
+    kind: str = "linear"
+    reads_base = True
+
+    @property
+    def is_turned(self) -> bool:  # type: ignore[override]
+        """See `Change`."""
+        return self.change.is_turned
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        """See `Change`."""
+        reason = "" if shape[0] == self.count else f"its dora_scale has {self.count} entries"
+        return self.change.misfit(shape) or reason
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
+        """See `Change`."""
+        changed_PI = base_PI + self.change.rows(tensors, base_PI, first, last)
+        norms_P = torch.linalg.vector_norm(changed_PI, dim=1)
+        factors_P = tensors[self.magnitude].flatten()[first:last] / torch.where(norms_P > 0, norms_P, 1)
+        return factors_P[:, None] * changed_PI - base_PI
 
 
 def group_tensors(

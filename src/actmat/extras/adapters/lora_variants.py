@@ -27,7 +27,7 @@ from actmat.experts.lora.adapter import module_product
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.fields import LORA
 from actmat.experts.lora.modules import AdapterModule, list_modules
-from actmat.extras.adapters.groups import family_keys, shape_misfit
+from actmat.extras.adapters.groups import Decomposed, family_keys, shape_misfit
 from actmat.linalg.lapack import economy_svd
 from actmat.linalg.lowrank import LowRank
 
@@ -46,10 +46,16 @@ class _Pair(Change):
     module: AdapterModule
     rank: int
     kind: str
+    is_turned: bool = False
     reads_base = False
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        return shape_misfit(self.module.shape, shape)
+        return shape_misfit(self.module.shape[::-1] if self.is_turned else self.module.shape, shape)
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
+        product = module_product(self.module, tensors[self.module.a], tensors[self.module.b])
+        b_OR, a_RI = (product.a_RI.mT, product.b_OR.mT) if self.is_turned else (product.b_OR, product.a_RI)
+        return b_OR[first:last] @ a_RI
 
     def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
         return module_product(self.module, tensors[self.module.a], tensors[self.module.b])
@@ -72,29 +78,6 @@ class _Residual(_Pair):
             svd = economy_svd(base_OI)
             left, right = svd.u_MR[:, :rank] * svd.s_R[:rank], svd.vh_RN[:rank]
         return LowRank(torch.cat([trained.b_OR, -left], dim=1), torch.cat([trained.a_RI, right]))
-
-
-@dataclass(frozen=True)
-class _Dora(Change):
-    """Pairs with a magnitude per output, or per column of a table."""
-
-    module: AdapterModule
-    magnitude: str
-    kind: str
-    is_turned: bool
-    reads_base = True
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        return shape_misfit(self.module.shape[::-1] if self.is_turned else self.module.shape, shape)
-
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
-        product = module_product(self.module, tensors[self.module.a], tensors[self.module.b])
-        if self.is_turned:
-            product = LowRank(product.a_RI.mT, product.b_OR.mT)
-        changed_PI = base_PI + product.b_OR[first:last] @ product.a_RI
-        norms_P = torch.linalg.vector_norm(changed_PI, dim=1)
-        factors_P = tensors[self.magnitude].flatten()[first:last] / torch.where(norms_P > 0, norms_P, 1)
-        return factors_P[:, None] * changed_PI - base_PI
 
 
 @dataclass(frozen=True)
@@ -175,11 +158,12 @@ def _of_module(
         if specs[magnitude].numel != count:
             problems.append(f"tensor '{magnitude}' has {specs[magnitude].numel} entries; expected {count}")
             return []
-        out.append(_Dora(target, (*pair, magnitude), module, magnitude, module.kind, is_table))
+        change = _Pair(target, pair, module, module.rank, module.kind, is_table)
+        out.append(Decomposed(target, (*pair, magnitude), change, magnitude, count, module.kind))
     elif start is not None and module.kind == "linear":
         # PEFT's OLoRA decomposes a transposed layer in its stored form, so the factors have other shapes
         is_olora = start == "olora"
-        out.append(_Residual(target, pair, module, 2 * module.rank, module.kind, start, is_olora))
+        out.append(_Residual(target, pair, module, 2 * module.rank, module.kind, start=start, only_straight=is_olora))
     else:
         out.append(_Pair(target, pair, module, module.rank, module.kind))
     if module.bias is not None:

@@ -25,6 +25,7 @@ from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
 from actmat.extras.collect.files import join_statistics
 from actmat.extras.collect.measures import Measurement, Settings
+from actmat.extras.models.layered import block_lists
 from actmat.recipe import add_statistics, make_recipe
 from actmat.recipe.arguments import Location
 from actmat.run import run_recipes
@@ -143,8 +144,7 @@ class _Job:
 def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
     """Names of the blocks, in order."""
     if wanted is None:
-        lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-        outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists if other != n)]
+        outer = list(block_lists(model))
         if len(outer) != 1:
             found = ", ".join(outer) or "none"
             raise StatisticsError(

@@ -39,7 +39,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.fitting import is_absent
 from actmat.experts.lora.modules import unreadable
-from actmat.extras.adapters.groups import Group, OwnDelta
+from actmat.extras.adapters.groups import Decomposed, Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
@@ -135,26 +135,6 @@ class _Factors(OwnDelta):
         return torch.einsum("ij...,pi,jr->pr...", core[0], up_PR, down.flatten(1)).flatten(1)
 
 
-@dataclass(frozen=True)
-class _Decomposed(Change):
-    """Another change whose outputs are rescaled to stored norms."""
-
-    change: Change
-    magnitude: str
-    count: int
-    reads_base = True
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        reason = "" if shape[0] == self.count else f"its dora_scale has {self.count} entries"
-        return self.change.misfit(shape) or reason
-
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
-        changed_PI = base_PI + self.change.rows(tensors, base_PI, first, last)
-        norms_P = torch.linalg.vector_norm(changed_PI, dim=1)
-        factors_P = tensors[self.magnitude].flatten()[first:last] / torch.where(norms_P > 0, norms_P, 1)
-        return factors_P[:, None] * changed_PI - base_PI
-
-
 def _change(module: LycorisModule, target: str, weights: Tensors) -> Change | str:
     """The change of a base tensor, or a problem."""
     group = module.group
@@ -180,7 +160,7 @@ def _change(module: LycorisModule, target: str, weights: Tensors) -> Change | st
             f"module '{group.module}': dora_scale {shape} scales inputs, which is not supported; expected one "
             "magnitude per output (O x 1 x ...). Fix: fold the file into its base with LyCORIS"
         )
-    return _Decomposed(target, (*change.stored, magnitude), change, magnitude, count)
+    return Decomposed(target, (*change.stored, magnitude), change, magnitude, count)
 
 
 def _without(group: Group, *roles: str) -> Group:

@@ -115,12 +115,16 @@ class _Mover:
         self._stored = []
 
 
+def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """The outermost lists of modules, by their names."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    return {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
+
+
 def run_in_layers(model: nn.Module, place: Placement) -> None:
     """Let a model on the host run layer by layer; all that is in no block is put in place for good."""
     mover = _Mover(place)
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    outer = [m for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists if other != n)]
-    blocks = [block for modules in outer for block in modules]
+    blocks = [block for modules in block_lists(model).values() for block in modules]
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
         module._buffers.update({n: b if b is None else mover.moved(b) for n, b in module._buffers.items()})

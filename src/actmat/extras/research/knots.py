@@ -92,18 +92,15 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries))
 
 
-def merge_lowrank(  # noqa: PLR0913 - as above
+def merge_lowrank(
     deltas: Sequence[LowRank],
     *,
-    survey: Sequence[float] | None = None,
-    generator: torch.Generator | None = None,
-    rule: KnotsRule = "ties",
-    order: Order = "official",
-    density: Annotated[float | None, Bounds(low=0, high=1)] = None,
-    trim: Literal["global", "tensor"] = "global",
-    atol: Annotated[float | None, Bounds(low=0)] = None,
-    rtol: Fraction = RANK_RTOL,
-    mean: SpectrumMean = "all",
+    rule: KnotsRule,
+    order: Order,
+    atol: float | None,
+    rtol: float,
+    mean: SpectrumMean,
+    **of_entries: Any,
 ) -> MergedLowRank:
     """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
@@ -114,7 +111,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     retries: Retries = basis.retries
     if rule in ELEMENTWISE:
         parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
-        value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
+        value_RI = _by_entry(parts_RI, basis.on_R, rule, **of_entries).to(torch.float64)
     else:
         value_RQ, repeats = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
         value_RI, retries = bases.right.rows(value_RQ), retries + repeats
@@ -152,8 +149,8 @@ def _by_entry(
     rule: KnotsRule,
     density: float | None,
     trim: str,
-    survey: Sequence[float] | None,
-    generator: torch.Generator | None,
+    survey: Sequence[float] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     share = _density(rule, density)
     if rule == "dare":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +17,15 @@ from actmat.planning.choose import WHOLE
 from actmat.recipe import PostRef
 from actmat.run.automatic import AUTO, choice_for
 
-Pair = tuple[Any, Any]
-"""Tensors, or arrays of numpy."""
-
-
-class LayerInputs(NamedTuple):
-    """Arguments of `actmat.merge_matrices` about a layer."""
-
-    deltas: Sequence[Any] | Sequence[Pair]
-    base: Any = None
-    statistics: Mapping[str, Sequence[Any]] | None = None
-    weights: Sequence[float] | None = None
-    generator: torch.Generator | None = None
-
 
 def merge_layer(
     method: AnyMethod,
-    layer: LayerInputs,
+    layer: tuple[Any, Any, Any, Any, torch.Generator | None],
     options: dict[str, Any],
     space: Space,
     post: str | Sequence[str | Mapping[str, Any]],
 ) -> Tensor:
-    """The result of `actmat.merge_matrices`."""
+    """The result of `actmat.merge_matrices`; `layer`: its deltas, base, statistics, weights and generator."""
     deltas, base, statistics, weights, generator = map(_as_tensors, layer)
     if method == AUTO:
         method, space, options = _automatic(deltas, space, statistics, weights, options)
@@ -47,8 +34,7 @@ def merge_layer(
     steps = _steps(post)
     pairs = _pairs(deltas, space)
     dense = [d for d in deltas if isinstance(d, Tensor)] if space == "full" else [p.b_OR for p in pairs]
-    if space == "full":
-        _check_deltas(chosen, dense, steps)
+    _check_shapes(chosen, pairs or dense, steps if space == "full" else [])
     needs = _needs(chosen, resolved, base, statistics, weights)
     if chosen.is_random:
         needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
@@ -136,7 +122,7 @@ def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
 
     Raises:
         RecipeError: another space, or deltas that are no pairs.
-        AlignmentError: products of different shapes, or ranks that do not go together.
+        AlignmentError: ranks that do not go together.
     """
     if space != "full" and space not in MERGE_IN:
         raise RecipeError(f"merge_matrices: space is one of {', '.join(('full', *MERGE_IN))}; got {space!r}.")
@@ -145,12 +131,7 @@ def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
             raise RecipeError("merge_matrices: expected tensors or arrays in the full space; pairs (b, a) go with "
             "another space, such as 'core'.")  # fmt: skip
         return []
-    if not deltas:
-        raise RecipeError("merge_matrices: expected deltas, found none.")
     pairs = _as_factors(deltas)
-    shapes = {tuple(p.shape) for p in pairs}
-    if len(shapes) > 1:
-        raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
     ranks = sorted({p.rank for p in pairs})
     if space == "factors" and len(ranks) > 1:
         raise AlignmentError(
@@ -179,15 +160,16 @@ def _merge_pairs(
         return _checked(merged.value.dense().to(dtype), method.name, [p.dense() for p in pairs])
 
 
-def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor], steps: Sequence[Step]) -> None:
+def _check_shapes(method: MergeMethod, deltas: Sequence[Tensor | LowRank], steps: Sequence[Step]) -> None:
     if not deltas:
         raise RecipeError("merge_matrices: expected deltas, found none.")
     shapes = {tuple(d.shape) for d in deltas}
     if len(shapes) > 1:
         raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
-    if method.acts_on == "matrix" and deltas[0].ndim < 2:
+    ndim = len(deltas[0].shape)
+    if method.acts_on == "matrix" and ndim < 2:
         raise AlignmentError(f"'{method.name}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
-    if steps and deltas[0].ndim < 2:
+    if steps and ndim < 2:
         raise AlignmentError(f"'{steps[0].name}' changes matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.writing.shards import parse_size
@@ -20,68 +18,34 @@ COPIES = 3
 """Models in the memory of a search: the base, the merged delta, and the model that runs; of adapters only the last."""
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a search will hold, estimated; activations are not counted.
-
-    Args:
-        limit: bytes that may be used.
-        source: origin of the limit, in words.
-        device: of the models.
-        model: one model.
-        needed: of all models that are held.
-        disk: of the merges and statistics that are kept until the end.
-    """
-
-    limit: int
-    source: str
-    device: str
-    model: int
-    needed: int
-    disk: int
-
-    def check(self) -> None:
-        """Refuse a search that does not fit.
-
-        Raises:
-            RecipeError: it does not.
-        """
-        if self.needed > self.limit:
-            raise RecipeError(
-                f"The search needs about {format_size(self.needed)} ({format_size(self.model)} for a model), and "
-                f"{format_size(self.limit)} may be used ({self.source}). Use --set model_dtype=bfloat16, or more "
-                "memory; 'actmat merge --data' needs one model at a time."
-            )
-
-    def line(self) -> str:
-        """The plan in words, at most 80 columns."""
-        return (
-            f"memory: {format_size(self.needed)} of {format_size(self.limit)} that may be used; "
-            f"disk: about {format_size(self.disk)}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-
-def plan_memory(
+def planned_memory(
     specs: Mapping[str, TensorSpec], place: Placement, *, merges: int, factors: bool, statistics: int
-) -> MemoryPlan:
-    """The plan of a search.
+) -> str:
+    """The bytes that a search will hold, estimated without activations, in words of at most 80 columns.
 
     Args:
         specs: tensors of the base.
         place: of the models while they run, with a limit.
-        merges: that are made.
+        merges: that are made, and kept on disk until the end.
         factors: they are adapters.
         statistics: experts whose Gram matrices are measured.
+
+    Raises:
+        RecipeError: they do not fit.
     """
+    assert place.limit is not None
     model = model_bytes(specs, place.running)
     disk = (0 if factors else merges * model) + statistics * gram_bytes(specs)
     needed = place.peak(specs) if factors else COPIES * model
-    assert place.limit is not None
-    return MemoryPlan(place.limit, place.source, place.device, model, needed, disk)
+    if needed > place.limit:
+        raise RecipeError(
+            f"The search needs about {format_size(needed)} ({format_size(model)} for a model), and "
+            f"{format_size(place.limit)} may be used ({place.source}). Use --set model_dtype=bfloat16, or more "
+            "memory; 'actmat merge --data' needs one model at a time."
+        )
+    return (
+        f"memory: {format_size(needed)} of {format_size(place.limit)} that may be used; disk: about {format_size(disk)}"
+    )
 
 
 def place_models(run: RunSettings, dtype: str) -> Placement:

@@ -12,7 +12,6 @@ from typing import Any, get_args
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import write_whole
 from actmat.extras.tune.evaluate import AnswerComparison, ScoreName, Trial, counts_of, loss_of
-from actmat.extras.tune.memory import MemoryPlan
 from actmat.foreign import terminal
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
@@ -66,7 +65,6 @@ class TuneReport:
         refused: merge -> the reason why it could not be made.
         notes: facts for the user, in words.
         seconds: wall time.
-        memory: the plan of the search's memory.
         merged: report of the final merge.
     """
 
@@ -80,7 +78,6 @@ class TuneReport:
     refused: Mapping[str, str]
     notes: Sequence[str]
     seconds: float
-    memory: MemoryPlan
     merged: MergeReport
 
     def __repr__(self) -> str:
@@ -108,7 +105,6 @@ class TuneReport:
             "refused": dict(self.refused),
             "notes": list(self.notes),
             "seconds": round(self.seconds, 1),
-            "memory": self.memory.to_json(),
         }
 
     def save(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from actmat.extras.tune.asking import ExpertData, ask_experts
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
-from actmat.extras.tune.memory import MemoryPlan, model_device, place_models, plan_memory
+from actmat.extras.tune.memory import model_device, place_models, planned_memory
 from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
 from actmat.extras.tune.page import write_tune
 from actmat.extras.tune.report import (
@@ -201,7 +201,7 @@ class _Search:
         settings = self.settings
         output = AdapterOutput() if self.are_adapters else self.given.model
         recipe = self.given.model_copy(update={"base": self.loader.base, "output": output, "out": None})
-        memory = self._planned(len(data))
+        self._tell_memory(len(data))
         plan_recipe(recipe_of(recipe, MergeChoice("task_arithmetic")), held=self.run.held)  # refuses before it loads
         asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
         recipe, asked, mark = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
@@ -229,7 +229,6 @@ class _Search:
             refused=merges.refused,
             notes=[*self.notes, *notes_on_choice(finals, allowed=allowed, least_agreement=settings.least_agreement)],
             seconds=time.perf_counter() - began,
-            memory=memory,
             merged=merged,
         )
         with disk_errors(self.work):
@@ -240,20 +239,18 @@ class _Search:
             report.save(self.work)  # last: then the search is complete, and is not given again
         return report
 
-    def _planned(self, experts: int) -> MemoryPlan:
-        """The memory plan, checked and told."""
-        plan = plan_memory(
+    def _tell_memory(self, experts: int) -> None:
+        """Tell what will be held, or refuse it."""
+        line = planned_memory(
             self.base.specs,
             self.loader.place,
             merges=len(self.space.merges) + 1,
             factors=self.are_adapters,
             statistics=experts if self.space.statistics else 0,
         )
-        plan.check()
         if self.are_adapters and (layers := self.loader.place.layers(self.base.specs)):
             self.say(layers)
-        self.progress.note(plan.line())
-        return plan
+        self.progress.note(line)
 
     def _evaluator(self, merges: Merges, first: MergeChoice, asked: Mapping[str, Asked], mark: str) -> Evaluator:
         live: Live
