@@ -80,13 +80,12 @@ def plan_of(family: Family, **fields: Any) -> MergePlan:
     return library.plan(family.base, family.experts, **fields)
 
 
-def test_a_plan_for_devices_that_are_elsewhere(family: Family) -> None:
+def test_a_plan_for_devices(family: Family) -> None:
     plan = plan_of(family, device="cuda:0,1", device_memory="40GB")
     assert plan.device == "cuda:0,1"
     assert plan.device_memory == 40 * 10**9
     assert {i.name for i in plan.on_device} >= {Q0, UP0}
     assert not {EMBEDDING, NORM} & {i.name for i in plan.on_device}
-    assert plan.peak_device_bytes == max(i.cost.device_bytes for i in plan.items) > 0
 
 
 def test_the_number_of_devices_does_not_change_the_result_but_their_kind_does(family: Family) -> None:

@@ -65,7 +65,7 @@ def size_finding(norms: Norms | None, *, by_inputs: bool = False) -> tuple[str, 
         return "AM402", (
             f"the merged delta has {merged / mean:.3g} times the mean expert's norm: the model is moved farther than "
             "any expert was. Compare, on inputs of the tasks ('actmat tune', no labels needed), with a lower scale, or "
-            "with a cap (postprocess: norm_cap: average)"
+            "with the experts' mean norm (--set post=mean_norm)"
         )
     return None
 

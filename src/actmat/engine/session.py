@@ -19,7 +19,7 @@ import torch
 from actmat.checkpoints.base import TensorsHandle, torch_dtype
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import open_handle as open_tensors_handle
-from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import RegionDeltas
 from actmat.engine.devices import Device, device_memory_errors, open_devices
@@ -136,9 +136,6 @@ class Session:
                 if folder is None:
                     writers.append(None)
                     continue
-                if plan.is_extracted:
-                    writers.append(SpoolWriter(folder, plan.shards[0].file, durable=synchronous, attached=True))
-                    continue
                 attach: Literal["cached", "synchronous"] = "synchronous" if synchronous else "cached"
                 writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end
                 stack.callback(writer.close)
@@ -212,7 +209,7 @@ class Session:
         """The reader of a unit's tensor or module; bad values go to `findings`."""
         items = [self._item(member) for member in unit.members]
         reader = self._item_reader(_leader(items), findings, on_device=unit.device_bytes > 0)
-        reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.members])
+        reader.regions = shared_regions(items)
         reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
         reader.inspect_only = self.inspect_only
         return reader

@@ -186,7 +186,7 @@ class Factors(Sink):
             return
         scaled = LowRank(value.b_OR * self.scale, value.a_RI)
         call, acts_on = self.task.call, self.task.method.acts_on
-        is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.steps
+        is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.post
         self._truncated = padded(scaled, rank) if is_sum and scaled.rank <= rank else truncate(scaled, rank)
 
     def finish(self) -> Record:

@@ -11,7 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.deltas import DeltaSource
 from actmat.experts.lora.modules import ModuleKind
 from actmat.layout.types import Block, TensorLayout
-from actmat.methods.post import PostStep, Step, get_step
+from actmat.methods.post import Step
 from actmat.methods.spaces import Space
 
 Action = Literal["merge", "average", "copy", "tie"]
@@ -121,19 +121,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class PostCall:
-    """One step of post-processing with all its options."""
-
-    name: str
-    options: Mapping[str, Any]
-
-    @property
-    def step(self) -> PostStep:
-        """Declaration of the step."""
-        return get_step(self.name)
-
-
-@dataclass(frozen=True, slots=True)
 class MethodCall:
     """One method with all its options: `W* = W_0 + scale * D*`.
 
@@ -147,12 +134,7 @@ class MethodCall:
     scale: float = 1.0
     weights: tuple[float, ...] | None = None
     space: Space = "full"
-    post: tuple[PostCall, ...] = ()
-
-    @property
-    def steps(self) -> list[Step]:
-        """Declarations of the steps, with their options."""
-        return [(p.step, p.options) for p in self.post]
+    post: tuple[Step, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -289,11 +271,6 @@ class Item:
     def out_dtype(self) -> str:
         """Output dtype."""
         return self.outputs[0].dtype if self.outputs else self.base_dtype
-
-    @property
-    def obeys_scale(self) -> bool:
-        """True if the merged delta is proportional to the recipe's scale, as the method makes it."""
-        return self.action == "merge" and self.write.kind != "nothing"
 
     @property
     def tied_to(self) -> str | None:

@@ -196,11 +196,6 @@ class MergePlan:
         """Items that a device merges."""
         return tuple(i for i in self.items if i.cost.device_bytes)
 
-    @property
-    def peak_device_bytes(self) -> int:
-        """Estimated peak of a device's memory: its largest item; bytes on their way to it come on top."""
-        return max((i.cost.device_bytes for i in self.items), default=0)
-
     def fingerprint(self) -> str:
         """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device."""
         files = [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs]
@@ -217,12 +212,13 @@ class MergePlan:
         return content.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data, without the fields at their default."""
         fields: dict[str, Any] = PLAN.dump_python(self, mode="json", exclude_defaults=True)
         return {"actmat_plan": FORMAT, **fields}
 
 
 PLAN = TypeAdapter(MergePlan)
+"""Plans as plain data: fields of JSON and their types."""
 _ITEMS = TypeAdapter(tuple[Item, ...])
 
 

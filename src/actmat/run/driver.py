@@ -20,7 +20,7 @@ from actmat.run.resume import MergeReport
 from actmat.run.run import Run
 
 
-def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
+def execute(outputs: Sequence[Output], run: Run, progress: Progress, doing: str = "merging") -> None:
     """Merge everything that is not done yet; keep the journal, judge the findings.
 
     Raises:
@@ -28,9 +28,12 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
         StatisticsError: statistics of another model than the one that was read.
     """
     inputs, resources = run.inputs, run.resources
-    progress.started([o.plan for o in outputs], sum(o.resumed for o in outputs), resources.workers)
-    check_values(inputs)
     plans = tuple(o.plan for o in outputs)
+    total, resumed = sum(item.action != "tie" for item in plans[0].items), sum(o.resumed for o in outputs)
+    progress.doing(doing, total)
+    if resumed:
+        progress.note(f"Continuing an interrupted merge: {resumed} tensors are done and intact.")
+    check_values(inputs)
     units = plan_units(plans, [o.done for o in outputs], observed=run.observers is not None)
     if not units:
         return
@@ -48,12 +51,12 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
     spec = replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
     with contextlib.closing(executor.run(spec, units)) as results:
-        for result in results:
+        for parts, result in enumerate(results, 1 + min(resumed // len(outputs), total)):
             findings.add(result.findings)
             if not findings.fatal:
                 for p, record in result.records:
                     outputs[p].keep(record)
-            progress.tensor(result.unit.name, result.unit.traffic)
+            progress.done(parts)
             for note in result.notes:
                 progress.note(note)
     _judge(findings)
@@ -80,9 +83,6 @@ def _judge(findings: Findings) -> None:
         raise error
 
 
-def finish(
-    outputs: Sequence[Output], run: Run, progress: Progress, draw: DrawPage | None
-) -> dict[Path | str, MergeReport]:
+def finish(outputs: Sequence[Output], run: Run, draw: DrawPage | None) -> dict[Path | str, MergeReport]:
     """Write the reports and other files of merged outputs; `stage` renames the outputs afterwards."""
-    progress.finishing()
     return {output.out: output.finish(run, draw) for output in outputs}

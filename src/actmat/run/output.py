@@ -16,7 +16,7 @@ from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, disk_errors
-from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.diagnostics.totals import totals_of
@@ -120,14 +120,12 @@ class Output:
         """
         staging, settings, seconds = self._staging, run.places.settings, time.perf_counter() - run.inputs.began
         diagnosis = self._write_report(draw) if settings.diagnose else None
-        if isinstance(self.writer, SpoolWriter):
+        assert isinstance(self.writer, ShardWriter), "a merge into a folder"
+        if self.plan.is_extracted:
             changed = {n for n, r in self.records.items() if not r.unchanged and r.stats.get("norm") != 0.0}
             self.plan = settled_plan(self.plan, changed)
-            (shard,) = self.plan.shards
-            self.writer.join(shard)
-        else:
-            assert isinstance(self.writer, ShardWriter)
-            self.writer.finish(self.plan.specs)
+            self.writer.keep_only(*self.plan.shards)
+        self.writer.finish(self.plan.specs)
         with disk_errors(staging.path):
             copied = self._write_files(run.inputs, staging.path)
             totals = totals_of(self.plan, self.records)
@@ -160,7 +158,9 @@ class Output:
             return copy_sidecars(*[ModelFolder()] * 3, out=folder, dtype=None, taken=taken)
         assert inputs.base is not None, "a model is merged into a base"
         base, output, dtype = inputs.base.folder, self.plan.recipe.model, self.plan.recipe.dtype
-        template, texts = output.chat_template, base.texts
+        texts = {path: text for path, text in base.texts.items() if path not in taken}
+        texts |= {path: folder.texts[path] for path, folder in taken.items() if path in folder.texts}
+        template = output.chat_template
         if template == "auto":
             template = most_frequent_template((inputs.base, *inputs.experts))
         if template is not None:
@@ -210,7 +210,7 @@ def stage(run: Run) -> Iterator[list[Output]]:
             check_room([(staging.out, staging.path) for staging in stages], plans)
             outputs = []
             for staging, plan, journal in zip(stages, plans, journals, strict=True):
-                writer = _writer(staging.path, plan, settings)
+                writer = ShardWriter(staging.path, plan.shards, durable=settings.durable)
                 stack.callback(writer.close)
                 intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
                 for name in journal.keys() - intact:
@@ -222,13 +222,6 @@ def stage(run: Run) -> Iterator[list[Output]]:
         except BaseException as error:  # Ctrl-C and bugs too: finished items are kept whatever stops a run
             _leave(stages, plans, error)
             raise
-
-
-def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter | SpoolWriter:
-    """Writer of an output; tensors of an extraction have no known sizes before they are merged."""
-    if plan.is_extracted:
-        return SpoolWriter(folder, plan.shards[0].file, durable=settings.durable)
-    return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
 def _staging(out: Path | str, plan: MergePlan, settings: RunSettings) -> Staging:
@@ -251,13 +244,7 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
         error.add_note(f"{n_kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
-def intact_items(
-    plan: MergePlan,
-    journal: Entries,
-    writer: ShardWriter | SpoolWriter,
-    *,
-    observed: bool,
-) -> Iterator[str]:
+def intact_items(plan: MergePlan, journal: Entries, writer: ShardWriter, *, observed: bool) -> Iterator[str]:
     """Items that an earlier run finished and whose bytes are unchanged; measured ones if requested.
 
     Args:
@@ -302,7 +289,7 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     """
     by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
     for (out, folder), plan in zip(places, plans, strict=True):
-        needs = plan.write_bytes * (2 if plan.is_extracted else 1)  # its tensors are joined while they lie there
+        needs = plan.write_bytes * (2 if plan.is_extracted else 1)  # copied without the tensors that no expert changes
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
     for rows in by_disk.values():
         reusable = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())

@@ -97,6 +97,12 @@ def _unclaimed(source: Source) -> CheckpointError:
             f"{location}: no weights in a supported format: {'; '.join(foreign[:3])}. Fix: load it with its own "
             "library and save it as safetensors (save_pretrained)."
         )
+    if MODULES in names:
+        return CheckpointError(
+            f"{location}: expected the encoder of a sentence-transformers model at the top of the folder, found none. "
+            "Likely cause: an earlier version of the library saved it in a folder of its own. Fix: load and save it "
+            "again, SentenceTransformer(PATH).save(OTHER), and give that folder."
+        )
     if absent := _absent(names):
         return CheckpointError(f"{location}: {absent}")
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
