@@ -107,17 +107,20 @@ def test_the_executor_of_a_run() -> None:
     recipe = make_recipe({"base": "b", "experts": ["a"], "executor": "ray"})
     plain = recipe.model_copy(update={"executor": None})
     for given, wanted, found in ((None, plain, "threads"), (None, recipe, "ray"), ("threads", recipe, "threads")):
-        assert find_places([wanted], RunSettings(executor=given), "nothing", Problems()).executor == found
+        assert (
+            find_places([wanted], RunSettings(executor=given), "nothing", Problems(), inputs={}, here=True).executor
+            == found
+        )
 
 
 def test_problems_with_executor_and_device_are_told_together() -> None:
     problems, recipe = Problems(), make_recipe({"base": "b", "experts": ["a"]})
     settings = RunSettings(device_memory="1GB", executor="thread")
-    assert find_places([recipe], settings, "nothing", problems).room.device == "cpu"
+    assert find_places([recipe], settings, "nothing", problems, inputs={}, here=True).room.device == "cpu"
     with pytest.raises(RecipeError) as caught:
         problems.check()
     assert "no executor 'thread'" in str(caught.value)
     assert "device_memory=1GB limits devices" in str(caught.value)
     elsewhere = RunSettings(device="cuda", executor="ray=node:1")
-    room = find_places([recipe], elsewhere, "nothing", Problems()).room
+    room = find_places([recipe], elsewhere, "nothing", Problems(), inputs={}, here=True).room
     assert room.device == "cuda", "the devices are on other machines"

@@ -13,7 +13,6 @@ from actmat.errors import Note
 from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan, count_actions
-from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import format_value
 from actmat.report.licenses import LicensedInput, origins_of, shared_license
@@ -27,7 +26,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(inputs)
     license, licenses = shared_license(origins)
-    head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
+    head, title, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
     head |= {} if license is None else {"license": license}
     method = get_method(recipe.method)
     equation = "\n".join(f"    {line}" for line in method.text.equation.splitlines())
@@ -51,7 +50,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
 
 {about}
 
-{table}
+{_inputs_table(plan)}
 
 {done}
 
@@ -69,8 +68,8 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
 """
 
 
-def _of_model(plan: MergePlan, origins: Sequence[LicensedInput]) -> tuple[dict[str, Any], str, str, str]:
-    """Metadata, title, table of inputs, and a sentence on the merge."""
+def _of_model(plan: MergePlan, origins: Sequence[LicensedInput]) -> tuple[dict[str, Any], str, str]:
+    """Metadata, title, and a sentence on the merge."""
     recipe = plan.recipe
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "actmat"]}
     hub_ids = list(dict.fromkeys(o.hub_id for o in origins if o.hub_id))
@@ -82,29 +81,29 @@ def _of_model(plan: MergePlan, origins: Sequence[LicensedInput]) -> tuple[dict[s
         "copy": "copied from the base",
         "tie": "tied to another tensor",
     }
-    table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n{_expert_rows(recipe)}"
     done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
     if not recipe.experts:
-        return head, "Stack of layers", table, done
-    return head, f"Merge of {len(recipe.experts)} experts with {markdown(recipe.method)}", table, done
+        return head, "Stack of layers", done
+    return head, f"Merge of {len(recipe.experts)} experts with {markdown(recipe.method)}", done
 
 
-def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
+def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str]:
     recipe = plan.recipe
     head: dict[str, Any] = {"library_name": "diffusers", "tags": ["merge", "actmat", "lora"]}
     if plan.adapter_config is not None:
         base = {"base_model": plan.adapter_config["base_model_name_or_path"], "base_model_relation": "adapter"}
         head = base | head | {"library_name": "peft"}
-    table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
     ranks = [m.write.rank for m in plan.modules]
     ranks += [i.write.rank for i in plan.items if i.outputs and i.write.kind == "svd"]
     done = f"{len(ranks)} modules of rank up to {max(ranks, default=0)}, scaling 1."
     if plan.is_extracted:
-        rows = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n"
         title = f"Adapter extracted from {len(recipe.experts)} expert(s) merged with {markdown(recipe.method)}"
-        return head, title, f"{rows}{_expert_rows(recipe)}", done
-    return head, f"Merge of {len(recipe.experts)} adapters with {markdown(recipe.method)}", table, done
+        return head, title, done
+    return head, f"Merge of {len(recipe.experts)} adapters with {markdown(recipe.method)}", done
 
 
-def _expert_rows(recipe: Recipe) -> str:
-    return "\n".join(f"| {markdown(e.label)} | {markdown(e.path)} | {format_value(e.weight)} |" for e in recipe.experts)
+def _inputs_table(plan: MergePlan) -> str:
+    base = [("base", plan.recipe.base, "")] if plan.base is not None else []
+    rows = [*base, *((e.label, e.path, format_value(e.weight)) for e in plan.recipe.experts)]
+    lines = (f"| {markdown(label)} | {markdown(path)} | {weight} |" for label, path, weight in rows)
+    return "\n".join(("| | from | weight |", "|---|---|---|", *lines))

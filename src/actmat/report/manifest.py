@@ -23,7 +23,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
 from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
-from actmat.report.rows import StreamedRows, canonical_json, indented_json
+from actmat.report.rows import StreamedRows
 
 
 def hashes_of(
@@ -210,7 +210,8 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = 
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:
         manifest["timing"]["reports"] = reports
     manifest["content"] = manifest_content(manifest)
-    write_whole(directory / MANIFEST_NAME, (text.encode() for text in chain(indented_json(manifest), "\n")))
+    pieces = json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(manifest)
+    write_whole(directory / MANIFEST_NAME, (text.encode() for text in chain(pieces, "\n")))
 
 
 def manifest_content(manifest: Mapping[str, Any]) -> str:
@@ -225,7 +226,7 @@ def manifest_content(manifest: Mapping[str, Any]) -> str:
     fields = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
     total = ContentHash()
     try:
-        for text in canonical_json(fields):
+        for text in json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(fields):
             total.update(text.encode())
     except RecursionError:
         raise CheckpointError("the manifest is damaged: its values are nested too deeply") from None

@@ -1,8 +1,7 @@
-"""JSON objects with lists that are too long to be in memory: rows are made, hashed and written one at a time."""
+"""Lists of a JSON object that are too long to be in memory: rows are made, hashed and written one at a time."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,21 +22,3 @@ class StreamedRows(list[Any]):
 
     def __bool__(self) -> bool:
         return any(True for _ in self)
-
-
-def canonical_json(fields: dict[str, Any]) -> Iterator[str]:
-    """JSON of an object with sorted keys and without white space, in pieces.
-
-    >>> "".join(canonical_json({"b": [1, {"d": 2, "c": 3}], "a": None}))
-    '{"a":null,"b":[1,{"c":3,"d":2}]}'
-    """
-    return json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(fields)
-
-
-def indented_json(fields: dict[str, Any]) -> Iterator[str]:
-    r"""JSON of an object as `json.dumps(fields, indent=1, ensure_ascii=False)` writes it, in pieces.
-
-    >>> "".join(indented_json({"a": StreamedRows(lambda: [1, 2])}))
-    '{\n "a": [\n  1,\n  2\n ]\n}'
-    """
-    return json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(fields)

@@ -94,25 +94,17 @@ def plan_time(plan: MergePlan, workers: int) -> str:
     return f"{words} (from shapes and bytes; a guide, not a measurement)"
 
 
-def size_ratios(norms: Norms | None) -> dict[str, float]:
-    """Norm of a merged delta over that of the experts' sum and of a mean expert; empty if nothing was merged.
+def size_words(norms: Norms | None) -> str:
+    """Norm of a merged delta against that of a mean expert and of the experts' sum; empty if nothing was merged.
 
-    >>> size_ratios(Norms(merged=3.0, total=2.0, experts=(1.0, 1.0)))
-    {"the experts' sum": 1.5, 'a mean expert': 3.0}
+    >>> size_words(Norms(merged=3.0, total=2.0, experts=(1.0, 1.0)))
+    "3 x the experts' mean norm, 1.5 x the norm of their sum"
     """
     if norms is None or not any(norms.experts):
-        return {}
-    of_sum = {"the experts' sum": norms.merged / norms.total} if norms.total else {}
-    mean = math.sqrt(math.fsum(n**2 for n in norms.experts) / len(norms.experts))
-    return {**of_sum, "a mean expert": norms.merged / mean}
-
-
-def size_words(norms: Norms | None) -> str:
-    """`3 x the experts' mean norm, 1.5 x the norm of their sum`; empty if nothing was merged."""
-    ratios = size_ratios(norms)
-    of_sum = ratios.get("the experts' sum")
-    more = "" if of_sum is None else f", {of_sum:.3g} x the norm of their sum"
-    return f"{ratios['a mean expert']:.3g} x the experts' mean norm{more}" if ratios else ""
+        return ""
+    mean = math.hypot(*norms.experts) / math.sqrt(len(norms.experts))
+    of_sum = f", {norms.merged / norms.total:.3g} x the norm of their sum" if norms.total else ""
+    return f"{norms.merged / mean:.3g} x the experts' mean norm{of_sum}"
 
 
 def are_image_files(places: Iterable[str]) -> bool:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from actmat.bounds import is_url
@@ -52,8 +51,8 @@ def find_places(
     writes: Writes,
     problems: Problems,
     *,
-    inputs: Mapping[str, Path | str] = MappingProxyType({}),
-    here: bool = True,
+    inputs: Mapping[str, Path | str],
+    here: bool,
 ) -> Places:
     """The places of a run; problems with devices, executor and outputs are noted.
 

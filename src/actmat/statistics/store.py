@@ -24,8 +24,8 @@ from actmat.errors import CheckpointError, StatisticsError
 from actmat.statistics.header import FILE_NAME, StatisticsHeader, content_hash, parse_header
 from actmat.statistics.triangle import packed_shape, unpack
 
-Mean = Literal["token", "sample", "sum"]
-"""Divisor of a Gram matrix: the tokens seen, the samples, or 1."""
+Mean = Literal["token", "sum"]
+"""Divisor of a Gram matrix: the tokens seen, or 1."""
 
 
 class Statistics(AbstractContextManager["Statistics"]):
@@ -70,8 +70,8 @@ class Statistics(AbstractContextManager["Statistics"]):
         info = self.header.grams[key]
         # an expert of a mixture: the mean is over all tokens that came to its router
         tokens = info.rows if info.stack is None else self.header.stacks[info.stack]
-        divisor = {"token": tokens, "sample": self.header.samples, "sum": 1}[mean]
-        return unpack(self.raw(f"gram.{key}").to(dtype), info.width, info.groups).div_(max(divisor, 1))
+        divisor = max(tokens, 1) if mean == "token" else 1
+        return unpack(self.raw(f"gram.{key}").to(dtype), info.width, info.groups).div_(divisor)
 
     def holds_rows(self, key: str) -> bool:
         """True if the few rows of a Gram are stored in place of their sum; False for experts of a mixture."""
