@@ -19,7 +19,7 @@ Source: RE2 (https://github.com/google/re2), syntax: https://github.com/google/r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -31,10 +31,6 @@ LONGEST = 10_000
 """Most characters of a pattern."""
 MEMORY = 1 << 18
 """Bytes of a compiled pattern, about 4,000 instructions; a step of the matcher costs at most that many."""
-
-SET_MEMORY = 1 << 23
-"""Bytes of a compiled set, about 350,000 instructions; a step of the matcher costs at most that many."""
-_ANYTHING = "(?s:.*)"
 
 _OTHER_MEANING = (
     (re.compile(r"(?:^|[^\\])(?:\\\\)*\{,\d*\}"), "a repeat without its lower bound: write {0,n}"),
@@ -74,36 +70,6 @@ class Regex:
     def matches(self, text: str) -> bool:
         """True if the pattern describes the whole text; halves of surrogate pairs count as `?`."""
         return self._regexp.fullmatch(text.encode("utf-8", "replace")) is not None
-
-
-class RegexSet:
-    """Patterns that are matched against a text together, in time that hardly depends on their number.
-
-    Raises:
-        MatchError: on compilation, all together are too large.
-    """
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        options = re2.Options()
-        options.log_errors, options.never_capture, options.max_mem = False, True, SET_MEMORY
-        self._set = re2.Set.FullMatchSet(options)
-        try:
-            for pattern in (_ANYTHING, *patterns):
-                self._set.Add(pattern)
-            self._set.Compile()
-        except re2.error:
-            raise MatchError("together they are too large") from None
-
-    def first(self, text: str) -> int | None:
-        """Index of the first pattern that describes the whole text, or None.
-
-        Raises:
-            MatchError: the set takes too much memory on this text.
-        """
-        indices = self._set.Match(text.encode("utf-8", "replace")) or []
-        if 0 not in indices:  # RE2 says that it ran out of memory as if nothing matched
-            raise MatchError("together they take too much memory")
-        return min((i - 1 for i in indices if i), default=None)
 
 
 @lru_cache(maxsize=4096)
