@@ -18,6 +18,8 @@ from actmat.errors import CheckpointError, Note, NoteSeverity
 Config: TypeAlias = Mapping[str, Any]
 """Fields of a `config.json`."""
 CONFIG = "config.json"
+COMPONENTS = "components"
+"""Key of the config of several models in one folder with the configs of each."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,5 @@ def stored_model(tensors: TensorFiles) -> Model:
 class Format:
     """Declaration of a format: one of the core, or a plug-in of the group `actmat.formats`."""
 
-    name: str  # in handles
-    patterns: tuple[str, ...]  # its weight files as error messages list them, such as `*.safetensors`
     claims: Callable[[Source], bool]  # true if `Source.weights` has files of this format, maybe among others
     open: Callable[[Source], Model]  # the model in a source that is claimed; reads headers, no tensor

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from types import FunctionType
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -20,22 +21,16 @@ from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Tensors, TensorsHandle
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.formats import find_format, format_named
+from actmat.checkpoints.formats import find_format
 from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, did_you_mean
 
-
-@runtime_checkable
-class OpenComposed(Protocol):
-    """Open a model that a location names by several: a stack of layers, or a model with an adapter merged into it."""
-
-    def __call__(self, location: str, open_part: Callable[[str], Model]) -> Model:
-        """Open every part by `open_part`, once each; closing the model closes them."""
-
-
+OpenComposed: TypeAlias = Callable[[str, Callable[[str], Model]], Model]
+"""`view(location, open_part)` opens a model that a location names by several: a stack of layers, or a model with an
+adapter merged into it. It opens every part by `open_part`, once each; closing the model closes them."""
 COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
@@ -68,7 +63,7 @@ def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir
         return decoded(hold_model(location))
     if not (kind := _composed_kind(location)):
         return open_source(find_source(location, cache_dir=cache_dir))
-    view = plugins.needed("actmat.formats", f"view.{kind}", OpenComposed)
+    view: OpenComposed = plugins.needed("actmat.formats", f"view.{kind}", FunctionType)
     return view(str(location), partial(open_model, cache_dir=cache_dir))
 
 
@@ -99,7 +94,7 @@ def open_handle(handle: TensorsHandle) -> Tensors:
         return handle.make([open_handle(source) for source in handle.sources], *handle.arguments)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
-    return decoded(format_named(handle.format).open(source)).tensors
+    return decoded(find_format(source, of_adapter=True).open(source)).tensors
 
 
 def find_source(

@@ -20,8 +20,6 @@ from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
 
-__all__ = ["all_formats", "find_format", "format_named"]
-
 GROUP: Final = "actmat.formats"
 
 CORE = {"modules": SENTENCE_MODULES, "safetensors": SAFETENSORS, "torch": TORCH_FILES}
@@ -49,35 +47,20 @@ def _candidates(source: Source) -> Iterator[Format]:
             yield plugins.needed(GROUP, name, Format)
 
 
-def all_formats() -> tuple[Format, ...]:
-    """Every installed format."""
-    return (*CORE.values(), *plugins.load_all(GROUP, Format).values())
+def find_format(source: Source, *, of_adapter: bool = False) -> Format:
+    """The first format that claims the files of a source.
 
+    Args:
+        of_adapter: the file of an adapter counts, which is not a model.
 
-def find_format(source: Source) -> Format:
-    """The first format that claims the files of a source."""
-    if source.named not in ADAPTER_WEIGHTS:
+    Raises:
+        CheckpointError: no format does.
+    """
+    if of_adapter or source.named not in ADAPTER_WEIGHTS:
         for candidate in _candidates(source):
             if candidate.claims(source):
                 return candidate
     raise _unclaimed(source)
-
-
-def format_named(name: str) -> Format:
-    """The installed format of this name.
-
-    Raises:
-        CheckpointError: no such format is installed.
-    """
-    for candidate in CORE.values():
-        if candidate.name == name:
-            return candidate
-    known = {candidate.name: candidate for candidate in all_formats()}
-    if name not in known:
-        raise CheckpointError(
-            f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.{plugins.hint(GROUP)}"
-        )
-    return known[name]
 
 
 def _absent(names: Sequence[str]) -> str:
@@ -107,9 +90,10 @@ def _unclaimed(source: Source) -> CheckpointError:
         )
     if absent := _absent(names):
         return CheckpointError(f"{location}: {absent}")
-    patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
+    formats = ", ".join((*CORE, *plugins.names(GROUP)))
     return CheckpointError(
-        f"{location}: expected weights ({patterns}), found {first_of(names, 6) or 'an empty folder'}. Likely cause: "
+        f"{location}: expected weights in one of the formats {formats}, found "
+        f"{first_of(names, 6) or 'an empty folder'}. Likely cause: "
         "the wrong folder, one file of several, or a download of the config alone. Fix: give the folder that holds the "
         "weights, or save them as safetensors with their own library."
     )

@@ -42,8 +42,6 @@ PARALLEL_REQUESTS = 8
 class SafetensorsFiles(TensorFiles):
     """Tensors of safetensors files; opening reads only the headers, which must agree with `weight_map`."""
 
-    format = "safetensors"
-
     def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
         super().__init__(source, labels)
         paths = {label: source.local(label) for label in labels}
@@ -171,7 +169,7 @@ def _open(source: Source) -> Model:
     return stored_model(SafetensorsFiles(source, labels))
 
 
-SAFETENSORS = Format(SafetensorsFiles.format, ("*.safetensors",), _claims, _open)
+SAFETENSORS = Format(_claims, _open)
 
 
 def _unindexed_files(names: Sequence[str], location: str) -> list[str]:

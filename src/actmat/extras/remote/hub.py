@@ -33,7 +33,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import _http, build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints.folder import nested_member
+from actmat.checkpoints.folder import member
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.errors import CheckpointError, MergeError, is_memory_error
 from actmat.extras.remote import claims
@@ -111,7 +111,7 @@ class HubRepository(RemoteFiles):
                 for left in {path_in_cache.resolve(), path_in_cache}:
                     left.unlink(missing_ok=True)
                 raise
-        return nested_member(snapshot, path)
+        return member(snapshot, path)
 
     def file(self, name: str) -> claims.RemoteFile:
         """A file of the commit."""
