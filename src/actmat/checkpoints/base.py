@@ -114,7 +114,6 @@ class TensorsHandle:
 
     address: str  # absolute path of a folder or file, `hf://org/name@commit`, a URL, or a stack of these
     location: str  # what the user called it, for messages
-    cache_dir: str = ""  # folder of downloads; empty for local files
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
     make: Callable[..., Tensors] | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import TypeAlias
@@ -46,7 +45,7 @@ def commit_of(address: str) -> str:
     return revision if COMMIT.fullmatch(revision) else ""
 
 
-def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir: str | Path | None = None) -> Model:
+def open_model(location: str | Path | Mapping[str, Tensor] | Model) -> Model:
     """Open a folder, file, hub id, tensors by name, or an open model (returned unchanged); reads headers only.
 
     >>> import torch
@@ -62,9 +61,9 @@ def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir
     if isinstance(location, Mapping):
         return decoded(hold_model(location))
     if not (kind := _composed_kind(location)):
-        return open_source(find_source(location, cache_dir=cache_dir))
+        return open_source(find_source(location))
     view: OpenComposed = plugins.needed("actmat.formats", f"view.{kind}", FunctionType)
-    return view(str(location), partial(open_model, cache_dir=cache_dir))
+    return view(str(location), open_model)
 
 
 def open_tensors(location: str | Path | Mapping[str, Tensor]) -> Tensors:
@@ -92,14 +91,12 @@ def open_handle(handle: TensorsHandle) -> Tensors:
     """Open the tensors that `Tensors.handle` described, in any process that has the same storage."""
     if handle.make is not None:
         return handle.make([open_handle(source) for source in handle.sources], *handle.arguments)
-    source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
+    source = find_source(handle.address, handle)
     source.location = handle.location
     return decoded(find_format(source, of_adapter=True).open(source)).tensors
 
 
-def find_source(
-    location: str | Path, *, cache_dir: str | Path | None = None, handle: TensorsHandle | None = None
-) -> Source:
+def find_source(location: str | Path, handle: TensorsHandle | None = None) -> Source:
     """The folder, file, hub repository or URL that `location` names; a `handle` pins its version.
 
     Raises:
@@ -122,7 +119,7 @@ def find_source(
 
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
     hub = plugins.needed(GROUP, "hf", Storage)
-    return hub.open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
+    return hub.open_repository(hub_id["repo"], hub_id["revision"], streams=streams)
 
 
 def _open_url(url: str, handle: TensorsHandle | None) -> Source:

@@ -230,8 +230,7 @@ class TensorFiles(Tensors):
 
 def handle_of(source: Source, files: Iterable[FileIdentity]) -> TensorsHandle:
     """Handle of tensors in some files of a source."""
-    cache = str(source.cache_dir or "")
-    return TensorsHandle(source.address, source.location, cache, source.streams, versions_of_files(files))
+    return TensorsHandle(source.address, source.location, source.streams, versions_of_files(files))
 
 
 def join_shards(

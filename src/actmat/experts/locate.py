@@ -69,7 +69,7 @@ def locate(
     if not isinstance(place, str | Path) or is_composed(place):
         located: OpenInput = open_model(place)
     else:
-        located = _look(find_source(str(place), handle=handle), stacks)
+        located = _look(find_source(str(place), handle), stacks)
     if isinstance(located, Model):
         check_absent(located)
     if stacks and (isinstance(located, Model) or located.family):

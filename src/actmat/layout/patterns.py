@@ -37,15 +37,8 @@ _OTHER_MEANING = (
     (re.compile(r"\[:\^?\w+:\]"), "a POSIX class such as [:alpha:]: write its characters, such as a-zA-Z"),
 )
 """Constructs to which `re` and RE2 give different meanings."""
-_REASONS = (
-    ("pattern too large", "it is too large, or its repeats are: write several patterns, or * in place of {n}"),
-    ("repetition size", "its repeats are too large, at most 1000 also if they are nested: write * in place of {n}"),
-    ("nesting", "its groups are nested too deeply"),
-    ("perl operator: (?", "lookaround and flags other than i, m, s are not supported: no matcher in linear time can"),
-    (r"escape sequence: \Z", r"\Z is not supported; the whole name is matched anyway"),
-    ("escape sequence: \\", "it has an escape that is not supported, such as a backreference: write it without"),
-)
-"""Words of RE2's messages -> our text, with the fix."""
+_LIMITS = "no lookaround, no backreferences, no flags but i, m, s, and repeats of at most 1000, nested ones together"
+"""Of RE2, which matches in linear time."""
 
 
 class MatchError(ValueError):
@@ -88,8 +81,7 @@ def _compile(pattern: str, dot_all: bool) -> Any:
     except re2.error as error:
         (message,) = error.args
         text = message.decode("utf-8", "replace") if isinstance(message, bytes) else str(message)
-        hint = next((f" ({hint})" for words, hint in _REASONS if words in text), "")
-        raise MatchError(text[:200] + hint) from None
+        raise MatchError(f"{text[:200]} (RE2 has {_LIMITS})") from None
 
 
 @lru_cache(maxsize=1024)
