@@ -24,6 +24,7 @@ from actmat.checkpoints.formats import find_format
 from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
+from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, did_you_mean
 
@@ -108,27 +109,18 @@ def find_source(location: str | Path, handle: TensorsHandle | None = None) -> So
     path = local_path(text)
     hub_id = HUB_ID.fullmatch(text) if isinstance(location, str) else None
     if hub_id is None and is_url(location):
-        return _open_url(text, handle)
+        if text.startswith("hf://"):
+            raise CheckpointError(f"{text}: expected hf://org/name or hf://org/name@revision, found something else")
+        pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
+        return storage_of(text).open_source(text, pinned=pinned)
     if hub_id is None or not hub_id["scheme"]:
         if os.path.exists(path):
             return LocalSource(path, text)
         # a missing a/b whose parent is a folder is a path rather than a hub id
         if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
-    from actmat.checkpoints.remote import GROUP, Storage
-
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
-    hub = plugins.needed(GROUP, "hf", Storage)
-    return hub.open_repository(hub_id["repo"], hub_id["revision"], streams=streams)
-
-
-def _open_url(url: str, handle: TensorsHandle | None) -> Source:
-    if url.startswith("hf://"):
-        raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-    from actmat.checkpoints.remote import storage_of
-
-    pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
-    return storage_of(url).open_source(url, pinned=pinned)
+    return storage_of("hf://").open_repository(hub_id["repo"], hub_id["revision"], streams=streams)
 
 
 def _not_found(path: Path, text: str) -> CheckpointError:

@@ -6,7 +6,7 @@ imported where a file name matches; any other is asked when no format before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Final
 
@@ -63,13 +63,6 @@ def find_format(source: Source, *, of_adapter: bool = False) -> Format:
     raise _unclaimed(source)
 
 
-def _absent(names: Sequence[str]) -> str:
-    """One sentence, with the fix, on a file of a format that is not installed; may be empty."""
-    lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
-    lost = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
-    return f"no installed part of actmat reads '{lost[1]}'.{plugins.hint(GROUP, lost[0])}" if lost else ""
-
-
 def _unclaimed(source: Source) -> CheckpointError:
     location, names = source.location, [source.named] if source.named else source.names
     if ADAPTER_CONFIG in names or any(n in ADAPTER_WEIGHTS for n in names):
@@ -88,12 +81,10 @@ def _unclaimed(source: Source) -> CheckpointError:
             "Likely cause: an earlier version of the library saved it in a folder of its own. Fix: load and save it "
             "again, SentenceTransformer(PATH).save(OTHER), and give that folder."
         )
-    if absent := _absent(names):
-        return CheckpointError(f"{location}: {absent}")
     formats = ", ".join((*CORE, *plugins.names(GROUP)))
     return CheckpointError(
         f"{location}: expected weights in one of the formats {formats}, found "
-        f"{first_of(names, 6) or 'an empty folder'}. Likely cause: "
-        "the wrong folder, one file of several, or a download of the config alone. Fix: give the folder that holds the "
-        "weights, or save them as safetensors with their own library."
+        f"{first_of(names, 6) or 'an empty folder'}.{plugins.hint(GROUP, prefix='')} Likely cause: the wrong folder, "
+        "one file of several, or a download of the config alone. Fix: give the folder that holds the weights, or save "
+        "them as safetensors with their own library."
     )
