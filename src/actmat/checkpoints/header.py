@@ -72,12 +72,12 @@ def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
     Raises:
         CheckpointError: shorter than a header, or a length beyond the file or the cap.
     """
-    length, follow = int.from_bytes(prefix[:PREFIX_BYTES], "little"), file_size - PREFIX_BYTES
-    if len(prefix) < PREFIX_BYTES or length > min(follow, MAX_HEADER_BYTES):
+    length, most = int.from_bytes(prefix[:PREFIX_BYTES], "little"), min(file_size - PREFIX_BYTES, MAX_HEADER_BYTES)
+    if len(prefix) < PREFIX_BYTES or length > most:
         raise CheckpointError(
-            f"{file}: expected a safetensors file, found {file_size} bytes, of which the first {PREFIX_BYTES} claim a "
-            f"header of {length}; {max(follow, 0)} follow, and the format allows {MAX_HEADER_BYTES}. {LIKELY} It may "
-            "also be a Git LFS pointer, an HTML error page, or a pickle."
+            f"{file}: expected a safetensors file, found {file_size} bytes that claim a header of {length}, at most "
+            f"{max(most, 0)} are possible. Likely cause: an interrupted download or copy, or another kind of file (a "
+            "Git LFS pointer, an HTML error page, a pickle). Fix: fetch the real file, and compare its checksum."
         )
     return length
 
