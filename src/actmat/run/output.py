@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 import time
@@ -47,21 +46,13 @@ DrawPage = Callable[[Diagnosis, Path], object]
 """Writes the page of a diagnosis to a file."""
 
 
-KEPT_RECORDS = 256
-"""Records in memory, about 8 kB each, at most: all those of a small model."""
-
-
 class JournalRecords(Mapping[str, Record]):
-    """Records of finished items, read from the journal on request: a merge keeps a few in memory."""
+    """Records of finished items, read from the journal on request: of each, about 8 kB."""
 
     def __init__(self, journal: Entries) -> None:
         self._journal = journal
-        self._read = functools.lru_cache(KEPT_RECORDS)(self._read_from_journal)  # to finish reads each several times
 
     def __getitem__(self, name: str) -> Record:
-        return self._read(name)
-
-    def _read_from_journal(self, name: str) -> Record:
         record = Record.from_json(self._journal[name])
         if record is None:
             raise OutputError(f"The journal was changed while its merge ran: its entry of '{name}' is damaged.")
@@ -93,11 +84,6 @@ class Output:
     stage: Staging | None = None
     done: frozenset[str] = frozenset()
     resumed: int = 0
-
-    @classmethod
-    def measured(cls, plan: MergePlan) -> Output:
-        """An output that is only measured; copies need no measurement."""
-        return cls(plan, None, done=frozenset(i.name for i in plan.items if i.call is None))
 
     @property
     def out(self) -> Path | str:
@@ -133,7 +119,7 @@ class Output:
             OutputError: writing failed.
         """
         staging, settings, seconds = self._staging, run.places.settings, time.perf_counter() - run.inputs.began
-        diagnosis = self._write_report(seconds, draw) if settings.diagnose else None
+        diagnosis = self._write_report(draw) if settings.diagnose else None
         assert isinstance(self.writer, ShardWriter), "a merge into a folder"
         if self.plan.is_extracted:
             changed = {n for n, r in self.records.items() if not r.unchanged and r.stats.get("norm") != 0.0}
@@ -172,7 +158,9 @@ class Output:
             return copy_sidecars(*[ModelFolder()] * 3, out=folder, dtype=None, taken=taken)
         assert inputs.base is not None, "a model is merged into a base"
         base, output, dtype = inputs.base.folder, self.plan.recipe.model, self.plan.recipe.dtype
-        template, texts = output.chat_template, base.texts
+        texts = {path: text for path, text in base.texts.items() if path not in taken}
+        texts |= {path: folder.texts[path] for path, folder in taken.items() if path in folder.texts}
+        template = output.chat_template
         if template == "auto":
             template = most_frequent_template((inputs.base, *inputs.experts))
         if template is not None:
@@ -189,10 +177,10 @@ class Output:
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
         return copied
 
-    def _write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
+    def _write_report(self, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output before the manifest, which has its hash."""
         folder = self._staging
-        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
+        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out))
         with disk_errors(folder.path):
             write_diagnosis(diagnosis, folder.path)
             if draw is not None:

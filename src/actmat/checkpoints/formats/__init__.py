@@ -84,7 +84,7 @@ def _unclaimed(source: Source) -> CheckpointError:
     formats = ", ".join((*CORE, *plugins.names(GROUP)))
     return CheckpointError(
         f"{location}: expected weights in one of the formats {formats}, found "
-        f"{first_of(names, 6) or 'an empty folder'}.{plugins.hint(GROUP, prefix='')} Likely cause: the wrong folder, "
+        f"{first_of(names, 6) or 'an empty folder'}. Likely cause: the wrong folder, "
         "one file of several, or a download of the config alone. Fix: give the folder that holds the weights, or save "
         "them as safetensors with their own library."
     )
