@@ -135,7 +135,7 @@ def _read_pattern(files: Files) -> str:
         for name in TARGETS:
             table.of_module(name, 0)
     except MatchError as error:
-        said += "\n" + str(MergeError("adapter_config.json", [f"rank_pattern {error}"]))
+        said += "\n" + str(MergeError("adapter_config.json", [str(error)]))
     return said
 
 

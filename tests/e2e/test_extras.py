@@ -48,7 +48,7 @@ class JsonTensors(MemoryTensors):
         return self.source.identity(names_of(self.source))
 
     def handle(self):
-        return TensorsHandle(self.source.address, "toytensors", self.location)
+        return TensorsHandle(self.source.address, self.location)
 
 
 def names_of(source):
@@ -56,7 +56,7 @@ def names_of(source):
 
 
 TOYTENSORS = Format(
-    "toytensors", ("*.toytensors",), lambda source: bool(names_of(source)), lambda source: Model(JsonTensors(source))
+    lambda source: bool(names_of(source)), lambda source: Model(JsonTensors(source))
 )
 
 

@@ -302,14 +302,14 @@ def test_the_output_has_the_bases_layout(family: str, stacked: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.pop(f"{LAYER}.1.w3.weight"), "the other has only 5 parts of it"),
+        (lambda t: t.pop(f"{LAYER}.1.w3.weight"), "the 5 parts of 48 x 32 that the other has of it"),
         (
             lambda t: t.update({f"{LAYER}.{e}.w2.weight": torch.ones(32, 40) for e in range(3)}),
-            "'model.layers.0.mlp.experts.down_proj' is 3x32x48, .* make 3x32x40",
+            "'model.layers.0.mlp.experts.down_proj' is 3 x 32 x 48 .* the 3 parts of 32 x 40 that",
         ),
         (
             lambda t: t.update({f"{LAYER}.1.w2.weight": torch.ones(32, 40)}),
-            "its parts in the other have several shapes",
+            "the 3 parts of 32 x 48 or 32 x 40 that",
         ),
     ],
 )  # fmt: skip
@@ -332,7 +332,7 @@ def test_other_ways_of_stacking_are_refused(tmp_path: Path) -> None:
             single |= {f"{at}.{e}.gate_proj.weight": gate_up[:, ::2].T, f"{at}.{e}.up_proj.weight": gate_up[:, 1::2].T}
             single[f"{at}.{e}.down_proj.weight"] = down.T
     base = saved_mixture(tmp_path / "base", dict(memory), "gpt_oss")
-    with pytest.raises(MergeError, match=r"stacked in another way .*alternating") as error:
+    with pytest.raises(MergeError, match=r"alternating.* do not make that, one above the other") as error:
         actmat.plan(base, [saved_mixture(tmp_path / "e", single, "gpt_oss")])
     assert "--keep" not in str(error.value)
     assert "save_pretrained" in str(error.value)

@@ -85,7 +85,7 @@ def look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> A
     return Adapter(model, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
 
-TOY = AdapterFamily("toy", look, ToyDeltas)
+TOY = AdapterFamily("toy", look, ToyDeltas, lambda adapter: "it has no factors. Fix: give the base")
 
 
 def save_toy(folder: Path, tensor: str, up_O: Tensor, down_I: Tensor) -> None:

@@ -193,9 +193,9 @@ def no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         "import sys\nsys.modules['transformers'] = sys.modules['diffusers'] = None"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    reading._reading.cache_clear()
+    reading._readings.clear()
     yield
-    reading._reading.cache_clear()
+    reading._readings.clear()
 
 
 ROPE = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}

@@ -16,7 +16,7 @@ from tests.helpers.merging import Family, actmat
 
 from actmat.errors import RecipeError
 from actmat.experts.lora.patterns import PatternTable
-from actmat.layout.patterns import MatchError, Regex, RegexSet, compile_pattern
+from actmat.layout.patterns import MatchError, Regex, compile_pattern
 
 NAME = "base_model.model.model.layers.11.self_attn.q_proj" * 4
 SLOW = [
@@ -157,7 +157,7 @@ def test_a_crafted_table_is_matched_or_refused_within_seconds(count: int, patter
     except MatchError as error:
         said = str(error)
     assert time.process_time() - began < 3  # a second where nothing else runs
-    assert not said or re.search(f"{count:,} (patterns.*too long|regular.*too large|entries, more than 200,000)", said)
+    assert not said or re.search(f"{count:,} (patterns.*too (long|large)|entries, more than 200,000)", said)
 
 
 def test_names_with_dots_everywhere_are_refused() -> None:
@@ -165,23 +165,6 @@ def test_names_with_dots_everywhere_are_refused() -> None:
     table = PatternTable(shapes)
     with within(3), pytest.raises(MatchError, match="they take too long"):
         [table.of_module("abcdefghijklmn", 8) for _ in range(1000)]
-
-
-def test_a_set_without_memory_is_no_set_without_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = RegexSet(["a+", "b+", "a*"])
-    assert [found.first(t) for t in ("aa", "b", "", "c", "\ud800")] == [0, 1, 2, None, None]
-
-    class Exhausted:
-        def Match(self, text: bytes) -> None:
-            return None
-
-    monkeypatch.setattr(found, "_set", Exhausted())
-    with pytest.raises(MatchError, match="too much memory"):
-        found.first("aa")
-    table = PatternTable({"a+": 1})
-    monkeypatch.setattr(table, "_set", found)
-    with pytest.raises(MatchError, match="has 1 patterns, of which 1 are regular expressions: together they take"):
-        table.of_module("a", 8)
 
 
 def test_an_adapter_with_a_hostile_config_is_read_at_once(tmp_path: Path) -> None:

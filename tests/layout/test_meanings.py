@@ -101,12 +101,6 @@ def test_blip2_is_its_own_family(tmp_path: Path) -> None:
     assert layouts.tensors["query_tokens"].role is Role.EMBEDDING
 
 
-def test_a_projection_inside_a_block_is_no_output_head() -> None:
-    inside = layout_of("single_transformer_blocks.3.proj_out.weight", (32, 160))
-    assert (inside.role, inside.reason) == (Role.LINEAR, "linear layer, name ends in proj_out")
-    assert layout_of("proj_out.weight", (64, 32)).reason.startswith("output head, ")
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "config", "router"),
     [

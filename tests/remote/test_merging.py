@@ -151,14 +151,13 @@ def test_a_handle_of_an_adapter_names_the_versions_of_its_files(server: RangeSer
         handle = pickle.loads(pickle.dumps(expert.handle()))
         name = next(iter(expert.specs))
         expected = expert.read(name)
-    ((file, size, etag),) = handle.etags
+    ((file, size, _),) = handle.etags
     assert (file, size) == ("adapter_model.safetensors", (tmp_path / "math" / file).stat().st_size)
     with open_expert_handle(handle) as again:
         assert torch.equal(again.read(name), expected)
     server.etags[f"math/{file}"] = '"other"'
-    with pytest.raises(CheckpointError, match="the adapter changed since it was opened") as caught:
+    with pytest.raises(CheckpointError, match=rf"{file}.*changed since it was opened"):
         open_expert_handle(handle)
-    assert f"{file} had {size} bytes, version {etag}; found {size} bytes, version" in caught.value.problems[0]
     with open_expert(str(tmp_path / "math"), None) as near:
         assert near.model.tensors.handle().etags == ()
 

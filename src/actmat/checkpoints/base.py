@@ -113,9 +113,7 @@ class TensorsHandle:
     """
 
     address: str  # absolute path of a folder or file, `hf://org/name@commit`, a URL, or a stack of these
-    format: str
     location: str  # what the user called it, for messages
-    cache_dir: str = ""  # folder of downloads; empty for local files
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
     make: Callable[..., Tensors] | None = None
@@ -239,7 +237,7 @@ class View(Tensors):
         """Addresses of all sources, with the arguments; the first is its own."""
         sources = tuple(source.handle() for source in self.sources)
         return TensorsHandle(
-            sources[0].address, "view", self.location, make=type(self), sources=sources, arguments=self._arguments
+            sources[0].address, self.location, make=type(self), sources=sources, arguments=self._arguments
         )
 
     def close(self) -> None:

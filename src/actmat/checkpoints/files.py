@@ -105,10 +105,6 @@ class FileReader:
         with suppress(OSError, CheckpointError, ValueError), self._borrow(label) as fd:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of every file, in order of the labels given."""
-        return tuple(file_identity(path) for path in self._files.values())
-
     def close(self) -> None:
         """Close idle descriptors now and borrowed ones when their reader is done."""
         with self._lock:

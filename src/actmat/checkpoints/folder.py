@@ -83,21 +83,12 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def member(folder: Path, name: str) -> Path:
-    """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in.
+    """Path of a file of the folder, or below it, its name with slashes.
+
+    A link may lead out of it only to the blobs of the hub cache it lies in; folders on the way are no links.
 
     Raises:
-        CheckpointError: not a plain name, missing, not a regular file, or a link out of the folder.
-    """
-    if not is_plain_name(name):
-        raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
-    return nested_member(folder, name)
-
-
-def nested_member(folder: Path, name: str) -> Path:
-    """Path of a file below the folder, its name with slashes; a link as in `member`, but no folder on the way.
-
-    Raises:
-        CheckpointError: as `member`, or a link on the way.
+        CheckpointError: not a plain path, missing, not a regular file, a link out of the folder, or on the way.
     """
     if not is_plain_path(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a path below the folder")

@@ -10,12 +10,11 @@ collected into one error. (https://github.com/huggingface/safetensors, section "
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from actmat.bounds import check_values, unique_keys, whole_number
+from actmat.bounds import parse_object
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.errors import CheckpointError
@@ -45,7 +44,10 @@ def read_header(
     length = header_length(read_at(0, min(PREFIX_BYTES, file_size)), file_size, file=file)
     if sys.byteorder != "little":
         raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
-    entries = _load_json(read_at(PREFIX_BYTES, length), file)
+    text = read_at(PREFIX_BYTES, length)
+    if not text.startswith(b"{"):
+        raise CheckpointError(f"{file}: expected a safetensors header in JSON, found no opening brace. {LIKELY}")
+    entries = parse_object(text, file, unique=True)
     data_start = PREFIX_BYTES + length
     data_size = file_size - data_start
     problems: list[str] = []
@@ -70,50 +72,14 @@ def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
     Raises:
         CheckpointError: shorter than a header, or a length beyond the file or the cap.
     """
-    if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
+    length, most = int.from_bytes(prefix[:PREFIX_BYTES], "little"), min(file_size - PREFIX_BYTES, MAX_HEADER_BYTES)
+    if len(prefix) < PREFIX_BYTES or length > most:
         raise CheckpointError(
-            f"{file}: expected a safetensors file, found {file_size} bytes, less than its 8-byte length. {LIKELY}"
-        )
-    length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{file}: the header claims {length} bytes, the format allows {MAX_HEADER_BYTES}. "
-            f"Likely cause: this is not a safetensors file (a Git LFS pointer, an HTML error page, a pickle). "
-            f"Fix: fetch the real file."
-        )
-    if length > file_size - PREFIX_BYTES:
-        raise CheckpointError(
-            f"{file}: the header claims {length} bytes, but only {file_size - PREFIX_BYTES} follow. {LIKELY}"
+            f"{file}: expected a safetensors file, found {file_size} bytes that claim a header of {length}, at most "
+            f"{max(most, 0)} are possible. Likely cause: an interrupted download or copy, or another kind of file (a "
+            "Git LFS pointer, an HTML error page, a pickle). Fix: fetch the real file, and compare its checksum."
         )
     return length
-
-
-def _load_json(raw: bytes, file: str) -> dict[str, Any]:
-    def invalid(reason: str) -> NoReturn:
-        raise CheckpointError(f"{file}: expected a safetensors header in JSON, found {reason}. {LIKELY}")
-
-    if not raw.startswith(b"{"):
-        invalid("no opening brace" if raw else "a header of length 0")
-    check_values(raw, file)
-    try:
-        entries = json.loads(
-            raw.decode("utf-8").rstrip(" "),
-            object_pairs_hook=unique_keys,
-            parse_constant=_no_constant,
-            parse_int=whole_number,
-        )
-    except UnicodeDecodeError as error:
-        invalid(f"bytes that are not UTF-8 at position {error.start}")
-    except RecursionError:
-        invalid("values nested too deeply")
-    except ValueError as error:  # JSONDecodeError, a duplicate key, an integer of thousands of digits
-        invalid(str(error)[:200])
-    assert isinstance(entries, dict), "text that starts with a brace and parses is an object"
-    return entries
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word}, which is not JSON")
 
 
 def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from actmat.checkpoints.composed import Composed, whole
 from actmat.checkpoints.memory import LABEL
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import first_names
 
 
 def with_marks(base: Model, experts: Mapping[str, Model]) -> Model:
@@ -28,10 +29,10 @@ def with_marks(base: Model, experts: Mapping[str, Model]) -> Model:
     held = {label: {n: e.tensors.read(n) for n in e.specs if n in lone} for label, e in experts.items()}
     first, *others = held.values()
     marks = {n: t for n, t in first.items() if all(n in other and _equal(t, other[n]) for other in others)}
-    notes = [f"lacks {_quoted(marks)}, which all experts hold alike: written to the output"] if marks else []
+    notes = [f"lacks {first_names(marks)}, which all experts hold alike: written to the output"] if marks else []
     notes += [
-        f"lacks {_quoted(lost)}, which expert '{label}' holds and not all experts alike: not written. Loaders tell by "
-        "such tensors how a model predicts (epsilon or v)"
+        f"lacks {first_names(lost)}, which expert '{label}' holds and not all experts alike: not written. Loaders tell "
+        "by such tensors how a model predicts (epsilon or v)"
         for label, tensors in held.items()
         if (lost := [n for n, t in tensors.items() if n not in marks and not t.numel()])
     ]
@@ -40,19 +41,12 @@ def with_marks(base: Model, experts: Mapping[str, Model]) -> Model:
     stored, of_first = base.tensors, next(iter(experts.values())).specs
     tensors = Composed(
         [stored],
-        {name: whole(spec) for name, spec in stored.specs.items()} | {n: (_bytes_of(t),) for n, t in marks.items()},
+        {name: whole(spec) for name, spec in stored.specs.items()}
+        | {n: (bytes(raw_bytes(t)),) for n, t in marks.items()},
         {**stored.specs, **{name: replace(of_first[name], file=LABEL, offset=0) for name in marks}},
         stored.aliases,
     )
     return replace(base, tensors=tensors, folder=base.folder.noted(*notes))
-
-
-def _bytes_of(mark: Tensor) -> bytes:
-    return bytes(raw_bytes(mark))
-
-
-def _quoted(names: Collection[str]) -> str:
-    return ", ".join(f"'{n}'" for n in names)
 
 
 def _equal(mark: Tensor, other: Tensor) -> bool:

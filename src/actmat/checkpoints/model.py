@@ -19,6 +19,8 @@ from actmat.errors import CheckpointError, Note, NoteSeverity
 Config: TypeAlias = Mapping[str, Any]
 """Fields of a `config.json`."""
 CONFIG = "config.json"
+COMPONENTS = "components"
+"""Key of the config of several models in one folder with the configs of each."""
 GENERATION = "generation_config.json"
 
 
@@ -168,7 +170,5 @@ def stored_model(tensors: TensorFiles) -> Model:
 class Format:
     """Declaration of a format: one of the core, or a plug-in of the group `actmat.formats`."""
 
-    name: str  # in handles
-    patterns: tuple[str, ...]  # its weight files as error messages list them, such as `*.safetensors`
     claims: Callable[[Source], bool]  # true if `Source.weights` has files of this format, maybe among others
     open: Callable[[Source], Model]  # the model in a source that is claimed; reads headers, no tensor

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.model import COMPONENTS
 from actmat.errors import first_names
 
 NF4, FP4 = (f".quant_state.bitsandbytes__{code}" for code in ("nf4", "fp4"))
@@ -71,7 +72,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 def _levels(config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """The config, and those of its text model and of a pipeline's components."""
     top = config or {}
-    components = top.get("components")
+    components = top.get(COMPONENTS)
     inner = [*(top.get(key) for key in LEVELS), *(components.values() if isinstance(components, Mapping) else ())]
     return [level for level in (top, *inner) if isinstance(level, Mapping)]
 

@@ -44,9 +44,7 @@ class Storage(abc.ABC):
         """
         raise CheckpointError(f"{url}: outputs cannot be read from this kind of URL")
 
-    def open_repository(
-        self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
-    ) -> Source:
+    def open_repository(self, repo_id: str, revision: str | None, *, streams: bool = False) -> Source:
         """One commit of a repository of the Hugging Face hub, the plug-in named `hf`: its models have names as well.
 
         Args:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from types import FunctionType
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -20,22 +20,17 @@ from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Tensors, TensorsHandle
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.formats import find_format, format_named
+from actmat.checkpoints.formats import find_format
 from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
+from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, did_you_mean
 
-
-@runtime_checkable
-class OpenComposed(Protocol):
-    """Open a model that a location names by several: a stack of layers, or a model with an adapter merged into it."""
-
-    def __call__(self, location: str, open_part: Callable[[str], Model]) -> Model:
-        """Open every part by `open_part`, once each; closing the model closes them."""
-
-
+OpenComposed: TypeAlias = Callable[[str, Callable[[str], Model]], Model]
+"""`view(location, open_part)` opens a model that a location names by several: a stack of layers, or a model with an
+adapter merged into it. It opens every part by `open_part`, once each; closing the model closes them."""
 COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
@@ -51,7 +46,7 @@ def commit_of(address: str) -> str:
     return revision if COMMIT.fullmatch(revision) else ""
 
 
-def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir: str | Path | None = None) -> Model:
+def open_model(location: str | Path | Mapping[str, Tensor] | Model) -> Model:
     """Open a folder, file, hub id, tensors by name, or an open model (returned unchanged); reads headers only.
 
     >>> import torch
@@ -67,9 +62,9 @@ def open_model(location: str | Path | Mapping[str, Tensor] | Model, *, cache_dir
     if isinstance(location, Mapping):
         return decoded(hold_model(location))
     if not (kind := _composed_kind(location)):
-        return open_source(find_source(location, cache_dir=cache_dir))
-    view = plugins.needed("actmat.formats", f"view.{kind}", OpenComposed)
-    return view(str(location), partial(open_model, cache_dir=cache_dir))
+        return open_source(find_source(location))
+    view: OpenComposed = plugins.needed("actmat.formats", f"view.{kind}", FunctionType)
+    return view(str(location), open_model)
 
 
 def open_tensors(location: str | Path | Mapping[str, Tensor]) -> Tensors:
@@ -97,14 +92,12 @@ def open_handle(handle: TensorsHandle) -> Tensors:
     """Open the tensors that `Tensors.handle` described, in any process that has the same storage."""
     if handle.make is not None:
         return handle.make([open_handle(source) for source in handle.sources], *handle.arguments)
-    source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
+    source = find_source(handle.address, handle)
     source.location = handle.location
-    return decoded(format_named(handle.format).open(source)).tensors
+    return decoded(find_format(source, of_adapter=True).open(source)).tensors
 
 
-def find_source(
-    location: str | Path, *, cache_dir: str | Path | None = None, handle: TensorsHandle | None = None
-) -> Source:
+def find_source(location: str | Path, handle: TensorsHandle | None = None) -> Source:
     """The folder, file, hub repository or URL that `location` names; a `handle` pins its version.
 
     Raises:
@@ -116,27 +109,18 @@ def find_source(
     path = local_path(text)
     hub_id = HUB_ID.fullmatch(text) if isinstance(location, str) else None
     if hub_id is None and is_url(location):
-        return _open_url(text, handle)
+        if text.startswith("hf://"):
+            raise CheckpointError(f"{text}: expected hf://org/name or hf://org/name@revision, found something else")
+        pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
+        return storage_of(text).open_source(text, pinned=pinned)
     if hub_id is None or not hub_id["scheme"]:
         if os.path.exists(path):
             return LocalSource(path, text)
         # a missing a/b whose parent is a folder is a path rather than a hub id
         if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
-    from actmat.checkpoints.remote import GROUP, Storage
-
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
-    hub = plugins.needed(GROUP, "hf", Storage)
-    return hub.open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
-
-
-def _open_url(url: str, handle: TensorsHandle | None) -> Source:
-    if url.startswith("hf://"):
-        raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-    from actmat.checkpoints.remote import storage_of
-
-    pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
-    return storage_of(url).open_source(url, pinned=pinned)
+    return storage_of("hf://").open_repository(hub_id["repo"], hub_id["revision"], streams=streams)
 
 
 def _not_found(path: Path, text: str) -> CheckpointError:

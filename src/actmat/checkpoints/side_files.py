@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actmat.bounds import parse_json, read_bytes, read_object
-from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
+from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name
 from actmat.errors import CheckpointError, Note
 
 LARGEST = 200_000_000
@@ -224,13 +224,6 @@ def list_tree(folder: Path | None) -> dict[str, int]:
             size = path.stat().st_size if path.is_file() else 0
             sizes[path.relative_to(folder).as_posix()] = size
     return sizes
-
-
-def side_files_of(folder: Path | None, merged: Collection[str] = ()) -> SideFiles:
-    """The side files of a local folder; see `sort_side_files`."""
-    if folder is None or not os.path.isdir(folder):
-        return SideFiles()
-    return side_files_in(list_tree(folder), merged, lambda name: nested_member(folder, name))
 
 
 def side_files_in(sizes: Mapping[str, int], merged: Collection[str], fetch: Callable[[str], Path]) -> SideFiles:

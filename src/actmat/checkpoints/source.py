@@ -11,13 +11,12 @@ import abc
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from actmat.bounds import kind_of_file, list_folder
 from actmat.checkpoints import folder
 from actmat.checkpoints.base import FileIdentity, Tensors, TensorsHandle, TensorSpec, versions_of_files
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.side_files import SideFiles, side_files_of
+from actmat.checkpoints.side_files import SideFiles, list_tree, side_files_in
 from actmat.checkpoints.tied_names import may_be_tied
 from actmat.errors import CheckpointError
 
@@ -160,7 +159,7 @@ class LocalSource(Source):
         if name == self.named:
             return self._path
         if name not in self._members:
-            self._members[name] = folder.nested_member(self._folder, name)
+            self._members[name] = folder.member(self._folder, name)
         return self._members[name]
 
     def weight_map(self, index: str) -> dict[str, str]:
@@ -193,7 +192,8 @@ class LocalSource(Source):
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files of the folder; empty if a weight file was named."""
-        return side_files_of(self.directory, merged)
+        place = self.directory
+        return SideFiles() if place is None else side_files_in(list_tree(place), merged, self.fetch)
 
     def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
         """Size and times of files."""
@@ -209,9 +209,6 @@ class TensorFiles(Tensors):
         absent: names that an index lists and no file holds.
     """
 
-    format: ClassVar[str]
-    """Name of the `Format` that opens it."""
-
     header: Mapping[str, str] = {}
     absent: tuple[str, ...] = ()
 
@@ -223,18 +220,17 @@ class TensorFiles(Tensors):
         return self.source.identity(self.labels)
 
     def handle(self) -> TensorsHandle:
-        """Address of the source, the format, and the versions of remote files."""
-        return handle_of(self.source, self.format, self.identity())
+        """Address of the source, and the versions of remote files."""
+        return handle_of(self.source, self.identity())
 
     def close(self) -> None:
         """Close the source."""
         self.source.close()
 
 
-def handle_of(source: Source, format: str, files: Iterable[FileIdentity]) -> TensorsHandle:
-    """Handle of tensors in some files of a source, which a format opens."""
-    cache = str(source.cache_dir or "")
-    return TensorsHandle(source.address, format, source.location, cache, source.streams, versions_of_files(files))
+def handle_of(source: Source, files: Iterable[FileIdentity]) -> TensorsHandle:
+    """Handle of tensors in some files of a source."""
+    return TensorsHandle(source.address, source.location, source.streams, versions_of_files(files))
 
 
 def join_shards(

@@ -19,10 +19,9 @@ from actmat.checkpoints.base import TensorsHandle, TensorSpec
 from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.source import Source
-from actmat.errors import CheckpointError, NoteSeverity, did_you_mean, format_size
+from actmat.errors import CheckpointError, NoteSeverity, did_you_mean
 from actmat.experts.lora.adapter import Adapter, AdapterHandle
 from actmat.experts.lora.fields import StackWord
-from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
 SourceKind = Literal["stored", "formed", "zero"]
@@ -136,11 +135,6 @@ class Deltas(AbstractContextManager["Deltas"]):
         for model in (self.model, *self.owned):
             model.close()
 
-    def __repr__(self) -> str:
-        specs, kind = self.model.specs, "adapter" if self.needs_base else "model"
-        size = format_size(sum(spec.nbytes for spec in specs.values()))
-        return f"<{type(self).__name__} {terminal(self.location)}: {kind}, {len(specs)} tensors, {size}>"
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -155,12 +149,6 @@ class Deltas(AbstractContextManager["Deltas"]):
     def _refuse(self, name: str, wanted: str) -> NoReturn:
         """Raise the error of a caller that did not look at `DeltaSource.kind`."""
         raise ValueError(f"{self.location}: '{name}' is {self.source(name).kind} and cannot be {wanted}")
-
-
-NO_FACTORS = (
-    "it has no factors from which an adapter could be merged. Fix: give the base and write a model (--base ..., "
-    "--to model)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +168,7 @@ class AdapterFamily:
     name: str
     look: Callable[[Source, Model | None, tuple[StackWord, ...]], Adapter | None]
     fit: Callable[[Adapter, Model], Deltas]
-    why_no_factors: Callable[[Adapter], str] = lambda adapter: NO_FACTORS
+    why_no_factors: Callable[[Adapter], str]
     describe: Callable[[Adapter], dict[str, Any]] = lambda adapter: {}
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from types import FunctionType
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
 from actmat import plugins
-from actmat.checkpoints.base import TensorsHandle, versions_of_files
+from actmat.checkpoints.base import TensorsHandle
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.folder import ADAPTER_CONFIG, LORA_FILES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
@@ -29,7 +30,7 @@ from actmat.checkpoints.resolve import open_handle as open_tensors_handle
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.deltas import AdapterFamily, Deltas, DeltasHandle
-from actmat.experts.lora.adapter import Adapter, AdapterHandle, leave_out
+from actmat.experts.lora.adapter import Adapter, leave_out
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor
@@ -46,20 +47,21 @@ SIGNED = ("lycoris", "lora_file")
 _MODEL_FILES = (CONFIG, "model_index.json", ADAPTER_CONFIG)
 
 
-@runtime_checkable
-class ConvertLayout(Protocol):
-    """Convert an adapter to the modules, names and factors of a layout; list parts that have no form there."""
-
-    def __call__(self, adapter: Adapter, layout: AdapterLayout) -> tuple[Adapter, list[str]]:
-        """The adapter in the layout, and problems."""
+ConvertLayout: TypeAlias = Callable[[Adapter, AdapterLayout], tuple[Adapter, list[str]]]
+"""Converts an adapter to the modules, names and factors of a layout; and lists parts that have no form there."""
 
 
-def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[StackWord, ...] = ()) -> OpenInput:
+def locate(
+    place: str | Path | Mapping[str, Tensor] | Model,
+    stacks: tuple[StackWord, ...] = (),
+    handle: TensorsHandle | None = None,
+) -> OpenInput:
     """Look at what a user named: a folder, file, hub id, URL, stack of layers, `model+adapter`, or tensors by name.
 
     Args:
         place: its text, or tensors, or an open model.
         stacks: the user's statements on stacked experts in an adapter.
+        handle: of a place, with the versions that remote files must have.
 
     Raises:
         CheckpointError: nothing there, damaged, or in an unsupported format.
@@ -67,7 +69,7 @@ def locate(place: str | Path | Mapping[str, Tensor] | Model, stacks: tuple[Stack
     if not isinstance(place, str | Path) or is_composed(place):
         located: OpenInput = open_model(place)
     else:
-        located = _look(find_source(str(place)), stacks)
+        located = _look(find_source(str(place), handle), stacks)
     if isinstance(located, Model):
         check_absent(located)
     if stacks and (isinstance(located, Model) or located.family):
@@ -121,35 +123,19 @@ def _families(source: Source, file: Model | None) -> Iterator[tuple[str, Adapter
 def open_file_of_factors(source: Source) -> Model | None:
     """The single file that may hold factors, open, its header read; None without such a file.
 
-    It is a `.safetensors` file, one in a folder that has no other and no `config.json`, a file of diffusers' name
-    `pytorch_lora_weights`, and, elsewhere than on this machine, the only file where its name says `lora`.
+    It is a `.safetensors` file, one in a folder that has no other and no `config.json`, or a file of diffusers' name
+    `pytorch_lora_weights`.
     """
-    names = [source.named] if source.named is not None else source.names
-    name = (_local_file if isinstance(source, LocalSource) else _remote_file)(names, source.named)
+    names = source.names if source.named is None else [source.named]
+    files = [n for n in names if n.endswith(".safetensors")]
+    of_model = source.named is None and (len(files) > 1 or any(n in names for n in _MODEL_FILES))
+    name = next((n for n in LORA_FILES if n in names), None if of_model or not files else files[0])
     if name is None:
         return None
     try:
         return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source.only(name))
     except CheckpointError:
         return None  # opening it as a model gives the error
-
-
-def _local_file(names: Sequence[str], named: str | None) -> str | None:
-    if named is not None:
-        return named if named.endswith(".safetensors") or named in LORA_FILES else None
-    if usual := [n for n in LORA_FILES if n in names]:
-        return usual[0]
-    files = [n for n in names if n.endswith(".safetensors")]
-    return files[0] if len(files) == 1 and not any(n in names for n in _MODEL_FILES) else None
-
-
-def _remote_file(names: Sequence[str], named: str | None) -> str | None:
-    if any(n in names for n in _MODEL_FILES):
-        return None
-    if LORA_FILES[0] in names:
-        return LORA_FILES[0]
-    files = [n for n in names if n.endswith(".safetensors")]
-    return files[0] if len(files) == 1 and "lora" in files[0].lower() else None
 
 
 def without(located: OpenInput, drop: Sequence[str]) -> OpenInput:
@@ -247,7 +233,7 @@ def in_layout(expert: Deltas, layout: AdapterLayout) -> Deltas:
     """
     adapter = expert.adapter
     assert adapter is not None, "only adapters have layouts"
-    convert = plugins.load(GROUP, "layout.image", ConvertLayout)
+    convert: ConvertLayout | None = plugins.load(GROUP, "layout.image", FunctionType)
     if convert is None:
         converted, problems = adapter, ["no installed part of actmat converts it"]
     else:
@@ -267,10 +253,11 @@ def open_handle(handle: DeltasHandle) -> Deltas:
     """
     if isinstance(handle, TensorsHandle):
         return StoredDeltas(Model(open_tensors_handle(handle)))
-    located = without(locate(handle.location, handle.stacks), handle.drop)
+    pinned = TensorsHandle(handle.location, handle.location, etags=handle.etags)
+    located = without(locate(handle.location, handle.stacks, pinned), handle.drop)
     if handle.base is None:
         expert = fit_expert(located, None)
-        return _as_it_was(expert if handle.layout is None else in_layout(expert, handle.layout), handle)
+        return expert if handle.layout is None else in_layout(expert, handle.layout)
     base = Model(open_tensors_handle(handle.base), ModelFolder(handle.config))
     try:
         if handle.weights is not None and isinstance(located, Adapter):
@@ -280,23 +267,4 @@ def open_handle(handle: DeltasHandle) -> Deltas:
         base.close()
         raise
     expert.owned = (base,)
-    return _as_it_was(expert, handle)
-
-
-def _as_it_was(expert: Deltas, handle: AdapterHandle) -> Deltas:
-    """The expert, closed and refused if its remote files are not those of the handle."""
-    now = {name: (size, etag) for name, size, etag in versions_of_files(expert.model.tensors.identity())}
-    problems = [
-        f"{handle.location}: {name} had {size} bytes, version {etag}; found "
-        + ("{} bytes, version {}".format(*now[name]) if name in now else "no such file")
-        for name, size, etag in handle.etags
-        if now.get(name) != (size, etag)
-    ]
-    if problems:
-        expert.close()
-        raise CheckpointError(
-            f"{handle.location}: the adapter changed since it was opened. Likely cause: a running upload. Fix: wait "
-            "until that is done, then run again.",
-            problems,
-        )
     return expert

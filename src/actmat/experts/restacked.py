@@ -13,16 +13,17 @@ Shapes: `E` experts, `O` out_features, `I` in_features.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.composed import Composed, Piece, whole
 from actmat.checkpoints.model import Model
 from actmat.errors import CheckpointError
+from actmat.experts.lora.modules import times
 from actmat.layout.components import single_file_of
 from actmat.layout.resolve import resolve_layout
-from actmat.layout.types import LayoutMap
+from actmat.layout.types import TensorLayout
 
 _SINGLE = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight")
 _STACK = re.compile(r"(?P<at>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?:\.weight)?")
@@ -64,25 +65,15 @@ def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[s
     return stacks
 
 
-def _misfit(
-    stack: TensorSpec, of_stack: Singles, names: list[str], singles: Mapping[str, TensorSpec], layouts: LayoutMap
-) -> str:
-    """One sentence on a stack that does not hold the experts one above the other; empty for one that does."""
-    if not names:
-        return f"'{stack.name}' is stacked in one of them, and the other has only {len(of_stack)} parts of it"
-    specs = [singles[n] for n in names]
-    count, parts = 1 + max(e for e, _ in of_stack), len({p for _, p in of_stack})
-    rows, columns = specs[0].shape if len(specs[0].shape) == 2 else (0, 0)
-    if {(s.shape, s.dtype) for s in specs} != {((rows, columns), specs[0].dtype)}:
-        return f"'{stack.name}' is stacked in one of them, and its parts in the other have several shapes or dtypes"
-    layout = layouts.tensors[stack.name]
+def _is_stack_of(stack: TensorSpec, count: int, specs: Sequence[TensorSpec], layout: TensorLayout) -> bool:
+    """True if a stack holds the matrices of its experts, all alike, one above the other."""
+    if not specs or len(specs[0].shape) != 2 or len({(s.shape, s.dtype) for s in specs}) > 1:
+        return False
+    rows, columns = specs[0].shape
+    parts = len(specs) // count
     blocks = [(b.start, b.groups) for b in layout.blocks]
-    if layout.orientation != "OI" or (parts == 2 and blocks not in ([(0, 1), (rows, 1)], [])):
-        return f"'{stack.name}' is stacked in another way than one expert's rows above the other's ({layout.reason})"
-    if stack.shape != (count, parts * rows, columns):
-        stored, wanted = ("x".join(map(str, s)) for s in (stack.shape, (count, parts * rows, columns)))
-        return f"'{stack.name}' is {stored}, and the tensors of its experts in the other checkpoint make {wanted}"
-    return ""
+    is_plain = layout.orientation == "OI" and (parts == 1 or blocks in ([], [(0, 1), (rows, 1)]))
+    return is_plain and stack.shape == (count, parts * rows, columns)
 
 
 def _pieces(model: Model, base: Model) -> tuple[dict[str, tuple[Piece, ...]], list[str]]:
@@ -96,8 +87,13 @@ def _pieces(model: Model, base: Model) -> tuple[dict[str, tuple[Piece, ...]], li
         layouts = resolve_layout(stacked.specs, stacked.config or single.config)
         for stack, of_stack in stacks.items():
             names = _in_order(stack, of_stack)
-            if problem := _misfit(stacked.specs[stack], of_stack, names, single.specs, layouts):
-                problems.append(problem)
+            spec, layout, count = stacked.specs[stack], layouts.tensors[stack], 1 + max(e for e, _ in of_stack)
+            if not _is_stack_of(spec, count, [single.specs[n] for n in names], layout):
+                shapes = dict.fromkeys(times(single.specs[n].shape) for n in of_stack.values())
+                problems.append(
+                    f"'{stack}' is {times(spec.shape)} in one of them ({layout.reason}), and the {len(of_stack)} parts "
+                    f"of {' or '.join(shapes)} that the other has of it do not make that, one above the other"
+                )
             elif stacked is base:
                 pieces[stack] = tuple(piece for name in names for piece in whole(single.specs[name]))
             else:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from actmat.checkpoints.model import COMPONENTS
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
 from actmat.errors import first_of
 from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, is_usage, label_names, same, unequal_entries
@@ -18,8 +19,6 @@ from actmat.identity.reading import ConfigReading, read_configs
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
 CHOOSE = f"give the right base, or say whose entries to write: {FIX}"
-COMPONENTS = "components"
-"""Entry of a pipeline's config with the configs of its components."""
 CLASSES = ("_class_name", "model_type")
 """Entries that name the class of a model, of diffusers and of transformers."""
 SHOWN = 8

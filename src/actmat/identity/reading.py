@@ -6,7 +6,6 @@ alike mean the same. `reader` is the program that asks it.
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -40,6 +39,11 @@ class ConfigReading:
     obstacle: str = ""
 
 
+MOST_READINGS = 256
+_readings: dict[str, ConfigReading] = {}
+"""Config in JSON -> its reading."""
+
+
 def read_configs(configs: Sequence[Mapping[str, Any]]) -> list[ConfigReading]:
     """The configs as the classes that they name read them; those that were not read before in one process.
 
@@ -47,19 +51,14 @@ def read_configs(configs: Sequence[Mapping[str, Any]]) -> list[ConfigReading]:
     [ConfigReading(values={}, undeclared=frozenset(), float32=(), release='', obstacle='')]
     """
     texts = [json.dumps(config, default=str) for config in configs]
-    readings = {text: _reading(text) for text in texts}
-    missing = [text for text, holder in readings.items() if not holder]
+    if len(_readings) > MOST_READINGS:
+        _readings.clear()
+    missing = [text for text in dict.fromkeys(texts) if text not in _readings]
     answers, obstacle = _ask(missing)
     for text, answer in zip(missing, answers, strict=False):
         places, float32 = (map(tuple, answer.pop(key, ())) for key in ("undeclared", "float32"))
-        readings[text].append(ConfigReading(undeclared=frozenset(places), float32=tuple(float32), **answer))
-    return [readings[text][0] if readings[text] else ConfigReading(obstacle=obstacle) for text in texts]
-
-
-@functools.lru_cache(maxsize=256)
-def _reading(text: str) -> list[ConfigReading]:
-    """Holder of the reading of a config, to be filled."""
-    return []
+        _readings[text] = ConfigReading(undeclared=frozenset(places), float32=tuple(float32), **answer)
+    return [_readings.get(text, ConfigReading(obstacle=obstacle)) for text in texts]
 
 
 def _ask(texts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:

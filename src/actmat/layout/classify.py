@@ -51,10 +51,6 @@ _TABLE = re.compile(
 _TOKEN = re.compile(r"\w+_tokens?|class_embedding|latents(?:_\dd)?|latent_query|probe|masked_spec_embed|image_newline")
 _INDEXED_TABLE = re.compile(r"embed_tokens|\w*embeddings|\w*_embeds_layers|codebooks?|emb|point_embed")
 
-_HEAD = re.compile(
-    r"lm_head|embed_out|score|classifier|qa_outputs|proj_out|output|head|fc|vocab_projector|generator_lm_head|lm_loss|"
-    r"decoder|output_projection"
-)
 _ROUTER = re.compile(r"gate|router|wg|classifier|layer|shared_expert_gate")
 _SURELY_ROUTER = re.compile(r".*(?:shared_expert_gate|(?:router|moe|mixture)\w*(?:\.\w+)?)\.weight")
 EXPERT_COUNTS = (
@@ -69,7 +65,6 @@ EXPERT_COUNTS = (
 """Names under which configs give the number of experts of a mixture."""
 _MATRIX_PARAMETER = re.compile(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d")
 _LONGEST_UNNAMED_KERNEL = 16
-_INDEX = re.compile(r"(?:^|\.)\d+\.")
 ROUTER_REASON = "router of a mixture: only the order of its few outputs counts, which no method for activations keeps; "
 
 
@@ -138,17 +133,7 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     packing = modulation_packing(spec.name, rows, cols) or branch_packing(spec.name, rows, cols, partner)
     if packing is not None and layout.role is Role.LINEAR and (blocks := packing.blocks(rows)) is not None:
         return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows", blocks=blocks)
-    return replace(layout, reason="output head, " * is_head(spec.name) + layout.reason)  # people look for it in a plan
-
-
-def is_head(name: str) -> bool:
-    """True for a layer that is the last of a model.
-
-    >>> is_head("lm_head.weight"), is_head("layers.0.head.weight")
-    (True, False)
-    """
-    owner = owner_of(name)[0]
-    return _HEAD.fullmatch(owner) is not None and _INDEX.search(name.rpartition(owner)[0]) is None
+    return layout
 
 
 def _is_router(name: str, owner: str, shape: tuple[int, ...], tower: Tower) -> bool:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COMPONENTS = "components"
-"""Key of a pipeline's config under which the configs of its components stand (`extras.diffusion.pipelines`)."""
+from actmat.checkpoints.model import COMPONENTS
 
 _PARTS = (
     ("model.diffusion_model.", "diffusion model"),

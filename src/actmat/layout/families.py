@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from actmat.checkpoints.model import Config
-from actmat.layout.packing import first_int
+from actmat.layout import packing
+from actmat.layout.packing import GATE_UP, KEY_VALUE, THIRDS, UP_GATE, Packing, Scheme, alternating, first_int
 from actmat.layout.types import Orientation
 
 
@@ -23,58 +25,65 @@ from actmat.layout.types import Orientation
 class ModelFamily:
     """Exceptions of one family."""
 
-    # layer name -> scheme of `packing.SCHEMES`, or "whole: " and the reason why the tensor stays one matrix
-    packed: Mapping[str, str] | None = None
+    packed: Mapping[str, Packing | Scheme | str] = field(default_factory=dict)  # of a layer; or why it is one matrix
     transposed: frozenset[str] = frozenset()  # layer names whose weight is stored `I x O` (transformers' `Conv1D`)
     tables: frozenset[str] = frozenset()  # layer names that are embeddings, though their names do not say so
     experts: Orientation = "OI"  # orientation of stacked experts where their shapes do not decide it
-    gate_up: str = "halves"  # scheme of `gate_up_proj`
+    gate_up: Packing | Scheme = GATE_UP  # of `gate_up_proj`
 
 
 NO_EXCEPTIONS = ModelFamily()
+# trained with four-way model parallelism; the four shards are still stored one after the other
+_FOUR_SHARDS = Packing((("q", 1), ("v", 1), ("k", 1)), groups=4, words="q, v, k (in each of 4 shards)")
+_SHORT_CONVOLUTION = Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")
 _CONV1D = ModelFamily(transposed=frozenset({"c_attn", "c_proj", "c_fc", "q_attn"}))
-_STATE_SPACE = ModelFamily(packed={"in_proj": "mamba_halves", "x_proj": "mamba_parameters"})
-_STATE_SPACE_2 = ModelFamily(packed={"in_proj": "mamba2"})
+_STATE_SPACE = ModelFamily(
+    packed={
+        "in_proj": Packing((("x", 1), ("gate", 1)), words="input, gate (halves)"),
+        "x_proj": packing.mamba_parameters,
+    }
+)
+_STATE_SPACE_2 = ModelFamily(packed={"in_proj": packing.mamba2})
 _GATED_DELTA = ModelFamily(
     packed={
-        "in_proj_qkv": "linear_attention",
-        "in_proj_qkvz": "linear_attention_qkvz",
-        "in_proj_ba": "linear_attention_ba",
-        "q_proj": "query_and_gate",
+        "in_proj_qkv": packing.linear_attention,
+        "in_proj_qkvz": partial(packing.linear_attention, with_z=True),
+        "in_proj_ba": packing.linear_attention_ba,
+        "q_proj": packing.query_and_gate,
     }
 )
 
 _GROUPS: Mapping[str, ModelFamily] = {
     "gpt2 gpt-sw3 openai-gpt imagegpt decision_transformer clvp_decoder": _CONV1D,
     "jais": ModelFamily(transposed=frozenset({"c_attn", "c_proj", "c_fc", "c_fc2"})),
-    "gpt_bigcode": ModelFamily(packed={"c_attn": "bigcode"}),
-    "gpt_neox gpt_neox_japanese bloom persimmon fuyu": ModelFamily(packed={"query_key_value": "per_head"}),
-    "falcon": ModelFamily(packed={"query_key_value": "falcon"}),
-    "RefinedWeb": ModelFamily(packed={"query_key_value": "per_kv_group"}),
-    "RefinedWebModel": ModelFamily(packed={"query_key_value": "falcon"}),
+    "gpt_bigcode": ModelFamily(packed={"c_attn": packing.bigcode}),
+    "gpt_neox gpt_neox_japanese bloom persimmon fuyu": ModelFamily(packed={"query_key_value": packing.per_head}),
+    "falcon": ModelFamily(packed={"query_key_value": packing.falcon}),
+    "RefinedWeb": ModelFamily(packed={"query_key_value": packing.per_kv_group}),
+    "RefinedWebModel": ModelFamily(packed={"query_key_value": packing.falcon}),
     "ctrl": ModelFamily(tables=frozenset({"w"})),
-    "chatglm": ModelFamily(packed={"query_key_value": "grouped_query"}),
-    "codegen": ModelFamily(packed={"qkv_proj": "codegen"}),
-    "minimax": ModelFamily(packed={"qkv_proj": "per_head"}),
-    "deberta": ModelFamily(packed={"in_proj": "per_head"}),
-    "phi3 phi4_multimodal": ModelFamily(packed={"qkv_proj": "grouped_query"}),
-    "phi4_multimodal_audio": ModelFamily(gate_up="halves_up_first"),
-    "dbrx": ModelFamily(packed={"Wqkv": "grouped_query"}),
-    "mpt modernbert": ModelFamily(packed={"Wqkv": "thirds"}),
-    "internlm2": ModelFamily(packed={"wqkv": "per_kv_group"}),
+    "chatglm": ModelFamily(packed={"query_key_value": packing.grouped_query}),
+    "codegen": ModelFamily(packed={"qkv_proj": _FOUR_SHARDS}),
+    "minimax": ModelFamily(packed={"qkv_proj": packing.per_head}),
+    "deberta": ModelFamily(packed={"in_proj": packing.per_head}),
+    "phi3 phi4_multimodal": ModelFamily(packed={"qkv_proj": packing.grouped_query}),
+    "phi4_multimodal_audio": ModelFamily(gate_up=UP_GATE),
+    "dbrx": ModelFamily(packed={"Wqkv": packing.grouped_query}),
+    "mpt modernbert": ModelFamily(packed={"Wqkv": THIRDS}),
+    "internlm2": ModelFamily(packed={"wqkv": packing.per_kv_group}),
     "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next": _GATED_DELTA,
     "mamba falcon_mamba jamba": _STATE_SPACE,
-    "zamba": ModelFamily(packed={"in_proj": "alternating_gate"}),
+    "zamba": ModelFamily(packed={"in_proj": alternating("x", "gate", "input, gate")}),
     "mamba2 falcon_h1 bamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE_2,
-    "jetmoe": ModelFamily(packed={"kv_proj": "key_and_value"}),
+    "jetmoe": ModelFamily(packed={"kv_proj": KEY_VALUE}),
     # the code cuts the value heads into halves, and joins those again as the channels of one value per pair of heads
-    "diffllama": ModelFamily(packed={"v_proj": "whole: both halves are channels of the same values"}),
-    "hiera": ModelFamily(packed={"qkv": "thirds"}),
-    "lfm2 lfm2_moe lfm3 lfm3_text": ModelFamily(packed={"in_proj": "short_convolution"}),
+    "diffllama": ModelFamily(packed={"v_proj": "both halves are channels of the same values"}),
+    "hiera": ModelFamily(packed={"qkv": THIRDS}),
+    "lfm2 lfm2_moe lfm3 lfm3_text": ModelFamily(packed={"in_proj": _SHORT_CONVOLUTION}),
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
-    "gpt_oss": ModelFamily(experts="IO", gate_up="alternating"),
+    "gpt_oss": ModelFamily(experts="IO", gate_up=alternating("gate", "up", "gate, up")),
     # the same alternation, on disk only (w13_weight)
-    "inkling_mm_model inkling_text inkling2 inkling2_text": ModelFamily(gate_up="alternating"),
+    "inkling_mm_model inkling_text inkling2 inkling2_text": ModelFamily(gate_up=alternating("gate", "up", "gate, up")),
     "llama4 llama4_text aria aria_text qwen3_vl_moe qwen3_vl_moe_text": ModelFamily(experts="IO"),
     # the router is transposed on disk, the experts are separate linear layers
     "ernie4_5_vl_moe ernie4_5_vl_moe_text": ModelFamily(transposed=frozenset({"gate", "weight_1"})),

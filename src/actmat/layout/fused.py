@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from actmat.layout.families import Tower
 from actmat.layout.modulation import PARTNERS_OF_BRANCHES
-from actmat.layout.packing import SCHEMES, Packing, attention_of, first_int
+from actmat.layout.packing import KEY_VALUE, THIRDS, Packing, attention_of, first_int, grouped_query, hyper_connection
 from actmat.layout.types import Orientation, Role, TensorLayout
 
 Shape = tuple[int, ...]
@@ -102,18 +102,18 @@ def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | No
 
 def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tower) -> Packing | str | None:
     """The packing, a reason to leave a packed layer whole, or None for a layer that packs nothing."""
-    scheme = (tower.family.packed or {}).get(owner)
-    if scheme is not None:
-        return scheme.removeprefix("whole: ") if scheme.startswith("whole: ") else SCHEMES[scheme](rows, tower.config)
+    if owner in tower.family.packed:
+        packed = tower.family.packed[owner]
+        return packed(rows, tower.config) if callable(packed) else packed
     if owner in WHOLE:
         return WHOLE[owner]
     if owner in QKV:
         return _attention_packing(owner, rows, cols, tower)
     if HYPER_CONNECTION.fullmatch(owner):
         is_head = rows == first_int(tower.config, "hc_mult")  # reads all streams into one: a single map
-        return None if is_head else SCHEMES["hyper_connection"](rows, tower.config)
+        return None if is_head else hyper_connection(rows, tower.config)
     if owner == "to_kv":
-        return Packing((("k", 1), ("v", 1)), words="k, v (halves)")
+        return KEY_VALUE
     if RECURRENT.fullmatch(owner):
         return _recurrent_packing(rows, cols if "_hh_" in owner else partner)
     if owner == "proj" and partner is not None and len(partner) == 2 and rows == 2 * partner[1]:
@@ -132,17 +132,18 @@ def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tow
 def _gate_and_up(owner: str, rows: int, tower: Tower) -> Packing | str:
     """The two halves of a gated layer's input projection, called gate and up where their order is known."""
     if owner in GATE_FIRST:
-        return SCHEMES[tower.family.gate_up](rows, tower.config)
+        packed = tower.family.gate_up
+        return packed(rows, tower.config) if callable(packed) else packed
     return Packing((("first", 1), ("second", 1)), words="halves of a gated layer")
 
 
 def _attention_packing(owner: str, rows: int, cols: int, tower: Tower) -> Packing | str:
     if owner != "in_proj_weight" and attention_of(tower.config) is not None:
-        packing = SCHEMES["grouped_query"](rows, tower.config)
+        packing = grouped_query(rows, tower.config)
         if isinstance(packing, Packing) and packing.blocks(rows) is not None:
             return packing
     if rows == 3 * cols:
-        return SCHEMES["thirds"](rows, tower.config)
+        return THIRDS
     if owner == "c_attn" and rows == 2 * cols:
         return Packing((("k", 1), ("v", 1)), words="k, v of cross-attention (halves)")
     return f"{rows} rows fit neither thirds of 3 x {cols} nor the config's heads"

@@ -362,8 +362,7 @@ def _stacked(specs: Mapping[str, TensorSpec], members: list[tuple[str, str]], pa
     start = {p: sum(rows[q] for q in patterns[:k]) for k, p in enumerate(patterns)}
     slices = []
     for name, pattern in members:
-        match = re.search(re.escape(pattern.strip("^$")).replace(r"\*", r"(\d+)").replace(r"\\.", r"\."), name)
-        index = int(match[1]) if match else int(re.findall(r"experts\.(\d+)\.", name)[-1])
+        index = int(re.findall(r"experts\.(\d+)\.", name)[-1])
         slices.append(TensorSlice(name, index, start[pattern], start[pattern] + rows[pattern]))
     experts = 1 + max(s.index or 0 for s in slices)
     return TensorOnDisk((experts, sum(rows.values()), specs[members[0][0]].shape[1]), tuple(slices))

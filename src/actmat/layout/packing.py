@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 from actmat.checkpoints.model import Config
@@ -73,10 +72,10 @@ def attention_of(config: Config) -> Attention | None:
 
 Scheme = Callable[[int, Config], Packing | str]
 
-
-def _fixed(packing: Packing) -> Scheme:
-    """A scheme that depends on neither rows nor config."""
-    return lambda rows, config: packing
+GATE_UP = Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")
+UP_GATE = Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")
+THIRDS = Packing((("q", 1), ("k", 1), ("v", 1)), words="q, k, v (thirds)")
+KEY_VALUE = Packing((("k", 1), ("v", 1)), words="k, v (halves)")
 
 
 def _by_heads(make: Callable[[Attention], Packing | str]) -> Scheme:
@@ -89,26 +88,29 @@ def _by_heads(make: Callable[[Attention], Packing | str]) -> Scheme:
     return scheme
 
 
-def _alternating(first: str, second: str, words: str) -> Scheme:
+def alternating(first: str, second: str, words: str) -> Scheme:
     """A scheme of two maps whose rows alternate."""
     words = f"{words} (alternating rows)"
     return lambda rows, config: Packing(((first, 1), (second, 1)), groups=max(rows // 2, 1), unit=1, words=words)
 
 
 @_by_heads
-def _grouped_query(a: Attention) -> Packing | str:
+def grouped_query(a: Attention) -> Packing | str:
+    """q of all heads, then k and v of fewer."""
     parts = (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))
     return Packing(parts, unit=a.head_dim, words=f"q, k, v ({a.heads} query and {a.kv_heads} key/value heads)")
 
 
 @_by_heads
-def _per_head(a: Attention) -> Packing | str:
+def per_head(a: Attention) -> Packing | str:
+    """q, k, v of each head."""
     parts = (("q", 1), ("k", 1), ("v", 1))
     return Packing(parts, groups=a.heads, unit=a.head_dim, words=f"q, k, v (interleaved in each of {a.heads} heads)")
 
 
 @_by_heads
-def _per_kv_group(a: Attention) -> Packing | str:
+def per_kv_group(a: Attention) -> Packing | str:
+    """q, k, v of each group of heads with one key and value."""
     if a.heads % a.kv_heads:
         return f"{a.heads} query heads do not divide into {a.kv_heads} key/value groups"
     words = f"q, k, v ({a.heads // a.kv_heads} query heads, key, value in each of {a.kv_heads} groups)"
@@ -116,19 +118,22 @@ def _per_kv_group(a: Attention) -> Packing | str:
 
 
 @_by_heads
-def _multi_query(a: Attention) -> Packing | str:
+def multi_query(a: Attention) -> Packing | str:
+    """q of all heads, then one k and v."""
     return Packing((("q", a.heads), ("k", 1), ("v", 1)), unit=a.head_dim, words=f"q, k, v ({a.heads} heads, one key)")
 
 
-def _bigcode(rows: int, config: Config) -> Packing | str:
-    return (_multi_query if config.get("multi_query", True) else _per_head)(rows, config)
+def bigcode(rows: int, config: Config) -> Packing | str:
+    """Packing of GPT-BigCode."""
+    return (multi_query if config.get("multi_query", True) else per_head)(rows, config)
 
 
-def _falcon(rows: int, config: Config) -> Packing | str:
-    return (_per_kv_group if config.get("new_decoder_architecture", False) else _bigcode)(rows, config)
+def falcon(rows: int, config: Config) -> Packing | str:
+    """Packing of Falcon."""
+    return (per_kv_group if config.get("new_decoder_architecture", False) else bigcode)(rows, config)
 
 
-def _linear_attention(rows: int, config: Config, with_z: bool = False) -> Packing | str:
+def linear_attention(rows: int, config: Config, with_z: bool = False) -> Packing | str:
     """Rows of the key heads, with the key and value rows that belong to each of them."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     heads, value_heads, key, value_dim = (first_int(config, f"linear_{name}") for name in names)
@@ -141,7 +146,7 @@ def _linear_attention(rows: int, config: Config, with_z: bool = False) -> Packin
     return Packing(parts, groups=heads, unit=1, words=f"q, k, v, z (interleaved in each of {heads} key heads)")
 
 
-def _linear_attention_ba(rows: int, config: Config) -> Packing | str:
+def linear_attention_ba(rows: int, config: Config) -> Packing | str:
     """Write strengths (beta) and decays of the value heads, interleaved per key head."""
     key_heads, value_heads = (first_int(config, f"linear_num_{name}_heads") for name in ("key", "value"))
     if key_heads is None or value_heads is None or value_heads % key_heads:
@@ -151,7 +156,7 @@ def _linear_attention_ba(rows: int, config: Config) -> Packing | str:
     return Packing((("beta", each), ("decay", each)), groups=key_heads, unit=1, words=words)
 
 
-def _hyper_connection(rows: int, config: Config) -> Packing | str:
+def hyper_connection(rows: int, config: Config) -> Packing | str:
     """Maps that read `N` residual streams into one, write one to `N`, and mix `N` with `N`, of `N`, `N`, `N^2` rows.
 
     Source: D. Zhu et al., "Hyper-Connections", ICLR 2025; transformers, `modeling_deepseek_v4.py`.
@@ -163,7 +168,7 @@ def _hyper_connection(rows: int, config: Config) -> Packing | str:
     return Packing(parts, unit=1, words=f"pre, post, mix of a hyper-connection of {streams} streams")
 
 
-def _mamba_parameters(rows: int, config: Config) -> Packing | str:
+def mamba_parameters(rows: int, config: Config) -> Packing | str:
     """Step sizes, B and C of a state-space layer, all from its input (`x_proj`)."""
     rank = first_int(config, "time_step_rank", "mamba_dt_rank")
     state = first_int(config, "state_size", "mamba_d_state")
@@ -172,7 +177,7 @@ def _mamba_parameters(rows: int, config: Config) -> Packing | str:
     return Packing((("dt", rank), ("B", state), ("C", state)), unit=1, words="step sizes, B, C")
 
 
-def _mamba2(rows: int, config: Config) -> Packing | str:
+def mamba2(rows: int, config: Config) -> Packing | str:
     """Gate, input, B, C and step sizes of a Mamba-2 mixer."""
     heads = first_int(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
     state = first_int(config, "state_size", "mamba_d_state", "ssm_state_size")
@@ -187,36 +192,9 @@ def _mamba2(rows: int, config: Config) -> Packing | str:
 
 
 @_by_heads
-def _query_and_gate(a: Attention) -> Packing | str:
+def query_and_gate(a: Attention) -> Packing | str:
+    """q and a gate of each head."""
     parts = (("q", 1), ("gate", 1))
     return Packing(
         parts, groups=a.heads, unit=a.head_dim, words=f"query, gate (interleaved in each of {a.heads} heads)"
     )
-
-
-SCHEMES: Mapping[str, Scheme] = {
-    "halves": _fixed(Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")),
-    "halves_up_first": _fixed(Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")),
-    "alternating": _alternating("gate", "up", "gate, up"),
-    "thirds": _fixed(Packing((("q", 1), ("k", 1), ("v", 1)), words="q, k, v (thirds)")),
-    "grouped_query": _grouped_query,
-    "per_head": _per_head,
-    "per_kv_group": _per_kv_group,
-    "multi_query": _multi_query,
-    "falcon": _falcon,
-    "bigcode": _bigcode,
-    # trained with four-way model parallelism; the four shards are still stored one after the other
-    "codegen": _fixed(Packing((("q", 1), ("v", 1), ("k", 1)), groups=4, words="q, v, k (in each of 4 shards)")),
-    "mamba_halves": _fixed(Packing((("x", 1), ("gate", 1)), words="input, gate (halves)")),
-    "mamba_parameters": _mamba_parameters,
-    "mamba2": _mamba2,
-    "alternating_gate": _alternating("x", "gate", "input, gate"),
-    "query_and_gate": _query_and_gate,
-    "key_and_value": _fixed(Packing((("k", 1), ("v", 1)), words="k, v (halves)")),
-    "short_convolution": _fixed(Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")),
-    "linear_attention": _linear_attention,
-    "linear_attention_qkvz": partial(_linear_attention, with_z=True),
-    "linear_attention_ba": _linear_attention_ba,
-    "hyper_connection": _hyper_connection,
-}
-"""Name of a scheme -> function of (rows, config)."""

@@ -19,7 +19,7 @@ Source: RE2 (https://github.com/google/re2), syntax: https://github.com/google/r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -32,24 +32,13 @@ LONGEST = 10_000
 MEMORY = 1 << 18
 """Bytes of a compiled pattern, about 4,000 instructions; a step of the matcher costs at most that many."""
 
-SET_MEMORY = 1 << 23
-"""Bytes of a compiled set, about 350,000 instructions; a step of the matcher costs at most that many."""
-_ANYTHING = "(?s:.*)"
-
 _OTHER_MEANING = (
     (re.compile(r"(?:^|[^\\])(?:\\\\)*\{,\d*\}"), "a repeat without its lower bound: write {0,n}"),
     (re.compile(r"\[:\^?\w+:\]"), "a POSIX class such as [:alpha:]: write its characters, such as a-zA-Z"),
 )
 """Constructs to which `re` and RE2 give different meanings."""
-_REASONS = (
-    ("pattern too large", "it is too large, or its repeats are: write several patterns, or * in place of {n}"),
-    ("repetition size", "its repeats are too large, at most 1000 also if they are nested: write * in place of {n}"),
-    ("nesting", "its groups are nested too deeply"),
-    ("perl operator: (?", "lookaround and flags other than i, m, s are not supported: no matcher in linear time can"),
-    (r"escape sequence: \Z", r"\Z is not supported; the whole name is matched anyway"),
-    ("escape sequence: \\", "it has an escape that is not supported, such as a backreference: write it without"),
-)
-"""Words of RE2's messages -> our text, with the fix."""
+_LIMITS = "no lookaround, no backreferences, no flags but i, m, s, and repeats of at most 1000, nested ones together"
+"""Of RE2, which matches in linear time."""
 
 
 class MatchError(ValueError):
@@ -76,36 +65,6 @@ class Regex:
         return self._regexp.fullmatch(text.encode("utf-8", "replace")) is not None
 
 
-class RegexSet:
-    """Patterns that are matched against a text together, in time that hardly depends on their number.
-
-    Raises:
-        MatchError: on compilation, all together are too large.
-    """
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        options = re2.Options()
-        options.log_errors, options.never_capture, options.max_mem = False, True, SET_MEMORY
-        self._set = re2.Set.FullMatchSet(options)
-        try:
-            for pattern in (_ANYTHING, *patterns):
-                self._set.Add(pattern)
-            self._set.Compile()
-        except re2.error:
-            raise MatchError("together they are too large") from None
-
-    def first(self, text: str) -> int | None:
-        """Index of the first pattern that describes the whole text, or None.
-
-        Raises:
-            MatchError: the set takes too much memory on this text.
-        """
-        indices = self._set.Match(text.encode("utf-8", "replace")) or []
-        if 0 not in indices:  # RE2 says that it ran out of memory as if nothing matched
-            raise MatchError("together they take too much memory")
-        return min((i - 1 for i in indices if i), default=None)
-
-
 @lru_cache(maxsize=4096)
 def _compile(pattern: str, dot_all: bool) -> Any:
     if len(pattern) > LONGEST:
@@ -122,8 +81,7 @@ def _compile(pattern: str, dot_all: bool) -> Any:
     except re2.error as error:
         (message,) = error.args
         text = message.decode("utf-8", "replace") if isinstance(message, bytes) else str(message)
-        hint = next((f" ({hint})" for words, hint in _REASONS if words in text), "")
-        raise MatchError(text[:200] + hint) from None
+        raise MatchError(f"{text[:200]} (RE2 has {_LIMITS})") from None
 
 
 @lru_cache(maxsize=1024)

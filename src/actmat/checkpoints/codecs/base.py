@@ -8,7 +8,6 @@ Letters of shapes: `O` rows and `I` columns of a matrix.
 from __future__ import annotations
 
 import abc
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -162,8 +161,3 @@ class Codec:
             problems.append(f"tensor '{specs[0].name}' {specs[0].dtype} {list(specs[0].shape)}{more}: {why}. {FIX}")
         unused = [n for n in headers.specs if tensors and n.rpartition(".")[2] in self.unused]
         return tensors, unused, problems
-
-
-def count(shape: tuple[int, ...]) -> int:
-    """Number of entries."""
-    return math.prod(shape)

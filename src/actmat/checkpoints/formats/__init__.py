@@ -6,7 +6,7 @@ imported where a file name matches; any other is asked when no format before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Final
 
@@ -19,8 +19,6 @@ from actmat.checkpoints.model import Format
 from actmat.checkpoints.side_files import MODULES
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_of
-
-__all__ = ["all_formats", "find_format", "format_named"]
 
 GROUP: Final = "actmat.formats"
 
@@ -49,40 +47,20 @@ def _candidates(source: Source) -> Iterator[Format]:
             yield plugins.needed(GROUP, name, Format)
 
 
-def all_formats() -> tuple[Format, ...]:
-    """Every installed format."""
-    return (*CORE.values(), *plugins.load_all(GROUP, Format).values())
+def find_format(source: Source, *, of_adapter: bool = False) -> Format:
+    """The first format that claims the files of a source.
 
+    Args:
+        of_adapter: the file of an adapter counts, which is not a model.
 
-def find_format(source: Source) -> Format:
-    """The first format that claims the files of a source."""
-    if source.named not in ADAPTER_WEIGHTS:
+    Raises:
+        CheckpointError: no format does.
+    """
+    if of_adapter or source.named not in ADAPTER_WEIGHTS:
         for candidate in _candidates(source):
             if candidate.claims(source):
                 return candidate
     raise _unclaimed(source)
-
-
-def format_named(name: str) -> Format:
-    """The installed format of this name.
-
-    Raises:
-        CheckpointError: no such format is installed.
-    """
-    for candidate in CORE.values():
-        if candidate.name == name:
-            return candidate
-    known = {candidate.name: candidate for candidate in all_formats()}
-    if name not in known:
-        raise CheckpointError(f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.")
-    return known[name]
-
-
-def _absent(names: Sequence[str]) -> str:
-    """One sentence, with the fix, on a file of a format that is not installed; may be empty."""
-    lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
-    lost = next((n for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
-    return f"no installed part of actmat reads '{lost}'." if lost else ""
 
 
 def _unclaimed(source: Source) -> CheckpointError:
@@ -103,11 +81,10 @@ def _unclaimed(source: Source) -> CheckpointError:
             "Likely cause: an earlier version of the library saved it in a folder of its own. Fix: load and save it "
             "again, SentenceTransformer(PATH).save(OTHER), and give that folder."
         )
-    if absent := _absent(names):
-        return CheckpointError(f"{location}: {absent}")
-    patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
+    formats = ", ".join((*CORE, *plugins.names(GROUP)))
     return CheckpointError(
-        f"{location}: expected weights ({patterns}), found {first_of(names, 6) or 'an empty folder'}. Likely cause: "
-        "the wrong folder, one file of several, or a download of the config alone. Fix: give the folder that holds the "
-        "weights, or save them as safetensors with their own library."
+        f"{location}: expected weights in one of the formats {formats}, found "
+        f"{first_of(names, 6) or 'an empty folder'}. Likely cause: the wrong folder, "
+        "one file of several, or a download of the config alone. Fix: give the folder that holds the weights, or save "
+        "them as safetensors with their own library."
     )

@@ -9,22 +9,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.composed import Composed, Piece, whole
-from actmat.checkpoints.model import Config, Model, ModelFolder
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
+from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.model import COMPONENTS, Config, Model, ModelFolder
 from actmat.checkpoints.source import Source, handle_of
 
-COMPONENTS = "components"
-"""Config key of the components' configs; read by `layout.components`."""
+
+def open_part(source: Source) -> Model | None:
+    """The model in a folder of the folder, decoded; None without weights that are read."""
+    form = next((form for form in (SAFETENSORS, TORCH_FILES) if form.claims(source)), None)
+    return None if form is None else decoded(form.open(source))
 
 
-def join_components(source: Source, components: Mapping[str, Model], top: Config, form: str) -> Model:
+def join_components(source: Source, components: Mapping[str, Model], top: Config) -> Model:
     """The model of several in one folder; closing it closes them.
 
     Args:
         source: files of the folder.
         components: by the names of their folders; an empty one for a model whose tensors keep their names.
         top: config beside those of the components: the class of the whole, and the configs of its schedulers.
-        form: name of the format.
     """
     pieces: dict[str, tuple[Piece]] = {}
     specs: dict[str, TensorSpec] = {}
@@ -35,7 +40,7 @@ def join_components(source: Source, components: Mapping[str, Model], top: Config
         specs |= {start + n: replace(s, name=start + n, file=below + s.file) for n, s in model.specs.items()}
         aliases |= {start + a: start + n for a, n in model.tensors.aliases.items()}
     tensors = [model.tensors for model in components.values()]
-    handle = handle_of(source, form, [file for part in tensors for file in part.identity()])
+    handle = handle_of(source, [file for part in tensors for file in part.identity()])
     folders = {component: model.folder for component, model in components.items()}
     folder = ModelFolder(
         {**top, COMPONENTS: {component: dict(f.config or {}) for component, f in folders.items()}},

@@ -42,8 +42,6 @@ PARALLEL_REQUESTS = 8
 class SafetensorsFiles(TensorFiles):
     """Tensors of safetensors files; opening reads only the headers, which must agree with `weight_map`."""
 
-    format = "safetensors"
-
     def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
         super().__init__(source, labels)
         paths = {label: source.local(label) for label in labels}
@@ -53,7 +51,7 @@ class SafetensorsFiles(TensorFiles):
         self._downloads = {label: threading.Lock() for label in self._remote}
         self._ranges = RangeReader(source.read_range) if source.streams and self._remote else None
         try:
-            headers = self._request_specs() if self._remote else self._all_specs()
+            headers = self._read_headers()
             self.specs = MappingProxyType(join_shards(headers, weight_map, location=self.location))
             self.absent = tuple(n for n in weight_map or () if n not in self.specs)
             self.header = {key: text for label in self.labels for key, text in self._metadata[label].items()}
@@ -114,30 +112,26 @@ class SafetensorsFiles(TensorFiles):
         specs, self._metadata[label] = read_header(read_at, size, file=label)
         return specs
 
-    def _all_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
-        """Specs of every file by label; the problems of all files are raised together."""
-        headers: dict[str, Mapping[str, TensorSpec]] = {}
-        problems: list[str] = []
-        for label in self.labels:
-            try:
-                headers[label] = self._local_specs(label)
-            except CheckpointError as error:
-                problems.extend(error.problems)
-        if problems:
-            raise CheckpointError(f"{self.location}: weight files that cannot be used", problems)
-        return headers
-
-    def _request_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
-        """Specs of every file by label, through parallel requests; the first error is raised."""
+    def _read_headers(self) -> dict[str, Mapping[str, TensorSpec]]:
+        """Specs of every file by label, through parallel requests; the problems of all files are raised together."""
+        problems: dict[str, Sequence[str]] = {}
 
         def specs_of(label: str) -> Mapping[str, TensorSpec]:
-            if label not in self._remote:
-                return self._local_specs(label)
-            read_at, size = self.source.read_remote(label)
-            return self._noted(label, size, read_at)
+            try:
+                if label not in self._remote:
+                    return self._local_specs(label)
+                read_at, size = self.source.read_remote(label)
+                return self._noted(label, size, read_at)
+            except CheckpointError as error:
+                problems[label] = error.problems
+                return {}
 
         with ThreadPoolExecutor(min(PARALLEL_REQUESTS, len(self.labels))) as pool:
-            return dict(zip(self.labels, pool.map(specs_of, self.labels), strict=True))
+            headers = dict(zip(self.labels, pool.map(specs_of, self.labels), strict=True))
+        if problems:
+            listed = [problem for label in self.labels for problem in problems.get(label, ())]
+            raise CheckpointError(f"{self.location}: weight files that cannot be used", listed)
+        return headers
 
 
 def _claims(source: Source) -> bool:
@@ -171,7 +165,7 @@ def _open(source: Source) -> Model:
     return stored_model(SafetensorsFiles(source, labels))
 
 
-SAFETENSORS = Format(SafetensorsFiles.format, ("*.safetensors",), _claims, _open)
+SAFETENSORS = Format(_claims, _open)
 
 
 def _unindexed_files(names: Sequence[str], location: str) -> list[str]:

@@ -61,8 +61,6 @@ class TorchFiles(TensorFiles):
     the next read.
     """
 
-    format = "torch"
-
     def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
         super().__init__(source, labels)
         self._files = {label: source.fetch(label) for label in labels}
@@ -104,9 +102,7 @@ def _open(source: Source) -> Model:
     return stored_model(TorchFiles(source, sorted(set(weight_map.values())), weight_map))
 
 
-TORCH_FILES = Format(
-    TorchFiles.format, (BIN_NAME, "*.pt", "*.pth"), claims=lambda source: bool(_torch_names(source)), open=_open
-)
+TORCH_FILES = Format(claims=lambda source: bool(_torch_names(source)), open=_open)
 
 
 def _main_file(names: Sequence[str], location: str) -> str:

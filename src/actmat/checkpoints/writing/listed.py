@@ -77,15 +77,12 @@ class OutputFiles:
         Raises:
             CheckpointError, OSError: it is missing, or not a file of the output.
         """
-        return self._path(name).stat().st_size
+        return member(self.manifest_folder, name).stat().st_size
 
     def content(self, name: str) -> str:
         """Content hash of a file without weights."""
-        return hash_file(self._path(name))
+        return hash_file(member(self.manifest_folder, name))
 
     def sha256(self, name: str) -> str:
         """SHA-256 of a file."""
-        return sha256_file(self._path(name))
-
-    def _path(self, name: str) -> Path:
-        return member(self.manifest_folder, name) if "/" not in name else self.manifest_folder / name
+        return sha256_file(member(self.manifest_folder, name))

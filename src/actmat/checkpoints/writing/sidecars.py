@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from actmat.bounds import open_regular, read_object
-from actmat.checkpoints.folder import nested_member
+from actmat.checkpoints.folder import member
 from actmat.checkpoints.model import ModelFolder
 from actmat.checkpoints.side_files import is_of_architecture
 from actmat.errors import CheckpointError
@@ -49,7 +49,7 @@ def check_sidecars(*folders: ModelFolder) -> None:
             if not os.path.lexists(place / name):  # not downloaded yet
                 continue
             try:
-                nested_member(place, name)
+                member(place, name)
             except CheckpointError as error:
                 problems.extend(p for p in error.problems if p not in problems)
     if problems:

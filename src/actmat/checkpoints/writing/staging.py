@@ -14,7 +14,6 @@ renamed. Renaming siblings stays within one file system and is atomic. An output
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -29,9 +28,6 @@ from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
 from actmat.errors import OutputError, first_of, format_size
 from actmat.system import is_file_name, rename_folder, replace_file, sync_directory
-
-WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-"""Errors of file systems that offer no locks."""
 
 
 class OutputLock:
@@ -53,11 +49,8 @@ class OutputLock:
         """True if this process holds it."""
         return self._lock.is_locked
 
-    def take(self, *, required: bool = True) -> None:
+    def take(self) -> None:
         """Take the lock, or fail at once.
-
-        Args:
-            required: False: continue without a lock on a file system that offers none.
 
         Raises:
             OutputError: another process holds it.
@@ -73,11 +66,6 @@ class OutputLock:
                         "choose another place with --out."
                     ) from None
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT))  # or the error of a place that takes no files
-            except OSError as error:
-                if required or error.errno not in WITHOUT_LOCKS:
-                    raise
-                self.path.unlink(missing_ok=True)
-                return
 
     def release(self) -> None:
         """Release the lock and remove its file. May be called twice."""

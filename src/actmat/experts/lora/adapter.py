@@ -22,7 +22,7 @@ from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Config, Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
-from actmat.experts.lora.fields import StackWord, unknown_fields
+from actmat.experts.lora.fields import LORA, StackWord
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.layout.patterns import compile_pattern
 from actmat.linalg.inner import is_finite
@@ -135,7 +135,7 @@ class Adapter(AbstractContextManager["Adapter"]):
             notes.append(f"{problem}. Not checked that it names the modules in the file: all are merged")
         if self.modules and not any(m.scaling for m in self.modules.values()):
             notes.append("its alpha (lora_alpha) is 0 in every module, so that it changes nothing")
-        return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *notes)
+        return (*unknown_note(ADAPTER_CONFIG, LORA.unknown(self.config.fields)), *self.listing.notes, *notes)
 
     @property
     def dtype(self) -> str:

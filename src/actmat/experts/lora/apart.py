@@ -104,8 +104,6 @@ def packed_product(parts: Sequence[tuple[LowRank, Sequence[Block]]], rows: int) 
     b_OR = first.b_OR.new_zeros(rows, sum(p.rank for p, _ in parts))
     column = 0
     for product, blocks in parts:
-        wide = torch.zeros(rows, product.rank, dtype=b_OR.dtype)
-        put_rows(wide, product.b_OR, blocks)
-        b_OR[:, column : column + product.rank] = wide
+        put_rows(b_OR[:, column : column + product.rank], product.b_OR, blocks)
         column += product.rank
     return LowRank(b_OR, torch.cat([p.a_RI for p, _ in parts]))

@@ -167,18 +167,15 @@ def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> Patte
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         problems.append(f"expected '{name}' to map patterns to numbers, found {shown(value)}")
-        return PatternTable()
-    entries: dict[str, Any] = {}
-    for pattern, number in value.items():
-        is_valid = _is_number(number) if name == "alpha_pattern" else _is_rank(number)
-        if is_valid and isinstance(pattern, str):
-            entries[pattern] = number
-        else:
-            problems.append(f"{name}: expected a pattern with a number, found {shown(pattern)} with {shown(number)}")
+        value = {}
+    is_valid = _is_number if name == "alpha_pattern" else _is_rank
+    entries = {p: n for p, n in value.items() if isinstance(p, str) and is_valid(n)}
+    others = [f"{shown(p)} with {shown(n)}" for p, n in value.items() if p not in entries]
+    problems += [f"{name}: expected a pattern with a number, found {other}" for other in others]
     try:
         return PatternTable(entries, name)
     except MatchError as error:
-        problems.append(f"{name} of adapter_config.json {error}")
+        problems.append(str(error))
         return PatternTable()
 
 

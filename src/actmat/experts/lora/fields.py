@@ -9,7 +9,7 @@ Source: PEFT (https://github.com/huggingface/peft), `LoraConfig` of 0.2 to 0.21;
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from actmat.checkpoints.keys import Keys
 
@@ -70,12 +70,3 @@ REFUSED: Mapping[str, str] = {
 """Field -> the reason why an adapter that sets it has no plain low-rank delta."""
 
 LORA = Keys(OBEYED, IRRELEVANT, REFUSED)
-
-
-def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Names of unknown fields whose values are set.
-
-    >>> unknown_fields({"r": 8, "lora_dropout": 0.1, "sparsity": 0.5, "later": None})
-    ['sparsity']
-    """
-    return LORA.unknown(fields)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.model import Model
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_names
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, rows_of
 from actmat.experts.lora.fields import AXES, StackWord
-from actmat.experts.lora.modules import AdapterModule
+from actmat.experts.lora.modules import AdapterModule, times
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
 from actmat.layout.components import component_configs
 from actmat.layout.in_memory import Fits, TensorOnDisk, TensorSlice, find_by_name, find_on_disk
 from actmat.layout.resolve import resolve_layout
-from actmat.layout.types import Block, LayoutMap
+from actmat.layout.types import Block, LayoutMap, Orientation
 
 OF_ANOTHER = "is it an adapter of this base?"
 
@@ -107,9 +107,9 @@ class Fit:
             return False
         self.problems += problems
         self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
-        done = self._fit_apart([m for m in modules if m.kind == "linear"], candidates, part)
+        unknown = self._locate_apart([m for m in modules if m.kind == "linear"], candidates, part)
         for module in modules:
-            if module.is_stack or module.name in done or (problems and not candidates.get(module.name)):
+            if module.is_stack or module.name in unknown or (problems and not candidates.get(module.name)):
                 continue  # one sentence says why
             self._fit(module, candidates[module.name], why, biases.get(module.name))
         return True
@@ -159,7 +159,7 @@ class Fit:
     def _undecided(self, owners: Sequence[str], nests: Mapping[str, Sequence[AdapterModule]]) -> str:
         """One sentence on stacks that can be read in two ways, or not in the way that the user says."""
         config, first = self._adapter.config, nests[owners[0]][0]
-        shape = "x".join(map(str, first.shape))
+        shape = times(first.shape)
         more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
         said = config.said(AXES)
         if said is not None:
@@ -193,9 +193,9 @@ class Fit:
 
     def _packed_in(self, name: str) -> str | None:
         """The tensor of the base that packs one of this name in memory with others, if one does."""
-        if name in self._on_disk:
-            return self._on_disk[name].slices[0].name if self._on_disk[name].rows else None
-        return self._apart.get(name.rpartition(".")[0])
+        located = self._on_disk.get(name)
+        packed = located.slices[0].name if located is not None and located.rows else None
+        return packed or self._apart.get(name.rpartition(".")[0])
 
     @property
     def notes(self) -> list[str]:
@@ -242,8 +242,14 @@ class Fit:
 
         return fits
 
-    def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]], part: str) -> set[str]:
-        """Pieces of layers that the base packs, or that pack its separate layers; returns the fitted names."""
+    def _locate_apart(
+        self, modules: Sequence[AdapterModule], candidates: dict[str, list[str]], part: str
+    ) -> Mapping[str, str]:
+        """Locate layers that the base packs, or that pack its separate layers.
+
+        Returns:
+            Modules of which the rows are not known, and the tensor that packs each.
+        """
         lost = [m for m in modules if not any(n in self._on_disk for n in candidates[m.name])]
         inside = {m.name: [*candidates[m.name], m.inside][0].removesuffix(".weight") for m in lost}
         packed = {m.name: names_of_packed(inside[m.name]) for m in lost}
@@ -251,25 +257,27 @@ class Fit:
         wanted = [n for names in packed.values() for n in names]
         wanted += [n for groups in parts.values() for names in groups for n in names]
         stored = find_by_name(self._base, wanted, part) if wanted else {}
+        specs, layouts = self._base.specs, self._layouts.tensors
         unknown: dict[str, str] = {}
-        done = set()
         for module in lost:
-            tensor = next((stored[n].slices[0].name for n in packed[module.name] if n in stored), None)
-            chosen = [
-                next((stored[n].slices[0].name for n in names if n in stored), "") for names in parts[module.name]
-            ]
-            if tensor is not None:
-                if not (rows := rows_of(inside[module.name], self._layouts.tensors[tensor])):
-                    unknown[module.name] = tensor
-                else:
-                    self._put_packed(module, tensor, rows)
-                done.add(module.name)
-            elif chosen and all(chosen):
-                self._put_parts(module, chosen)
-                done.add(module.name)
+            whole = [stored[n].slices[0].name for n in packed[module.name] if n in stored]
+            apart = [next((stored[n].slices[0].name for n in names if n in stored), "") for names in parts[module.name]]
+            tensors = whole[:1] or apart
+            rows = rows_of(inside[module.name], layouts[tensors[0]]) if whole else ()
+            if whole and not rows:
+                unknown[module.name] = whole[0]
+                continue
+            if not tensors or not all(tensors) or (not rows and any(layouts[n].orientation == "IO" for n in tensors)):
+                continue
+            weight, biases = f"{inside[module.name]}.weight", [f"{n.removesuffix('weight')}bias" for n in tensors]
+            self._on_disk[weight] = _made_of([specs[n] for n in tensors], rows, layouts[tensors[0]].orientation)
+            if all(n in specs for n in biases):
+                self._on_disk[f"{module.inside}.bias"] = _made_of([specs[n] for n in biases], rows)
+            candidates[module.name] = [weight]
+            self._apart[module.name] = tensors[0]
         if unknown:
             self.problems.append(self._of_unknown_rows(unknown))
-        return done
+        return unknown
 
     def _of_unknown_rows(self, unknown: Mapping[str, str]) -> str:
         """One sentence on modules that a tensor packs in rows that are not known; `unknown`: module -> tensor."""
@@ -282,37 +290,15 @@ class Fit:
             "the layout of this base, and merge full models"
         )
 
-    def _put_packed(self, module: AdapterModule, tensor: str, rows: tuple[Block, ...]) -> None:
-        """The piece of a layer on the tensor that packs it."""
-        layout, shape = self._layouts.tensors[tensor], self._base.specs[tensor].shape
-        turned = layout.orientation == "IO"
-        expected = (count_rows(rows), shape[0] if turned else shape[1])
-        if module.shape != expected:
-            of = f"the {'x'.join(map(str, expected))} of {', '.join(b.name for b in rows)} in '{tensor}'"
-            self.problems.append(_misfit(module, of))
-            return
-        self._put_with_biases(module, {tensor: ModulePart(module, turned, rows=rows)})
 
-    def _put_parts(self, module: AdapterModule, tensors: Sequence[str]) -> None:
-        """The pieces of a packed layer on the tensors that the base has in its place."""
-        specs = [self._base.specs[t] for t in tensors]
-        turned = any(self._layouts.tensors[t].orientation == "IO" for t in tensors)
-        if turned or (sum(s.shape[0] for s in specs), *specs[0].shape[1:]) != module.shape:
-            has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
-            self.problems.append(_misfit(module, f"the sum of {has}"))
-            return
-        rows = zip(tensors, pairwise(accumulate((s.shape[0] for s in specs), initial=0)), strict=True)
-        self._put_with_biases(module, {t: ModulePart(module, start=a, stop=b) for t, (a, b) in rows})
-
-    def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, ModulePart]) -> None:
-        self._apart[module.name] = next(iter(pieces))
-        for tensor, piece in pieces.items():
-            self._put(tensor, piece)
-            bias = f"{tensor.removesuffix('weight')}bias"
-            if module.bias is not None and bias in self._base.specs:
-                self._put(bias, replace(piece, bias=True, transposed=False))
-            elif module.bias is not None:
-                self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
+def _made_of(specs: Sequence[TensorSpec], rows: tuple[Block, ...], orientation: Orientation = "OI") -> TensorOnDisk:
+    """Some rows of a tensor, or all rows of several, one after the other."""
+    inputs = specs[0].shape[1:] if orientation == "OI" else specs[0].shape[:1]
+    if rows:
+        return TensorOnDisk((count_rows(rows), *inputs), (TensorSlice(specs[0].name),), rows)
+    ends = list(accumulate((s.shape[0] for s in specs), initial=0))
+    slices = tuple(TensorSlice(s.name, None, *e) for s, e in zip(specs, pairwise(ends), strict=True))
+    return TensorOnDisk((ends[-1], *inputs), slices)
 
 
 def _candidates(
@@ -343,8 +329,8 @@ def is_transposed(module: AdapterModule, target: TensorOnDisk, layouts: LayoutMa
     if len(target.shape) > 2 and target.shape == (*module.shape, *(1 for _ in target.shape[2:])):
         return False  # a convolution of kernel 1
     straight = target.shape == module.shape
-    if target.rows:  # counted along the first axis
-        return False if straight else None
+    if target.rows or target.slices[0].stop is not None:  # counted along the outputs
+        return layouts.tensors[target.slices[0].name].orientation == "IO" if straight else None
     turned = target.shape == (*module.shape[:-2], module.shape[-1], module.shape[-2])
     if module.kind == "embedding" or (module.kind == "parameter" and len(module.shape) == 2):
         return False if straight else None
@@ -381,17 +367,17 @@ def _shared_start(names: Sequence[str]) -> str:
     return first[: next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
-def _misfit(module: AdapterModule, place: str) -> str:
-    delta = "x".join(map(str, module.shape))
-    return f"module '{module.name}' has a delta of {delta}, which does not fit {place} of the base; {OF_ANOTHER}"
-
-
 def _unfitted(
     module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Model, why: str
 ) -> str:
     """One sentence on a module that fits none of `options`, the tensors that were found of those called `names`."""
     if options:
-        return _misfit(module, ", ".join(f"'{n}' {'x'.join(map(str, p.shape))}" for n, p in options))
+        places = []
+        for _, located in options:
+            of = [", ".join(b.name for b in located.rows), first_names([s.name for s in located.slices])]
+            places.append(f"the {times(located.shape)} of {' in '.join(filter(None, of))}")
+        delta = f"module '{module.name}' has a delta of {times(module.shape)}"
+        return f"{delta}, which does not fit {', '.join(places)} in the base; {OF_ANOTHER}"
     text = f"module '{module.name}' finds no tensor in the base ({base.location})"
     return f"{text}{f': {names[0]!r}' if names else ''}; {why if why and names else OF_ANOTHER}"
 

@@ -22,7 +22,7 @@ from typing import Literal
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.experts.lora.config import AdapterConfig
-from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.fields import LORA
 from actmat.experts.lora.names import PREFIX, adapter_name, first_factor, looks_like_factor
 from actmat.experts.lora.stacks import fitting_names, is_grouped
 from actmat.layout.patterns import MatchError
@@ -170,7 +170,7 @@ def _other_factor(name: str) -> str:
 def _of_stacks(modules: Mapping[str, AdapterModule], config: AdapterConfig) -> Iterator[str]:
     """Problems of adapters of stacked experts, and 'stacks' given for any other adapter."""
     has_stacks = any(m.is_stack for m in modules.values())
-    if has_stacks and (unknown := unknown_fields(config.fields)):
+    if has_stacks and (unknown := LORA.unknown(config.fields)):
         yield (
             f"{ADAPTER_CONFIG} has unknown fields ({', '.join(unknown)}), and stacked experts, whose "
             "factors such fields have redefined before. Likely cause: a newer PEFT, or another trainer. Fix: fold it "

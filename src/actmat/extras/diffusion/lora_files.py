@@ -25,7 +25,7 @@ from actmat.experts.deltas import AdapterFamily
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.deltas import fit_factors
-from actmat.experts.lora.fields import StackWord, unknown_fields
+from actmat.experts.lora.fields import LORA, StackWord
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
 from actmat.experts.lora.names import first_factor
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
@@ -135,7 +135,7 @@ def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str])
     for part, own in by_part.items():
         out[part], wrong = parse_adapter_config({"peft_type": "LORA", **own})
         problems += [f"metadata of {part or 'the adapter'}: {p}" for p in wrong]
-        notes += unknown_note(f"metadata of {part or 'the adapter'}", unknown_fields(own))
+        notes += unknown_note(f"metadata of {part or 'the adapter'}", LORA.unknown(own))
     return out
 
 

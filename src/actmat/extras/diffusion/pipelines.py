@@ -12,17 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.folder import foreign_format
-from actmat.checkpoints.formats.joined import join_components
-from actmat.checkpoints.formats.safetensors import SAFETENSORS
-from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.formats.joined import join_components, open_part
 from actmat.checkpoints.model import Format, Model
 from actmat.checkpoints.side_files import PIPELINE, SCHEDULER_CONFIG
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
-
-_INSIDE = (SAFETENSORS, TORCH_FILES)
 
 
 def _claims(source: Source) -> bool:
@@ -46,11 +41,10 @@ def _open(source: Source) -> Model:
                 continue
             if SCHEDULER_CONFIG in inner.names:
                 top[name] = read_object(inner.fetch(SCHEDULER_CONFIG))
-            form = next((f for f in _INSIDE if f.claims(inner)), None)
             foreign = [n for n in inner.names if foreign_format(n)]
             try:
-                if form is not None:
-                    opened[name] = stack.enter_context(decoded(form.open(inner)))
+                if (component := open_part(inner)) is not None:
+                    opened[name] = stack.enter_context(component)
                 elif foreign:
                     problems.append(f"{name}: {foreign[0]} is {foreign_format(foreign[0])}, which is not supported")
             except CheckpointError as error:
@@ -64,7 +58,7 @@ def _open(source: Source) -> Model:
                 problems,
             )
         stack.pop_all()
-        return join_components(source, opened, top, "pipeline")
+        return join_components(source, opened, top)
 
 
 def _declared(index: Mapping[str, Any]) -> list[str]:
@@ -73,4 +67,4 @@ def _declared(index: Mapping[str, Any]) -> list[str]:
     return [n for n, value in named if value and value[0] is not None]
 
 
-PIPELINES = Format("pipeline", (PIPELINE,), _claims, _open)
+PIPELINES = Format(_claims, _open)

@@ -83,8 +83,6 @@ class GgufFile(TensorFiles):
     Quantized tensors are rows of bytes.
     """
 
-    format = "gguf"
-
     def __init__(self, source: Source, labels: Sequence[str]) -> None:
         super().__init__(source, labels)
         files = {label: source.fetch(label) for label in labels}
@@ -276,4 +274,4 @@ def _coded(stored: GgufFile) -> list[CodedTensor]:
     return out
 
 
-GGUF = Format("gguf", (f"*{SUFFIX}",), lambda source: any(n.endswith(SUFFIX) for n in source.weights), _open)
+GGUF = Format(lambda source: any(n.endswith(SUFFIX) for n in source.weights), _open)

@@ -9,6 +9,7 @@ The shape and the tables of a 4-bit tensor are separate tensors, which are read 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from actmat.bounds import parse_json
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers, count
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers
 from actmat.errors import CheckpointError
 from actmat.extras.quantized.settings import BITSANDBYTES_KEYS
 
@@ -106,9 +107,9 @@ def _four_bit(spec: TensorSpec, state_name: str, headers: Headers) -> FourBitTen
     state: dict[str, Any] = parse_json(bytes(headers.read(state_name).tolist()))
     shape = tuple(_size(n) for n in state["shape"])
     block, dtype = _size(state["blocksize"]), str(state["dtype"]).removeprefix("torch.")
-    blocks = -(-count(shape) // block)
+    blocks = -(-math.prod(shape) // block)
     absmax = specs[f"{name}.absmax"]
-    if dtype not in WIDE or not shape or not count(shape) or -(-count(shape) // 2) != spec.numel:
+    if dtype not in WIDE or not shape or not math.prod(shape) or -(-math.prod(shape) // 2) != spec.numel:
         return f"its state says {dtype} {list(shape)}, which does not match {spec.numel} bytes of codes"
     if block > MOST_BLOCK or absmax.numel != blocks:
         return f"expected {blocks} scales, found {absmax.numel}"

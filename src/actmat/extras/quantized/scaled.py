@@ -11,6 +11,7 @@ The scale is always a factor, also under the name `scale_inv`. Products are form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers, count
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, CodeReader, Headers
 from actmat.extras.quantized.settings import COMPRESSED_KEYS, FP8_KEYS
 from actmat.extras.quantized.words import group_index
 
@@ -128,12 +129,12 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
         block: block size of the config; default: 128 x 128 if it matches, else an even division.
     """
     *batch, rows, columns = (1, *shape) if len(shape) == 1 else shape
-    if count(scale) == 1:
+    if math.prod(scale) == 1:
         return Grid(1, 1, rows, columns)
     full = (*batch, rows, 1)
-    if count(scale) == count(full) and scale[: len(batch) + 1] == full[:-1]:
+    if math.prod(scale) == math.prod(full) and scale[: len(batch) + 1] == full[:-1]:
         return Grid(rows, 1, 1, columns)  # also scales without the last axis
-    if count(scale) == count(tuple(batch)) and batch:
+    if math.prod(scale) == math.prod(tuple(batch)) and batch:
         return Grid(1, 1, rows, columns)  # one per matrix of a stack
     grid = (1, *scale) if len(shape) == 1 and len(scale) == 1 else scale
     if len(grid) != len(batch) + 2 or grid[:-2] != tuple(batch) or not all(grid):

@@ -33,7 +33,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import _http, build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints.folder import nested_member
+from actmat.checkpoints.folder import member
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.errors import CheckpointError, MergeError, is_memory_error
 from actmat.extras.remote import claims
@@ -111,7 +111,7 @@ class HubRepository(RemoteFiles):
                 for left in {path_in_cache.resolve(), path_in_cache}:
                     left.unlink(missing_ok=True)
                 raise
-        return nested_member(snapshot, path)
+        return member(snapshot, path)
 
     def file(self, name: str) -> claims.RemoteFile:
         """A file of the commit."""
@@ -172,9 +172,7 @@ class HubRepository(RemoteFiles):
             return read_body(response, length)
 
 
-def open_repository(
-    repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
-) -> HubRepository:
+def open_repository(repo_id: str, revision: str | None, *, streams: bool = False) -> HubRepository:
     """Pin the revision (default `main`) and list its files, from the hub or, offline, from the cache.
 
     Args:
@@ -187,7 +185,7 @@ def open_repository(
     wanted = revision or constants.DEFAULT_REVISION
     if ".." in wanted:
         raise CheckpointError(f"{location}: '{wanted}' is not a revision")
-    cache = Path(constants.HF_HUB_CACHE if cache_dir is None else cache_dir).expanduser().absolute()
+    cache = Path(constants.HF_HUB_CACHE).expanduser().absolute()
     home = cache / f"models--{repo_id.replace('/', '--')}"
     if constants.is_offline_mode():
         commit = _cached_commit(home, wanted, location)

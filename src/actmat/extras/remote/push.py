@@ -284,10 +284,8 @@ def push_errors(repo_id: str) -> Iterator[None]:
 
 
 class _HubStorage(Storage):
-    def open_repository(
-        self, repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
-    ) -> HubRepository:
-        return open_repository(repo_id, revision, cache_dir=cache_dir, streams=streams)
+    def open_repository(self, repo_id: str, revision: str | None, *, streams: bool = False) -> HubRepository:
+        return open_repository(repo_id, revision, streams=streams)
 
     def open_output(self, url: str) -> HubOutput:
         named = HUB_ID.fullmatch(url)

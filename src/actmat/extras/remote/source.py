@@ -174,7 +174,7 @@ class RemoteSource(RemoteFiles):
 
     def whole(self) -> RemoteSource:
         """Source of the named file's whole folder."""
-        return self if self.named is None else open_remote(self.store.url)
+        return self if self.named is None else open_remote(self.store.url, pinned=self._pinned)
 
     def close(self) -> None:
         """Remove the temporary folder; a file that is asked for again is downloaded again."""

@@ -38,9 +38,7 @@ class AdaptedTensors(View):
     def handle(self) -> TensorsHandle:
         """Handles of the model and the adapter."""
         handle, arguments = self._model.handle(), (self._adapter.handle(), self.location)
-        return TensorsHandle(
-            handle.address, "view", self.location, make=_add_adapter, sources=(handle,), arguments=arguments
-        )
+        return TensorsHandle(handle.address, self.location, make=_add_adapter, sources=(handle,), arguments=arguments)
 
     def close(self) -> None:
         """Close both."""

@@ -150,7 +150,7 @@ def _work_folder(out: Path, run: RunSettings) -> Iterator[Path]:
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
         lock = OutputLock(out, work / LOCK)
-        lock.take(required=False)
+        lock.take()
         (work / TRIALS).touch()
     try:
         yield work

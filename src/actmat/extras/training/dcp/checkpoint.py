@@ -42,8 +42,6 @@ class DcpFiles(TensorFiles):
         files: the folder with the metadata: `source` itself or a subfolder.
     """
 
-    format = "dcp"
-
     def __init__(self, source: Source, files: Source) -> None:
         path = files.fetch(METADATA)
         metadata = read_metadata(read_bytes(path, most=MAX_METADATA_BYTES), f"{source.location}: {METADATA}")
@@ -187,4 +185,4 @@ def _open(source: Source) -> Model:
     return replace(model, folder=model.folder.noted(*tensors.notes))
 
 
-DCP = Format(DcpFiles.format, (METADATA,), claims=lambda source: _files_of(source) is not None, open=_open)
+DCP = Format(claims=lambda source: _files_of(source) is not None, open=_open)
