@@ -91,18 +91,6 @@ def _within(entry: Entry, name: str, place: TensorPlace) -> TensorPlace | None:
     return TensorPlace(place.layer - start, stop - start)
 
 
-def patterns_in(values: Mapping[str, Value]) -> list[tuple[str, str]]:
-    """(where, pattern) of all entries in values by their place in the recipe."""
-    return [
-        (where, pattern)
-        for where, value in values.items()
-        if isinstance(value, tuple)
-        for entry in value
-        if isinstance(entry, Entry)
-        for pattern in entry.match
-    ]
-
-
 SMALLEST_SUM = 1e-8
 """Sum of weights by which `normalize` divides at least; weights with a smaller sum are not normalized."""
 
@@ -149,10 +137,6 @@ class WeightsTemplate:
         if not self.normalize or plain or abs(total) < SMALLEST_SUM:
             return tuple(weights) if self.is_given else None
         return tuple(w / total for w in weights)
-
-    def patterns(self) -> list[tuple[str, str]]:
-        """See `patterns_in`."""
-        return patterns_in({f"weight of expert '{n}'": v for n, v in zip(self.labels, self.values, strict=True)})
 
 
 @dataclass
@@ -205,10 +189,10 @@ class CallTemplate:
         words += [f"scale {scale:.4g}"] if isinstance(self.scale, tuple) else []
         return self._calls[key], f" with {'; '.join(words)}" if words else ""
 
-    def patterns(self) -> list[tuple[str, str]]:
-        """See `patterns_in`; without those of the weights."""
-        of_experts = {f"{n} of expert {k + 1}": v for k, mine in enumerate(self.own) for n, v in mine.items()}
-        return patterns_in({f"option '{n}'": v for n, v in self.options.items()} | of_experts | {"scale": self.scale})
+    @property
+    def values(self) -> list[Value]:
+        """Values of the recipe: options, those of single experts, and the scale."""
+        return [*self.options.values(), *(v for mine in self.own for v in mine.values()), self.scale]
 
     @classmethod
     def make(

@@ -21,7 +21,7 @@ from actmat.methods.spaces import space_problems
 from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, places_of
 from actmat.planning.item import Action, MethodCall
 from actmat.recipe import Recipe
-from actmat.recipe.values import Value
+from actmat.recipe.values import Value, is_entries
 
 WHOLE = {"scaling": 1.0}
 """Options of `task_arithmetic` by which it adds one delta unchanged."""
@@ -129,10 +129,11 @@ class Chooser:
     def unused_entries(self) -> list[str]:
         """One sentence for each pattern of a weight or an option that matches no tensor."""
         templates = [self._default, *(t for _, t, _ in self._rules)]
-        entries = [*self._weights.patterns(), *(p for t in templates if t is not None for p in t.patterns())]
+        values = [*self.recipe.weights, *(v for t in templates if t is not None for v in t.values)]
+        entries = [entry for value in values if is_entries(value) for entry in value]
         return [
-            f"{where}: the pattern '{text}' matches no tensor"
-            for where, text in dict.fromkeys(entries)
+            f"the pattern '{text}' of a weight, an option or a scale matches no tensor"
+            for text in dict.fromkeys(p for entry in entries for p in entry.match)
             if not any(map(compile_pattern(text), self.names))
         ]
 
