@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
-from actmat.errors import RecipeError
 from actmat.layout.patterns import compile_pattern
 from actmat.methods import MergeMethod
 from actmat.planning.item import MethodCall
@@ -194,27 +193,6 @@ class CallTemplate:
         """Values of the recipe: options, those of single experts, and the scale."""
         return [*self.options.values(), *(v for mine in self.own for v in mine.values()), self.scale]
 
-    @classmethod
-    def make(
-        cls,
-        method: MergeMethod,
-        options: Mapping[str, Value],
-        own: Sequence[Mapping[str, Value]],
-        scale: Value,
-        weights: WeightsTemplate,
-    ) -> CallTemplate:
-        """A template of a method with these options of a recipe, overlaid over its defaults.
-
-        Raises:
-            RecipeError: options that do not fit the method, all of them.
-        """
-        flat = {n: next(leaves(v), v) if is_entries(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
-        complete = method.resolve_options(flat) | dict(options)
-        template = cls(method, complete, tuple(own), scale, weights if method.is_weighted else None)
-        if problems := template.problems():
-            raise RecipeError("The options do not fit the method.", problems)
-        return template
-
     def problems(self) -> list[str]:
         """Problems of values that vary; the others are checked with the method's options."""
         problems = []
@@ -259,6 +237,16 @@ class CallTemplate:
             return resolved(value, name, place)
         except LookupError:
             raise LookupError(where) from None
+
+
+def complete_options(method: MergeMethod, options: Mapping[str, Value]) -> dict[str, Value]:
+    """Options of a recipe overlaid over a method's defaults.
+
+    Raises:
+        RecipeError: options that do not fit the method, all of them; of those that vary, the first value is checked.
+    """
+    flat = {n: next(leaves(v), v) if is_entries(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
+    return method.resolve_options(flat) | dict(options)
 
 
 def _is_gradient(method: MergeMethod, name: str, value: Value) -> bool:

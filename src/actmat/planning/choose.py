@@ -18,7 +18,7 @@ from actmat.methods import MergeMethod, get_method
 from actmat.methods.facets import MEAN
 from actmat.methods.post import Step, get_step
 from actmat.methods.spaces import space_problems
-from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, places_of
+from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, complete_options, places_of
 from actmat.planning.item import Action, MethodCall
 from actmat.recipe import Recipe
 from actmat.recipe.values import Value, is_entries
@@ -241,10 +241,14 @@ class Chooser:
     ) -> CallTemplate | None:
         try:
             method = get_method(name)
-            of_experts = [e.options if same else {} for e in self.recipe.experts]
-            template = CallTemplate.make(method, options, of_experts, scale, self._weights)
+            complete = complete_options(method, options)
         except MergeError as error:
             self.problems.extend(where + p for p in error.problems)
+            return None
+        of_experts = tuple(e.options if same else {} for e in self.recipe.experts)
+        template = CallTemplate(method, complete, of_experts, scale, self._weights if method.is_weighted else None)
+        if problems := template.problems():
+            self.problems.extend(where + p for p in problems)
             return None
         missing = [k for k in method.needs_statistics if k not in available]
         if missing:
