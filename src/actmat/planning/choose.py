@@ -283,7 +283,7 @@ def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
     """Problems of weights that the methods of tensors refuse, one line each."""
     by_problem: dict[str, list[str]] = {}
     for name, call in calls.items():
-        problem_of = get_method(call.method).plan.weights_problem if call and call.weights else None
+        problem_of = get_method(call.method).weights_problem if call and call.weights else None
         if call and call.weights and problem_of and (problem := problem_of(call.options, call.weights)):
             by_problem.setdefault(problem, []).append(name)
     return [f"{first_names(names)}: {problem}" for problem, names in by_problem.items()]
