@@ -1,4 +1,4 @@
-"""The plan: what will happen to every output and why, decided from headers. Frozen, reloadable, fingerprinted."""
+"""The plan: what will happen to every output and why, decided from headers. Frozen, fingerprinted."""
 
 from __future__ import annotations
 
