@@ -41,8 +41,8 @@ def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     return {n: TensorPlace(layer, deepest[stack] + 1) for n, (stack, layer) in layers.items()}
 
 
-def resolved(value: Value, name: str, place: TensorPlace) -> Any:
-    """Resolve a value of a recipe to the scalar for the tensor `name`.
+def resolved(value: Value, name: str, place: TensorPlace, where: str = "") -> Any:
+    """Resolve a value of a recipe to the scalar for the tensor `name`; `where` names the value in the recipe.
 
     Gradients are read at `t = layer / (count - 1)`, 1 if there is one layer; tensors outside of all layers have
     the first value.
@@ -51,7 +51,7 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
     0.25
 
     Raises:
-        LookupError: no entry matches.
+        LookupError: no entry matches; names the value.
     """
     if not isinstance(value, tuple):
         return value
@@ -61,7 +61,7 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
         within = _within(entry, name, place)
         if within is not None and any(compile_pattern(p)(name) for p in entry.match):
             return interpolated(entry.value, within) if isinstance(entry.value, tuple) else entry.value
-    raise LookupError(name)
+    raise LookupError(where)
 
 
 def interpolated(values: Sequence[Any], place: TensorPlace) -> Any:
@@ -126,12 +126,8 @@ class WeightsTemplate:
         """
         if not self.is_given and not self.normalize:
             return None
-        weights = []
-        for label, value in zip(self.labels, self.values, strict=True):
-            try:
-                weights.append(float(resolved(value, name, place)))
-            except LookupError:
-                raise LookupError(f"the weight of expert '{label}'") from None
+        pairs = zip(self.labels, self.values, strict=True)
+        weights = [float(resolved(value, name, place, f"the weight of expert '{label}'")) for label, value in pairs]
         total = math.fsum(weights)
         if not self.normalize or plain or abs(total) < SMALLEST_SUM:
             return tuple(weights) if self.is_given else None
@@ -176,7 +172,7 @@ class CallTemplate:
             LookupError: a value has no entry for the tensor; names the value.
         """
         options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
-        scale = self._one(self.scale, "'scale'", name, place)
+        scale = resolved(self.scale, name, place, "'scale'")
         weights = self.weights.at(name, place) if self.weights is not None else None
         key = (str(options), scale, weights)
         if key not in self._calls:
@@ -224,19 +220,13 @@ class CallTemplate:
     def _option(self, option: str, name: str, place: TensorPlace) -> Any:
         if option not in self._own_names:
             value = self.options[option]
-            return self._one(tuple(value) if isinstance(value, list) else value, f"option '{option}'", name, place)
+            return resolved(tuple(value) if isinstance(value, list) else value, name, place, f"option '{option}'")
         common = self.options[option]
         out = []
         for k, mine in enumerate(self.own):
             value = mine.get(option, common[k] if isinstance(common, list) else common)
-            out.append(self._one(value, f"option '{option}' of expert {k + 1}", name, place))
+            out.append(resolved(value, name, place, f"option '{option}' of expert {k + 1}"))
         return out
-
-    def _one(self, value: Value, where: str, name: str, place: TensorPlace) -> Any:
-        try:
-            return resolved(value, name, place)
-        except LookupError:
-            raise LookupError(where) from None
 
 
 def complete_options(method: MergeMethod, options: Mapping[str, Value]) -> dict[str, Value]:
