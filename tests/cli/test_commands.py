@@ -13,7 +13,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, Family, actmat, hidden
 import actmat as actmat_package
 from actmat.methods import all_methods
 
-COMMANDS = ("merge", "plan", "diagnose", "compare", "methods", "inspect", "verify", "demo")
+COMMANDS = ("merge", "plan", "diagnose", "methods", "inspect", "verify", "demo")
 
 
 def test_the_help_lists_every_command_and_the_exit_codes() -> None:

@@ -1,6 +1,5 @@
-"""The progress bar of merging commands, and the default that shows nothing."""
+"""What is said before torch is loaded."""
 
-import inspect
 import os
 import subprocess
 import sys
@@ -9,25 +8,6 @@ from pathlib import Path
 import pytest
 
 from actmat.cli import streams
-from actmat.cli.screen import MergeProgress, showing_progress
-from actmat.progress import Progress
-
-
-def calls(kind: type) -> dict[str, list[str]]:
-    functions = inspect.getmembers(kind, inspect.isfunction)
-    return {name: list(inspect.signature(f).parameters) for name, f in functions if not name.startswith("_")}
-
-
-def test_the_bar_has_the_calls_of_progress() -> None:
-    assert set(calls(Progress)) == {"started", "tensor", "note", "finishing"}
-    assert calls(MergeProgress) == calls(Progress)
-
-
-def test_quiet_is_no_bar() -> None:
-    with showing_progress(quiet=True) as nothing:
-        assert nothing is None
-    with showing_progress(quiet=False) as bar:
-        assert isinstance(bar, MergeProgress)
 
 
 @pytest.mark.slow
@@ -51,13 +31,6 @@ print(text.splitlines()[:1])
         done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, env=environment,
                               timeout=120, check=True)  # fmt: skip
         assert first in done.stdout
-
-
-def test_progress_ignores_all_calls() -> None:
-    nothing: Progress = Progress()
-    nothing.started([], 0, 1)
-    nothing.tensor("a", 1)
-    nothing.finishing()
 
 
 @pytest.mark.parametrize(

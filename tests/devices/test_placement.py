@@ -135,7 +135,7 @@ def test_variants_are_placed_together(family: Family) -> None:
     actmat_, average, ties = (plan_of(family, device="cuda", method=m) for m in ("actmat", "average", "ties"))
 
     def bytes_of(*plans: MergePlan) -> int:
-        units = plan_units(plans, [()] * len(plans), None)
+        units = plan_units(plans, [()] * len(plans), observed=False)
         return next(u.device_bytes for u in units if u.name == Q0)
 
     assert bytes_of(average) == 0
@@ -150,7 +150,7 @@ def test_variants_are_placed_together(family: Family) -> None:
 def test_variants_that_do_not_fit_together_are_merged_on_the_host_in_memory_that_is_counted(family: Family) -> None:
     need = plan_of(family, device="cuda", method="ties").by_name[UP0].cost.device_bytes
     plans = [plan_of(family, device="cuda", method="ties", scale=s, device_memory=need) for s in (0.5, 1.0)]
-    moved = [u for u in plan_units(plans, [()] * 2, None) if u.name == UP0]
+    moved = [u for u in plan_units(plans, [()] * 2, observed=False) if u.name == UP0]
     assert plans[0].by_name[UP0].cost.device_bytes == need
     assert moved[0].device_bytes == 0
     assert moved[0].host_bytes > need

@@ -297,7 +297,7 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
         executor = ThreadExecutor(inputs, [None], Resources(2, 1 << 33))
         spec = SessionSpec(plans, str(family.base), (), (None,))
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the loop raises after it gave results
-            for result in executor.run(spec, plan_units(plans, [()], None)):
+            for result in executor.run(spec, plan_units(plans, [()], observed=False)):
                 found.append(result.unit.name)
     assert len(began) == 2
     assert found == began[1:]

@@ -119,7 +119,6 @@ class TuneFields(SearchedFields, total=False):
     load: Callable[[str], Loaded] | None
     average: bool
     keep_work: bool
-    bootstrap_seed: int
 
 
 class ScaleFields(TuneFields, total=False):

@@ -284,8 +284,8 @@ class Item:
 
     @property
     def is_observed(self) -> bool:
-        """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
-        return self.write.kind != "mean"
+        """True if a diagnosis measures it: matrices, and modules of adapters."""
+        return self.is_module or (self.has_base and self.layout.role.is_matrix)
 
     @property
     def is_chunkable(self) -> bool:

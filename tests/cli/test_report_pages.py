@@ -1,4 +1,4 @@
-"""Pages of reports, and `actmat compare`: text, files, exit codes."""
+"""Pages of reports: text, files, exit codes."""
 
 from pathlib import Path
 
@@ -14,10 +14,9 @@ from actmat.extras.pages.html import render_html
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     made = Family.make(tmp_path_factory.mktemp("merges"))
-    for method, flag in (("actmat", "--diagnose"), ("ties", "--diagnose"), ("average", "--overwrite")):
-        inputs = made.argv(command="plan")[1:]
-        done = actmat(["merge", *inputs, "-m", method, flag, "--out", str(made.root / method), "--quiet"])
-        assert done.code == 0, done
+    inputs = made.argv(command="plan")[1:]
+    done = actmat(["merge", *inputs, "-m", "actmat", "--diagnose", "--out", str(made.root / "actmat"), "--quiet"])
+    assert done.code == 0, done
     return made
 
 
@@ -41,35 +40,16 @@ def test_a_report_is_shown_and_drawn(tmp_path: Path, name: str) -> None:
     assert (refused.code, "is a report" in " ".join(refused.err.replace("│", " ").split())) == (2, True)
 
 
-def test_a_comparison_fits_80_columns(family: Family) -> None:
-    done = actmat(["compare", str(family.root / "actmat"), str(family.root / "ties")])
-    assert done.code == 0, done
-    lines = done.out.splitlines()
-    paths = [line for line in lines if str(family.root) in line]
-    assert max(len(line) for line in lines if line not in paths) <= 80
-    text = " ".join(done.out.split())
-    for words in ("method actmat ties", "tensors differ; relative distance there", "differ most relative norm 1"):
-        assert words in text
-    assert sum("proj " in line for line in lines) <= 10
-
-
 def test_page_report_and_the_command_that_explains_a_warning_are_named(family: Family, tmp_path: Path) -> None:
     far = tmp_path / "far away"
     inputs = family.argv(command="plan")[1:]
     merge = ["merge", *inputs, "-m", "ties", "--scale", "20", "--out", str(far)]
     lines = actmat(merge).out.splitlines()
-    warned = next(n for n, line in enumerate(lines) if "warning AM403: the merged delta exploded; see" in line)
-    assert lines[warned + 1] == f"    actmat diagnose '{far}'"  # in one line, to be copied
+    warned = next(n for n, line in enumerate(lines) if "warning AM403: the merged delta exploded" in line)
+    assert f"    actmat diagnose '{far}'" in lines[warned + 1 : warned + 5], "in one line, to be copied"
     again = " ".join(actmat(merge).out.split())
     assert "already complete from an earlier run" in again
     assert "is it good? Not measured: add --data NAME=INPUTS per expert" in again
     assert "warning AM403" in again
     told = actmat([*merge, "--overwrite", "--diagnose"]).out
     assert told.splitlines()[-1] == f"report: {far}/report.html"
-
-
-def test_what_cannot_be_compared_exits_with_one(family: Family, tmp_path: Path) -> None:
-    done = actmat(["compare", str(family.root / "actmat"), str(tmp_path)])
-    assert (done.code, done.out) == (1, "")
-    assert "has no actmat_manifest.json" in done.err
-    assert actmat(["compare", str(family.root / "actmat")]).code == 2
