@@ -95,7 +95,7 @@ def test_memory_for_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_threads_that_feed_devices_read_ahead() -> None:
     """As many as workers of the host, and at least one for each device."""
-    empty = MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), (), (), 1)
+    empty = MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), (), (), 1, {"": "model"})
     for threads, feeders in ((1, 2), (3, 3)):
         rooms = (DeviceRoom("cpu:0,1", 10**9), HOST)
         with_two, alone = (share_resources([empty], room, "2GB", threads, buffer_bytes=10**6) for room in rooms)

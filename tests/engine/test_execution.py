@@ -1,4 +1,4 @@
-"""Whole merges in the engine: what a rule sees, surveys, caps, variants, stored values, errors with names."""
+"""Whole merges in the engine: what a rule sees, surveys, variants, stored values, errors with names."""
 
 import concurrent.futures
 import math

@@ -123,7 +123,7 @@ def plan_of(*peaks: int) -> MergePlan:
     targets = [Target(TensorSpec(f"t{n}", (1,), "float32", ""), layout) for n in range(len(peaks))]
     costs = [ItemCost(host_bytes=p) for p in peaks]
     items = tuple(Item(t, "copy", "", Write("sum"), cost=c) for t, c in zip(targets, costs, strict=True))
-    return MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), items, (), 1)
+    return MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), items, (), 1, {"": "model"})
 
 
 def share(*peaks: int, **settings: Any) -> Any:

@@ -271,7 +271,7 @@ def test_weights_that_a_rule_refuses_are_known_before_it_is_called(
     experts = Experts.random(2, (4, 5))
     for variant in variants(method):
         options = method.resolve_options(variant)
-        problem_of = method.plan.weights_problem
+        problem_of = method.weights_problem
         known = problem_of(options, weights) if problem_of is not None else None
         with pytest.raises((ValueError, RecipeError)) if known else contextlib.nullcontext():
             call(method, experts.deltas, options, **experts.given(method, options), weights=weights)

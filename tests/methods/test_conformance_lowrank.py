@@ -184,8 +184,8 @@ def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weig
         error = raised(functools.partial(method.lowrank.merge, deltas, **needs, **options))
         if isinstance(error, RecipeError):  # weights that no form takes
             assert weights is not None
-            assert method.plan.weights_problem is not None
-            assert method.plan.weights_problem(options, weights) == str(error)
+            assert method.weights_problem is not None
+            assert method.weights_problem(options, weights) == str(error)
         else:
             said = None if error is None else str(error).partition(". ")[0]
             assert method.why_dense(options, 2, weights) == said, options

@@ -11,20 +11,30 @@ from tests.helpers.samples import Samples
 
 import actmat
 from actmat.checkpoints.base import TensorSpec
+from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
+from actmat.methods.post import Step
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.regions import CHUNK, Region
 from actmat.planning.work import HELD_BYTES, reading_of, shared_reading
 
 Q, UP, NORM = (f"model.{n}.weight" for n in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "norm"))
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
+STEP = (Step("mean_norm", {}),)
 
 
-def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
-    method = get_method(name)
+def planned(name: str, post: tuple[Step, ...] = (), kind: Any = "stored", **options: Any) -> Item:
+    """An item with two experts."""
+    call = MethodCall(name, get_method(name).resolve_options(options), post=post)
+    sources = (DeltaSource("w", kind, "float32", 8),) * 2
+    target = Target(TensorSpec("w", (8,), "float32", ""), TensorLayout(Role.VECTOR, ""), sources=sources)
+    return Item(target, "merge", "", Write("sum"), call)
+
+
+def read(name: str, numel: int, **how: Any) -> Reading:
     region = Region(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
-    return reading_of(method, method.resolve_options(options or {}), [region], experts, 4, **how)
+    return reading_of(planned(name, **how), [region], 4)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +56,19 @@ def test_a_method_on_its_own(name: str, numel: int, expected: Reading) -> None:
     assert read(name, numel) == expected
 
 
-def test_observers_are_given_whole_deltas() -> None:
+def test_steps_are_given_whole_deltas() -> None:
     for name in ("dare", "ties", "karcher", "model_stock"):
-        assert read(name, LARGE, observed=True) == Reading("held")
-        assert read(name, LARGE, chunkable=False) == Reading("held")
+        assert read(name, LARGE, post=STEP) == Reading("held")
+        assert read(name, LARGE, kind="formed") == Reading("held")
         assert not read(name, LARGE).base_held
-    assert read("average", SMALL, observed=True) == Reading("held")
-    assert read("ties", LARGE, options={"trim": "global"}) == Reading("held")
+    assert read("average", SMALL, post=STEP) == Reading("held")
+    assert read("ties", LARGE, trim="global") == Reading("held")
 
 
 def test_deltas_in_memory() -> None:
     whole = {name: read(name, LARGE).whole_deltas(5) for name in ("sce", "average", "breadcrumbs", "ties", "karcher")}
     assert whole == {"sce": 5, "average": 1, "breadcrumbs": 0, "ties": 0, "karcher": 0}
     assert read("ties", SMALL).whole_deltas(5) == 5, "the first pass keeps what it reads"
-    assert read("sce", LARGE, experts=1) == Reading("held"), "a method may look twice at a single delta"
 
 
 @pytest.mark.parametrize("method", ["tsv", "breadcrumbs", "ties", "model_stock", "karcher", "slerp"])
@@ -76,9 +85,7 @@ def test_a_single_delta_may_be_read_several_times(method: str, tmp_path: Path) -
 
 
 def item(method: str, reading: Reading | None) -> Item:
-    call = MethodCall(method, get_method(method).resolve_options({}))
-    target = Target(TensorSpec("w", (8,), "float32", ""), TensorLayout(Role.VECTOR, ""))
-    return Item(target, "merge", "", Write("sum"), call, reading)
+    return dataclasses.replace(planned(method), reading=reading)
 
 
 def test_outputs_that_share_a_reading() -> None:
@@ -118,6 +125,5 @@ def test_the_plan_says_how_each_item_is_made(kind: str, tmp_path: Path) -> None:
 
 def test_ties_of_other_sizes_are_read_alike() -> None:
     """Blocks of one tensor have one reading: that of the largest."""
-    method, layout = get_method("ties"), TensorLayout(Role.VECTOR, "")
-    regions = [Region(0, n, (n,), layout) for n in (SMALL, LARGE)]
-    assert reading_of(method, method.resolve_options({}), regions, 2, 4) == read("ties", LARGE)
+    regions = [Region(0, n, (n,), TensorLayout(Role.VECTOR, "")) for n in (SMALL, LARGE)]
+    assert reading_of(planned("ties"), regions, 4) == read("ties", LARGE)

@@ -156,19 +156,21 @@ def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
     assert peak("dare", (4096, 4096), post=STEP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
 
 
-def strategy(method: MergeMethod, entries: int, **options: Any) -> str:
-    regions = [Region(0, entries, (entries,), TensorLayout(Role.VECTOR, ""))]
-    return reading_of(method, method.resolve_options(options), regions, 3, 4).strategy
+def strategy(name: str, entries: int, **options: Any) -> str:
+    planned = item(name, (entries,), 3, TensorLayout(Role.VECTOR, ""), "bfloat16")
+    call = dataclasses.replace(call_of(planned), options=get_method(name).resolve_options(options))
+    return reading_of(
+        dataclasses.replace(planned, call=call), [Region(0, entries, (entries,), planned.layout)], 4
+    ).strategy
 
 
 def test_a_rule_that_walks_again_is_given_small_deltas_whole() -> None:
-    ties, dare = get_method("ties"), get_method("dare")
+    ties = get_method("ties")
     for entries, held in ((HELD_BYTES // 12, True), (HELD_BYTES // 12 + 1, False)):
-        assert strategy(ties, entries) == ("held" if held else "chunks")
-        assert strategy(dare, entries) == "chunks"
+        assert strategy("ties", entries) == ("held" if held else "chunks")
+        assert strategy("dare", entries) == "chunks"
     assert not ties.streams(ties.resolve_options({"trim": "global"})), "its survey is given whole deltas"
-    stock = get_method("model_stock")
-    assert strategy(stock, HELD_BYTES, filter_wise=True) == "held"
+    assert strategy("model_stock", HELD_BYTES, filter_wise=True) == "held"
     more = peak("ties", (2**15, 2**14), experts=3) - peak("ties", (2**12, 2**12), experts=3)
     assert more <= (2**29 - 2**24) * 4 - 2**24 * (12 + 2) + 2**26, "the result grows; the base and deltas do not"
 

@@ -176,6 +176,14 @@ def test_what_does_not_fit_is_a_problem_of_the_plan(fields: dict[str, Any], said
         raise RecipeError("found", chooser.problems)
 
 
+def test_patterns_of_values_that_match_nothing_are_told() -> None:
+    weight = [{"match": "*.mpl.*", "value": 2}, {"match": "*.mlp.*", "value": 3}, {"value": 1}]
+    options = {"density": [{"match": "tail*", "value": 0.1}, {"value": 0.2}]}
+    fields = {"base": "b", "experts": [{"path": "e1", "weight": weight}], "method": "ties", "options": options}
+    notes = Chooser(make_recipe(fields), names=NAMES).unused_entries()
+    assert [note.split("'")[1] for note in notes] == ["*.mpl.*", "tail*"]
+
+
 def test_values_survive_yaml_and_json() -> None:
     experts = [
         {"path": "e1", "weight": [0, 0.5, 1]},

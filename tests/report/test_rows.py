@@ -50,7 +50,7 @@ def plan_of(names: list[str], in_experts: list[dict[str, str]]) -> MergePlan:
     )
     recipe = make_recipe({"base": "b", "experts": [f"e{t}" for t in range(len(in_experts))]})
     specs = tuple(i.outputs[0] for i in items)
-    return MergePlan(recipe, "model", summary, (summary,) * len(in_experts), items, specs, 10**6)
+    return MergePlan(recipe, "model", summary, (summary,) * len(in_experts), items, specs, 10**6, {"": "model"})
 
 
 def record(name: str, experts: int) -> Record:

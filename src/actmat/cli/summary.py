@@ -160,7 +160,7 @@ def print_answers(report: MergeReport) -> None:
         print_kept(report.answers)
     elif len(report.plan.experts) > 1:
         how = "add --data NAME=INPUTS per expert (a prompt or file)"
-        of_images = report.plan.stems and "" not in report.plan.stems
+        of_images = "" not in report.plan.stems
         if of_images or are_image_files(i.location for i in report.plan.inputs):
             how = "compare its images with the experts'"
         console.print(f"  is it good? Not measured: {how}")

@@ -52,8 +52,6 @@ class Products:
         self._copies = Stacked(torch.empty(0, 0))
         self._rows_TS = self._copies.rows_TS
         self._runs_NTB = self._runs_NBT = self._rest_TR = self._rows_TS
-        self._each_TR: list[Tensor] = []
-        self._all_TR = self._all_RT = self._rows_TS
 
     def parts(self, chunks_TP: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """The same entries of all chunks, as many as one product takes; on accelerators all at once."""
@@ -96,13 +94,8 @@ class Products:
         like_S = parts_TS[0]
         gram_TT = torch.zeros((len(parts_TS), len(parts_TS)), dtype=torch.float64, device=like_S.device)
         for cuts_TR in _cuts(parts_TS, ROW if like_S.device.type == "cpu" else like_S.numel()):
-            if not self._each_TR or self._each_TR[0].numel() != cuts_TR[0].numel():
-                shape = len(cuts_TR), cuts_TR[0].numel()
-                self._all_TR = torch.empty(shape, dtype=torch.float64, device=like_S.device)
-                self._all_RT, self._each_TR = self._all_TR.mT, list(self._all_TR)
-            for row_R, cut_R in zip(self._each_TR, cuts_TR, strict=True):
-                row_R.copy_(cut_R)
-            gram_TT.addmm_(self._all_TR, self._all_RT)
+            rows_TR = torch.stack([cut_R.double() for cut_R in cuts_TR])
+            gram_TT.addmm_(rows_TR, rows_TR.mT)
         return gram_TT
 
 

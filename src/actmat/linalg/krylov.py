@@ -49,10 +49,6 @@ FIRST_LOOK = 7
 """Blocks after which the number of wanted eigenvalues is estimated: 3 % of a full decomposition at the smallest side,
 less in larger ones, which is lost where many are wanted."""
 
-EARLY_CHECK = 5
-"""Blocks after which the attempt ends if no Ritz value lies at or below the bound yet. Where few are wanted, one does
-after three or four: the smallest is below a third of the bound then, on power laws of which a fifth is wanted."""
-
 LARGEST_LOOK = 24
 """Blocks for the largest eigenvalue alone: its residual is 5e-5 of it for products of random matrices, whose spectrum
 has no gap at the edge (side 5632)."""
@@ -231,10 +227,6 @@ def leading(sym_NN: Tensor, wanted: Wanted, dtype: torch.dtype) -> Leading | Non
     if _expected(wanted.known) > WORTH * size:
         return None
     basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
-    basis.grow(EARLY_CHECK * BLOCK)
-    values_J = basis.ritz().values_J
-    if wanted.most is None and wanted.of(values_J)[0] == len(values_J):
-        return None  # all directions of a first look are kept
     look, before = FIRST_LOOK * BLOCK, None
     while True:
         basis.grow(look)

@@ -10,7 +10,7 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import sum_problem, weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank, PlanChecks
+from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
@@ -48,5 +48,5 @@ AVERAGE = MergeMethod(
     laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     access=Access(one_pass=True, baseless=True),
-    plan=PlanChecks(weights_problem=lambda options, weights: sum_problem(weights)),
+    weights_problem=lambda options, weights: sum_problem(weights),
 )

@@ -45,7 +45,7 @@ from actmat.methods.facets import (
     LowRankForm,
     Merged,
     MethodCost,
-    PlanChecks,
+    Options,
     Stages,
     Survey,
     holds,
@@ -173,6 +173,9 @@ class MergeMethod:
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
         preset_of: the method of which this is a preset.
+        note: a fact that every plan with this method states.
+        weights_problem: `(options, weights) -> reason`, without a full stop, for which `merge` refuses the weights, or
+            None.
 
     Raises:
         TypeError: an unknown law or kind, or a merge function whose options cannot be read from its signature.
@@ -194,7 +197,8 @@ class MergeMethod:
     elsewhere: Callable[[Mapping[str, Any], int], Elsewhere] = MEAN
     combine: Callable[..., Combination] | None = None
     preset_of: str | None = None
-    plan: PlanChecks = field(default_factory=PlanChecks)
+    note: str = ""
+    weights_problem: Callable[[Options, Sequence[float]], str | None] | None = None
 
     def __post_init__(self) -> None:
         for name, values, kind in (("acts_on", [self.acts_on], ActsOn), ("laws", self.laws, Law)):

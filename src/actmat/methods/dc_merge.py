@@ -19,7 +19,7 @@ from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, MatrixForm, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost, PlanChecks
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
 
 Smoothing = Literal["none", "mean", "linear"]
 
@@ -150,8 +150,6 @@ DC_MERGE = MergeMethod(
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge, factored=True),
     cost=MethodCost(workspace=_workspace, products=lambda options: (4, 12)),
-    plan=PlanChecks(
-        "a single expert is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
-        "values in small layers ('entries_kept' in the records)"
-    ),
+    note="a single expert is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
+    "values in small layers ('entries_kept' in the records)",
 )

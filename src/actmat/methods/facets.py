@@ -166,20 +166,6 @@ def _size(shape: Sequence[int], n_experts: int, options: Options) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanChecks:
-    """Facts about a method for its plan, before anything is read.
-
-    Args:
-        note: a fact that every plan with this method states.
-        weights_problem: `(options, weights) -> reason`, without a full stop, for which `merge` refuses the weights, or
-            None.
-    """
-
-    note: str = ""
-    weights_problem: Callable[[Options, Sequence[float]], str | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class MethodCost:
     """Memory and operations of a call: functions of shapes.
 

@@ -12,7 +12,7 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import sum_problem, weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank, PlanChecks
+from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
 _SCALES_THE_BASE = (
     "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is not a "
@@ -79,6 +79,6 @@ LINEAR = MergeMethod(
         moves_base=lambda options: not options["normalize"],
         baseless=True,
     ),
-    plan=PlanChecks(weights_problem=lambda options, weights: sum_problem(weights) if options["normalize"] else None),
+    weights_problem=lambda options, weights: sum_problem(weights) if options["normalize"] else None,
     elsewhere=lambda options, n_experts: "mean" if options["normalize"] else "own",
 )

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
-from actmat.errors import RecipeError
 from actmat.layout.patterns import compile_pattern
 from actmat.methods import MergeMethod
 from actmat.planning.item import MethodCall
@@ -42,8 +41,8 @@ def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     return {n: TensorPlace(layer, deepest[stack] + 1) for n, (stack, layer) in layers.items()}
 
 
-def resolved(value: Value, name: str, place: TensorPlace) -> Any:
-    """Resolve a value of a recipe to the scalar for the tensor `name`.
+def resolved(value: Value, name: str, place: TensorPlace, where: str = "") -> Any:
+    """Resolve a value of a recipe to the scalar for the tensor `name`; `where` names the value in the recipe.
 
     Gradients are read at `t = layer / (count - 1)`, 1 if there is one layer; tensors outside of all layers have
     the first value.
@@ -52,7 +51,7 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
     0.25
 
     Raises:
-        LookupError: no entry matches.
+        LookupError: no entry matches; names the value.
     """
     if not isinstance(value, tuple):
         return value
@@ -62,7 +61,7 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
         within = _within(entry, name, place)
         if within is not None and any(compile_pattern(p)(name) for p in entry.match):
             return interpolated(entry.value, within) if isinstance(entry.value, tuple) else entry.value
-    raise LookupError(name)
+    raise LookupError(where)
 
 
 def interpolated(values: Sequence[Any], place: TensorPlace) -> Any:
@@ -89,18 +88,6 @@ def _within(entry: Entry, name: str, place: TensorPlace) -> TensorPlace | None:
     if place.layer is None or not start <= place.layer < stop:
         return None
     return TensorPlace(place.layer - start, stop - start)
-
-
-def patterns_in(values: Mapping[str, Value]) -> list[tuple[str, str]]:
-    """(where, pattern) of all entries in values by their place in the recipe."""
-    return [
-        (where, pattern)
-        for where, value in values.items()
-        if isinstance(value, tuple)
-        for entry in value
-        if isinstance(entry, Entry)
-        for pattern in entry.match
-    ]
 
 
 SMALLEST_SUM = 1e-8
@@ -139,20 +126,12 @@ class WeightsTemplate:
         """
         if not self.is_given and not self.normalize:
             return None
-        weights = []
-        for label, value in zip(self.labels, self.values, strict=True):
-            try:
-                weights.append(float(resolved(value, name, place)))
-            except LookupError:
-                raise LookupError(f"the weight of expert '{label}'") from None
+        pairs = zip(self.labels, self.values, strict=True)
+        weights = [float(resolved(value, name, place, f"the weight of expert '{label}'")) for label, value in pairs]
         total = math.fsum(weights)
         if not self.normalize or plain or abs(total) < SMALLEST_SUM:
             return tuple(weights) if self.is_given else None
         return tuple(w / total for w in weights)
-
-    def patterns(self) -> list[tuple[str, str]]:
-        """See `patterns_in`."""
-        return patterns_in({f"weight of expert '{n}'": v for n, v in zip(self.labels, self.values, strict=True)})
 
 
 @dataclass
@@ -193,7 +172,7 @@ class CallTemplate:
             LookupError: a value has no entry for the tensor; names the value.
         """
         options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
-        scale = self._one(self.scale, "'scale'", name, place)
+        scale = resolved(self.scale, name, place, "'scale'")
         weights = self.weights.at(name, place) if self.weights is not None else None
         key = (str(options), scale, weights)
         if key not in self._calls:
@@ -205,31 +184,10 @@ class CallTemplate:
         words += [f"scale {scale:.4g}"] if isinstance(self.scale, tuple) else []
         return self._calls[key], f" with {'; '.join(words)}" if words else ""
 
-    def patterns(self) -> list[tuple[str, str]]:
-        """See `patterns_in`; without those of the weights."""
-        of_experts = {f"{n} of expert {k + 1}": v for k, mine in enumerate(self.own) for n, v in mine.items()}
-        return patterns_in({f"option '{n}'": v for n, v in self.options.items()} | of_experts | {"scale": self.scale})
-
-    @classmethod
-    def make(
-        cls,
-        method: MergeMethod,
-        options: Mapping[str, Value],
-        own: Sequence[Mapping[str, Value]],
-        scale: Value,
-        weights: WeightsTemplate,
-    ) -> CallTemplate:
-        """A template of a method with these options of a recipe, overlaid over its defaults.
-
-        Raises:
-            RecipeError: options that do not fit the method, all of them.
-        """
-        flat = {n: next(leaves(v), v) if is_entries(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
-        complete = method.resolve_options(flat) | dict(options)
-        template = cls(method, complete, tuple(own), scale, weights if method.is_weighted else None)
-        if problems := template.problems():
-            raise RecipeError("The options do not fit the method.", problems)
-        return template
+    @property
+    def values(self) -> list[Value]:
+        """Values of the recipe: options, those of single experts, and the scale."""
+        return [*self.options.values(), *(v for mine in self.own for v in mine.values()), self.scale]
 
     def problems(self) -> list[str]:
         """Problems of values that vary; the others are checked with the method's options."""
@@ -262,19 +220,23 @@ class CallTemplate:
     def _option(self, option: str, name: str, place: TensorPlace) -> Any:
         if option not in self._own_names:
             value = self.options[option]
-            return self._one(tuple(value) if isinstance(value, list) else value, f"option '{option}'", name, place)
+            return resolved(tuple(value) if isinstance(value, list) else value, name, place, f"option '{option}'")
         common = self.options[option]
         out = []
         for k, mine in enumerate(self.own):
             value = mine.get(option, common[k] if isinstance(common, list) else common)
-            out.append(self._one(value, f"option '{option}' of expert {k + 1}", name, place))
+            out.append(resolved(value, name, place, f"option '{option}' of expert {k + 1}"))
         return out
 
-    def _one(self, value: Value, where: str, name: str, place: TensorPlace) -> Any:
-        try:
-            return resolved(value, name, place)
-        except LookupError:
-            raise LookupError(where) from None
+
+def complete_options(method: MergeMethod, options: Mapping[str, Value]) -> dict[str, Value]:
+    """Options of a recipe overlaid over a method's defaults.
+
+    Raises:
+        RecipeError: options that do not fit the method, all of them; of those that vary, the first value is checked.
+    """
+    flat = {n: next(leaves(v), v) if is_entries(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
+    return method.resolve_options(flat) | dict(options)
 
 
 def _is_gradient(method: MergeMethod, name: str, value: Value) -> bool:

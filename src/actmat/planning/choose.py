@@ -18,10 +18,10 @@ from actmat.methods import MergeMethod, get_method
 from actmat.methods.facets import MEAN
 from actmat.methods.post import Step, get_step
 from actmat.methods.spaces import space_problems
-from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, places_of
+from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, complete_options, places_of
 from actmat.planning.item import Action, MethodCall
 from actmat.recipe import Recipe
-from actmat.recipe.values import Value
+from actmat.recipe.values import Value, is_entries
 
 WHOLE = {"scaling": 1.0}
 """Options of `task_arithmetic` by which it adds one delta unchanged."""
@@ -129,10 +129,11 @@ class Chooser:
     def unused_entries(self) -> list[str]:
         """One sentence for each pattern of a weight or an option that matches no tensor."""
         templates = [self._default, *(t for _, t, _ in self._rules)]
-        entries = [*self._weights.patterns(), *(p for t in templates if t is not None for p in t.patterns())]
+        values = [*self.recipe.weights, *(v for t in templates if t is not None for v in t.values)]
+        entries = [entry for value in values if is_entries(value) for entry in value]
         return [
-            f"{where}: the pattern '{text}' matches no tensor"
-            for where, text in dict.fromkeys(entries)
+            f"the pattern '{text}' of a weight, an option or a scale matches no tensor"
+            for text in dict.fromkeys(p for entry in entries for p in entry.match)
             if not any(map(compile_pattern(text), self.names))
         ]
 
@@ -240,10 +241,14 @@ class Chooser:
     ) -> CallTemplate | None:
         try:
             method = get_method(name)
-            of_experts = [e.options if same else {} for e in self.recipe.experts]
-            template = CallTemplate.make(method, options, of_experts, scale, self._weights)
+            complete = complete_options(method, options)
         except MergeError as error:
             self.problems.extend(where + p for p in error.problems)
+            return None
+        of_experts = tuple(e.options if same else {} for e in self.recipe.experts)
+        template = CallTemplate(method, complete, of_experts, scale, self._weights if method.is_weighted else None)
+        if problems := template.problems():
+            self.problems.extend(where + p for p in problems)
             return None
         missing = [k for k in method.needs_statistics if k not in available]
         if missing:
@@ -278,7 +283,7 @@ def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
     """Problems of weights that the methods of tensors refuse, one line each."""
     by_problem: dict[str, list[str]] = {}
     for name, call in calls.items():
-        problem_of = get_method(call.method).plan.weights_problem if call and call.weights else None
+        problem_of = get_method(call.method).weights_problem if call and call.weights else None
         if call and call.weights and problem_of and (problem := problem_of(call.options, call.weights)):
             by_problem.setdefault(problem, []).append(name)
     return [f"{first_names(names)}: {problem}" for problem, names in by_problem.items()]

@@ -39,7 +39,6 @@ def mean_items(
         reason = "trained in full: mean over the experts"
         if missing:
             reason += f" that have it; not in {', '.join(missing)}"
-            notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
         if problem:
             problems.append(problem)
             continue

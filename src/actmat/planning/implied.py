@@ -50,10 +50,20 @@ def implied_targets(
             problems.append(f"modules '{other}' and '{name}' of the adapters both change '{spec.name}'")
         rows[name], specs[name] = modules, spec
     layouts, turned, role_problems = _orient_stacks(recipe, rows, specs, adapters, base_config)
-    targets = [
-        _target(name, modules, specs[name], layouts.tensors[specs[name].name], adapters, is_turned=name in turned)
-        for name, modules in rows.items()
-    ]
+    targets = []
+    for name, modules in rows.items():
+        first, spec = _first(modules), specs[name]
+        form = ModuleForm(
+            name=name,
+            kind=first.kind,
+            shape=spec.shape if name in turned else first.shape,
+            ranks=tuple(0 if m is None else m.rank for m in modules),
+            transposed=is_transposed(modules, adapters),
+            turned=name in turned,
+            kernel=first.kernel,
+        )
+        sources = tuple(None if m is None else _source(a, m) for a, m in zip(adapters, modules, strict=True))
+        targets.append(Target(spec, layouts.tensors[spec.name], sources=sources, module=form))
     return targets, layouts, [*problems, *role_problems]
 
 
@@ -107,30 +117,6 @@ def _orient_stacks(
 def _transposed(spec: TensorSpec) -> TensorSpec:
     experts, rows, columns = spec.shape
     return dataclasses.replace(spec, shape=(experts, columns, rows))
-
-
-def _target(
-    name: str,
-    modules: Sequence[AdapterModule | None],
-    spec: TensorSpec,
-    layout: TensorLayout,
-    adapters: Sequence[Adapter],
-    *,
-    is_turned: bool,
-) -> Target:
-    first = _first(modules)
-    form = ModuleForm(
-        name=name,
-        kind=first.kind,
-        shape=spec.shape if is_turned else first.shape,
-        ranks=tuple(0 if m is None else m.rank for m in modules),
-        transposed=is_transposed(modules, adapters),
-        turned=is_turned,
-        kernel=first.kernel,
-    )
-    pairs = zip(adapters, modules, strict=True)
-    sources = tuple(None if m is None else _source(a, m) for a, m in pairs)
-    return Target(spec, layout, sources=sources, module=form)
 
 
 def with_blocks(target: Target, layout: TensorLayout) -> Target:

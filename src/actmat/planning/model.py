@@ -76,8 +76,8 @@ class MergePlan:
         base: the checkpoint that deltas are added to, or are extracted from; None if only adapters are read.
         experts: in the recipe's order.
         items: in the order of reading.
-        specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
-        stems: of several models: prefix of the names of a component's tensors -> folder and name of its files.
+        specs: tensors of the output in the order of writing; `max_shard_bytes`: size of its files.
+        stems: prefix of the names of a component's tensors -> folder and name of its files; "": of all others.
         family: architecture that was recognized.
         metadata: texts in the headers of a model's files.
         adapter_config: `adapter_config.json` of an adapter.
@@ -99,8 +99,7 @@ class MergePlan:
     items: tuple[Item, ...]
     specs: tuple[TensorSpec, ...]
     max_shard_bytes: int
-    stem: str = "model"
-    stems: Mapping[str, str] = field(default_factory=dict)
+    stems: Mapping[str, str]
     family: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     adapter_config: Mapping[str, Any] | None = None
@@ -130,8 +129,6 @@ class MergePlan:
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
-        if not self.stems:
-            return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem, metadata=self.metadata)
         groups: dict[str, list[TensorSpec]] = {prefix: [] for prefix in self.stems}
         for spec in self.specs:
             groups[max((p for p in groups if spec.name.startswith(p)), key=len)].append(spec)

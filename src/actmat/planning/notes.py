@@ -70,7 +70,7 @@ def _remarks(inputs: Iterable[tuple[str, Note]], severity: NoteSeverity) -> list
 def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
     """Notes on the step over layers, on methods that change one expert, on weights, and those that methods declare."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
-    declared = [f"{name}: {method.plan.note}" for name, method in used.items() if method.plan.note]
+    declared = [f"{name}: {method.note}" for name, method in used.items() if method.note]
     calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
     changing = dict.fromkeys(call.method for call in calls if not _adds(call))
     alone = [f"with one expert, {name} changes its delta: use -m linear to add it unchanged" for name in changing]

@@ -108,9 +108,8 @@ class _Written:
 
     items: Sequence[Item]
     specs: Sequence[TensorSpec]
+    stems: Mapping[str, str]
     max_shard_bytes: int = ONE_FILE
-    stem: str = "model"
-    stems: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
 
@@ -353,18 +352,17 @@ def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Sc
             config = output_config(recipe, scope.adapters, modules, scope.whole)
         notes = adapter_notes(recipe, scope.adapters, modules)
         specs = [s for item in written for s in item.outputs]
-        return _Written(modules, specs, stem=stem, config=config, notes=notes)
+        return _Written(modules, specs, {"": stem}, config=config, notes=notes)
     dtypes, of_dtypes = output_dtypes(recipe, base)
     if isinstance(recipe.output, ExtractedOutput):
         extracted, notes = write_extracted(recipe, base, items, scope.layouts, dtypes)
         specs = [s for item in extracted for s in item.outputs]
         config = extracted_config(recipe, extracted)
-        return _Written(extracted, specs, stem="adapter_model", config=config, notes=[*notes, *of_dtypes])
+        return _Written(extracted, specs, {"": STEMS["peft"]}, config=config, notes=[*notes, *of_dtypes])
     specs = [TensorSpec(n, spec.shape, dtypes[n], "") for n, spec in base.specs.items()]
     by_name = {spec.name: spec for spec in specs}
-    stem, stems = stems_of(base)
     whole, most = [_written_whole(item, by_name) for item in items], parse_size(recipe.max_shard_size)
-    return _Written(whole, specs, most, stem, stems, notes=of_dtypes)
+    return _Written(whole, specs, stems_of(base), most, notes=of_dtypes)
 
 
 def _written_whole(item: Item, specs: Mapping[str, TensorSpec]) -> Item:
@@ -409,7 +407,6 @@ def _plan(
         items=items,
         specs=tuple(written.specs),
         max_shard_bytes=written.max_shard_bytes,
-        stem=written.stem,
         stems=written.stems,
         family=scope.layouts.family if base is not None else None,
         metadata=metadata,

@@ -26,14 +26,11 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 COARSE = ("bfloat16", "float16")
 
 
-def stems_of(base: Model) -> tuple[str, Mapping[str, str]]:
-    """Name of the output's weight files; and for a pipeline, prefix of a component -> folder and name of its files."""
-    components = component_configs(base.config)
-    if components is None:
-        stem = _stem(base.config)
-        stems = {prefix: f"{folder}/model" for prefix, folder in base.folder.parts.items()}
-        return stem, {"": stem, **stems} if stems else {}
-    return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
+def stems_of(base: Model) -> Mapping[str, str]:
+    """Prefix of a component -> folder and name of the output's weight files; of a single model, with the prefix ""."""
+    if (components := component_configs(base.config)) is not None:
+        return {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
+    return {"": _stem(base.config), **{prefix: f"{folder}/model" for prefix, folder in base.folder.parts.items()}}
 
 
 def output_dtypes(recipe: Recipe, base: Model) -> tuple[dict[str, str], list[str]]:

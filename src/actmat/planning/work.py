@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from actmat.checkpoints.model import Model
 from actmat.errors import format_size
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.methods.contract import MergeMethod
 from actmat.planning.cost import (
     base_itemsize,
     call_of,
@@ -87,34 +86,27 @@ def works_on_factors(call: MethodCall, target: Target) -> bool:
     return not method.why_dense(call.options, len(sources), call.weights)
 
 
-def reading_of(
-    method: MergeMethod,
-    options: Mapping[str, Any],
-    regions: Sequence[Region],
-    n_experts: int,
-    itemsize: int,
-    *,
-    chunkable: bool = True,
-    observed: bool = False,
-) -> Reading:
+def reading_of(item: Item, regions: Sequence[Region], width: int, *, on_device: bool = False) -> Reading:
     """Reading of all regions of a tensor that one method merges from dense deltas.
 
+    Deltas are read chunk by chunk if all are stored: products of factors have the same bits for whole regions only.
+    Steps of post-processing read the deltas too, and a chunk is too small for an accelerator.
+
     Args:
-        itemsize: bytes per entry of the compute dtype.
-        chunkable: deltas can be read chunk by chunk: all are stored, and the method computes on the CPU. Products of
-            factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
-        observed: the deltas are also read by others: steps of post-processing, or a diagnosis.
+        width: bytes per entry of the compute dtype.
     """
-    if observed or not chunkable or not method.streams(options):
+    call, n_experts = call_of(item), len(item.sources)
+    method = get_method(call.method)
+    if call.post or on_device or not (item.is_chunkable and method.streams(call.options)):
         by_matrix = method.acts_on == "matrix"
         single = all(not by_matrix or len(r.layout.matrix_shapes(r.shape)) == 1 for r in regions)
-        return Reading("each" if method.access.one_pass and single and not observed else "held")
+        return Reading("each" if method.access.one_pass and single and not call.post else "held")
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=False)
     numel = max(region.numel for region in regions)
-    if method.access.walks_again and n_experts * numel * itemsize <= HELD_BYTES:
+    if method.access.walks_again and n_experts * numel * width <= HELD_BYTES:
         return Reading("held")
-    return Reading("chunks", base_held=numel <= CHUNK or method.uses_base(options))
+    return Reading("chunks", base_held=numel <= CHUNK or method.uses_base(call.options))
 
 
 def shared_reading(items: Sequence[Item], *, observed: bool) -> Reading | None:
@@ -170,14 +162,14 @@ def place(item: Item, recipe: Recipe, room: DeviceRoom) -> tuple[Reading, ItemCo
         assert item.reading is not None
         on_host, peak = item.reading, max(factored_region_bytes(region, item, width) for region in regions)
     else:
-        on_host = _dense_reading(item, regions, width, on_device=False)
+        on_host = reading_of(item, regions, width)
         peak = max(region_peak_bytes(region, item, on_host, width) for region in regions)
     cost = ItemCost(host_bytes=peak)
     if room.device == "cpu":
         return on_host, cost, ""
     if why := _why_on_host(item, room):
         return on_host, cost, f", on the host: {why}"
-    reading = _dense_reading(item, regions, width, on_device=True)
+    reading = reading_of(item, regions, width, on_device=True)
     need = max(region_peak_bytes(r, item, reading, width) + _eigensolver_bytes(r, item) for r in regions)
     need -= library_bytes(item)
     if room.memory is not None and need > room.memory:
@@ -224,19 +216,6 @@ class Costs:
         if key not in self._known:
             self._known[key] = place(item, self._recipe, self.room)
         return self._known[key]
-
-
-def _dense_reading(item: Item, regions: Sequence[Region], width: int, *, on_device: bool) -> Reading:
-    call = call_of(item)
-    return reading_of(
-        get_method(call.method),
-        call.options,
-        regions,
-        len(item.sources),
-        width,
-        chunkable=item.is_chunkable and not on_device,
-        observed=bool(call.post),
-    )
 
 
 def _why_on_host(item: Item, room: DeviceRoom) -> str:

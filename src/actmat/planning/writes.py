@@ -76,7 +76,19 @@ def write_modules(
     if recipe.adapter.ranks == "uniform":
         top = max((rank for rank, _ in ranks), default=0)
         ranks = [(top, exact) for _, exact in ranks]
-    return [_with_rank(*pair, adapters, layout, dtype, chooser) for pair in zip(items, ranks, strict=True)]
+    out = []
+    for item, (rank, exact) in zip(items, ranks, strict=True):
+        modules = [a.modules.get(item.name) for a in adapters]
+        biased = [m is not None and m.bias is not None for m in modules]
+        bias, reason = chooser.elsewhere(f"{item.name}.bias", biased) if any(biased) else None, item.reason
+        if any(biased) and not all(biased):
+            missing = [label for label, has in zip(recipe.labels, biased, strict=True) if not has]
+            how = "mean over the" if bias and bias.method == "average" else "sum of those of"
+            reason += f"; bias: {how} experts that have it; not in {', '.join(missing)}"
+        outputs = module_outputs(item.module, layout, rank, dtype, has_bias=any(biased))
+        write = Write("factors", outputs, rank=rank, exact_rank=exact, bias=bias)
+        out.append(dataclasses.replace(item, write=write, reason=reason))
+    return out
 
 
 def _ranks(recipe: Recipe, item: Item) -> tuple[int, int]:
@@ -96,27 +108,6 @@ def _joint_rank(call: MethodCall, ranks: Sequence[int], blocks: int) -> int:
     # packed maps whose merged rows leave the joint row space of the experts share no rows: their ranks add up
     keeps = method.keeps_row_space or call.space == "core"
     return sum(ranks) * (blocks if blocks and not keeps else 1)
-
-
-def _with_rank(
-    item: Item,
-    ranks: tuple[int, int],
-    adapters: Sequence[Adapter],
-    layout: AdapterLayout,
-    dtype: str,
-    chooser: Chooser,
-) -> Item:
-    modules = [a.modules.get(item.name) for a in adapters]
-    biased = [m is not None and m.bias is not None for m in modules]
-    bias, reason = chooser.elsewhere(f"{item.name}.bias", biased) if any(biased) else None, item.reason
-    if any(biased) and not all(biased):
-        missing = [label for label, has in zip(chooser.recipe.labels, biased, strict=True) if not has]
-        how = "mean over the" if bias and bias.method == "average" else "sum of those of"
-        reason += f"; bias: {how} experts that have it; not in {', '.join(missing)}"
-    rank, exact = ranks
-    outputs = module_outputs(item.module, layout, rank, dtype, has_bias=any(biased))
-    write = Write("factors", outputs, rank=rank, exact_rank=exact, bias=bias)
-    return dataclasses.replace(item, write=write, reason=reason)
 
 
 def module_outputs(

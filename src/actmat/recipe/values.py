@@ -46,14 +46,6 @@ def _compilable(pattern: str) -> str:
 Patterns = Annotated[tuple[Annotated[str, AfterValidator(_compilable)], ...], BeforeValidator(listed)]
 
 
-def _held_by_float32(value: float) -> float:
-    if abs(value) > FLOAT32_MAX:
-        raise ValueError(
-            f"found {value:g}, expected a factor that float32 holds, of at most {FLOAT32_MAX:g} in magnitude"
-        )
-    return value
-
-
 class Strict(BaseModel):
     """A frozen part of a recipe: an unknown field is an error, and a text stands for the field `TEXT`, if any."""
 
@@ -121,7 +113,10 @@ def read_value(value: Any) -> Value:
             f"{str(wrong[0])[:100]!r}"
         )
     for leaf in scalars:
-        _held_by_float32(float(leaf))
+        if abs(leaf) > FLOAT32_MAX:
+            raise ValueError(
+                f"found {leaf:g}, expected a factor that float32 holds, of at most {FLOAT32_MAX:g} in magnitude"
+            )
         if leaf != leaf:
             raise ValueError(f"found {leaf}, expected finite numbers")
     return float(read) if isinstance(read, int) else read

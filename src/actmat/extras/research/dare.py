@@ -13,7 +13,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import l1_factors
 from actmat.methods._shared.per_expert import per_expert, sum_problem, weights_and_sum, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost, PlanChecks
+from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost
 
 
 def merge(
@@ -86,8 +86,6 @@ DARE = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] != "l1"),  # which reads the deltas before it adds them
     cost=MethodCost(workspace=workspace_of_election),
-    plan=PlanChecks(
-        weights_problem=lambda options, weights: sum_problem(weights) if options["rule"] == "average" else None
-    ),
+    weights_problem=lambda options, weights: sum_problem(weights) if options["rule"] == "average" else None,
     elsewhere=_elsewhere,
 )

@@ -16,7 +16,7 @@ from actmat.linalg.chunks import empty_result
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Combination, Merged, MethodCost, PlanChecks
+from actmat.methods.facets import Access, Combination, Merged, MethodCost
 
 
 def merge(
@@ -145,5 +145,5 @@ KARCHER = MergeMethod(
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     combine=combine,
-    plan=PlanChecks(weights_problem=_weights_problem),
+    weights_problem=_weights_problem,
 )

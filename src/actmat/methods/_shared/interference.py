@@ -19,7 +19,7 @@ from actmat.linalg.interference.rule import InterferenceRule, Null, Solver, weig
 from actmat.linalg.lowrank import LowRank
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Law, LowRankForm, Merged, MergedLowRank, MethodCost, PlanChecks, Stages, When
+from actmat.methods.facets import Access, Law, LowRankForm, Merged, MergedLowRank, MethodCost, Stages, When
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -83,7 +83,7 @@ def member(
         ),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish),
-        plan=PlanChecks(weights_problem=family.weights_problem),
+        weights_problem=family.weights_problem,
         preset_of=preset_of,
     )
 
@@ -124,7 +124,7 @@ class _Family:
         return _why_dense(self.rule_of(**options), weights)
 
     def weights_problem(self, options: Mapping[str, Any], weights: Sequence[float]) -> str | None:
-        """See `PlanChecks`."""
+        """See `MergeMethod`."""
         rule = self.rule_of(**options)
         return weights_problem(weights) if isinstance(rule, Adam) else rule.weights_problem(weights)
 
