@@ -3,7 +3,6 @@
 import concurrent.futures
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -277,17 +276,13 @@ def test_bad_values_are_told_before_errors_that_later_tensors_raise(
 
 def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are written: a later run need not do it again."""
-    real, failed, began = Session.merge, threading.Event(), []
+    real, both, going_on = Session.merge, threading.Barrier(2, timeout=60), []
 
     def merging(session: Session, unit: Unit) -> UnitResult:
-        began.append(unit.name)
-        if len(began) == 1:
-            while len(began) < 2:
-                time.sleep(0.001)
-            failed.set()
+        if both.wait() == 0:
             raise KeyboardInterrupt
-        assert failed.wait(10)
-        time.sleep(0.1)
+        going_on.append(unit.name)
+        assert executor._stopped.wait(60), "what fails lets no other unit begin"
         return real(session, unit)
 
     monkeypatch.setattr(Session, "merge", merging)
@@ -300,8 +295,8 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the loop raises after it gave results
             for result in executor.run(spec, plan_units(plans, [()], None)):
                 found.append(result.unit.name)
-    assert len(began) == 2
-    assert found == began[1:]
+    assert found == going_on
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class _Handler(Handler):
         if fault in ("500", "503"):
             return self._send(int(fault), b"try later", {"Retry-After": "0"}, path, start)
         if fault == "hang":
-            time.sleep(0.3)
+            time.sleep(0.5)
         content, status = file.read_bytes(), 200
         etag = served.etags.get(path, f'"{hashlib.md5(content).hexdigest()}"')
         headers = {} if etag is None else {"ETag": etag}

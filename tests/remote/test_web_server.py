@@ -122,8 +122,8 @@ def test_blocks_are_shared_by_small_tensors_and_dropped_when_read(server: RangeS
 def test_what_passes_is_tried_again(
     server: RangeServer, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "TIMEOUT", 0.1)
-    monkeypatch.setattr(retry, "PATIENCE", 0.05 if fault == "drip" else retry.PATIENCE)
+    monkeypatch.setattr(retry, "TIMEOUT", 0.25 if fault == "hang" else retry.TIMEOUT)
+    monkeypatch.setattr(retry, "PATIENCE", 0.2 if fault == "drip" else retry.PATIENCE)
     publish(tmp_path / "m")
     server.fault = lambda path, number, start: fault if path.endswith(".safetensors") and number < 3 else ""
     with open_model(f"{server.url}/m") as found:
