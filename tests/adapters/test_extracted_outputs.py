@@ -97,7 +97,6 @@ def test_plans_say_what_is_written_and_are_data(place: Path) -> None:
 
 def test_a_diagnosis_goes_with_it(place: Path, tmp_path: Path) -> None:
     report = merged(place, tmp_path / "out", diagnose=True, method="actmat")
-    assert report.diagnosis is not None
     assert report.diagnosis.source == "merge"
     assert any(m.name == Q for m in report.diagnosis.measures)
     assert verify(tmp_path / "out").ok

@@ -116,7 +116,6 @@ def test_a_visitors_merge_is_exact_and_pushed_with_the_visitors_token_only(
             last(visitors.push("v", str(out), repo, token, public=False))
     pushed = last(visitors.push("v", str(out), "me/merged", SECRET, public=False))
     assert "me/merged (private)" in pushed["html"]
-    assert hub.uploads is not None
     assert hub.uploads.private["me/merged"]
     assert not any(SECRET.encode() in p.read_bytes() for p in visitors.root.rglob("*") if p.is_file())
     assert SECRET not in "".join(capfd.readouterr())

@@ -70,7 +70,6 @@ def test_layers_are_numbered_anew(folder: Path) -> None:
 
 def test_the_config_has_the_new_depth(folder: Path) -> None:
     with open_model("a[1:4] + b[0:1]") as stack:
-        assert stack.config is not None
         assert stack.config["num_hidden_layers"] == 4
         assert stack.config["layer_types"] == ["sliding_attention", "full_attention"] * 2
         assert stack.folder.written == {"config.json": stack.config}

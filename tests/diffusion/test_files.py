@@ -131,12 +131,8 @@ def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:
     """From its pickled handle, in the same layout, with the hashes of the file."""
     with open_expert(place / "diffusers.safetensors", None) as stored:
         expert = in_layout(stored, "comfy")
-        assert expert.stored is not None
-        assert stored.stored is not None
         assert expert.stored.hashes == stored.stored.hashes
         with open_handle(pickle.loads(pickle.dumps(expert.handle()))) as again:
-            assert again.adapter is not None
-            assert expert.adapter is not None
             assert again.adapter.modules.keys() == {f"diffusion_model.{n}" for n in MODULES}
             for name, module in again.adapter.modules.items():
                 one, two = (a.factors(a.modules[name], torch.float64) for a in (again.adapter, expert.adapter))

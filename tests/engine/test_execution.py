@@ -99,7 +99,6 @@ def test_a_rule_is_given_what_it_declares(family: Family, monkeypatch: pytest.Mo
         generator: torch.Generator | None = None,
         strength: float = 1.0,
     ) -> Merged:
-        assert generator is not None
         seen.update(
             weights=weights, base=base.clone(), strength=strength, draw=torch.rand(1, generator=generator).item()
         )

@@ -37,7 +37,6 @@ def test_the_sample_is_the_same_for_any_chunks(chunk: int) -> None:
     for start in range(0, LARGE, chunk):
         sample.add(start, values[start : start + chunk])
     expected = torch.cat([values[a:b] for a, b in sample_runs(LARGE)]).double()
-    assert sample.entries is not None
     assert torch.equal(sample.entries, expected)
     assert sample.wanted_from == math.inf
 
@@ -114,7 +113,6 @@ def test_totals_are_the_norms_of_what_is_on_disk(models: Path, tmp_path: Path) -
         )
         merged, total, each = norms_by_hand(models, out)
         norms = report.totals.norms
-        assert norms is not None
         assert norms.merged == pytest.approx(merged, rel=1e-4)
         assert norms.total == pytest.approx(total, rel=1e-5)
         assert list(norms.experts) == pytest.approx(each, rel=1e-5)
@@ -125,8 +123,6 @@ def test_adapters_merged_into_a_model_have_sizes_too(models: Path, tmp_path: Pat
     adapters = [models / "adapters" / n for n in ("math", "code")]
     model = actmat.merge(models / "base", adapters, method="average", out=tmp_path / "model", dtype="float32")
     adapter = actmat.merge(None, adapters, method="average", out=tmp_path / "adapter")
-    assert model.totals.norms is not None
-    assert adapter.totals.norms is not None
     assert model.totals.norms.merged == pytest.approx(adapter.totals.norms.merged, rel=1e-5)
     assert model.totals.norms.experts == pytest.approx(adapter.totals.norms.experts, rel=1e-5)
 

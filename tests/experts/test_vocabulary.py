@@ -113,7 +113,6 @@ def test_a_union_lends_new_rows(folder: Path) -> None:
     assert torch.equal(
         experts["two"].tensors.read(EMBEDDING), torch.stack([*two[:18], one[18], two[18], two[19], two[20]])
     )
-    assert base.config is not None
     assert base.config["vocab_size"] == 22
     listed = json.loads(base.folder.texts["tokenizer.json"])["added_tokens"]
     assert [(e["content"], e["id"]) for e in listed[1:]] == [("<a>", 18), ("<b>", 19), ("<c>", 20), ("<d>", 21)]

@@ -63,21 +63,17 @@ class Server:
 
     def start(self, argv: Sequence[str], *, at: tuple[int, int] = (0, 0)) -> Run:
         """Start `actmat ARGV`, which sends itself a signal: `at` is the tensors recorded until then, and its number."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([list(argv), at]) + "\n")
         self._process.stdin.flush()
         return Run(self, int(self.answer("started")), self._said)
 
     def answer(self, word: str) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline().split()
         assert line, "the server died"
         assert line[0] == word, line
         return line[-1]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()

@@ -114,7 +114,6 @@ def test_temporary_folders_of_killed_processes_are_removed(
     command = [sys.executable, "-c", LEFT + ENDS[end]]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-        assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         if end == "killed":
             process.wait()

@@ -48,7 +48,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]
 
 @pytest.fixture
 def uploads(hub: HubStandIn) -> Uploads:
-    assert hub.uploads is not None
     return hub.uploads
 
 

@@ -48,7 +48,6 @@ def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tm
     )
     assert done.code == 0, done.err
     rows = read_diagnosis(out).agreement
-    assert rows is not None
     assert [(r.expert, r.data) for r in rows] == [(n, str(place / f"{n}.jsonl")) for n in TEXTS]
     for row in rows:
         differing, nats, count = naive(place / "merged", place / "experts" / row.expert, TEXTS[row.expert])

@@ -116,7 +116,6 @@ def test_images_from_an_array_and_from_a_folder(tmp_path: Path) -> None:
             assert found.header.samples == 5
             assert len(found.header.places) == 14
             key = found.find("vit.encoder.layer.0.attention.attention.query.weight")
-            assert key is not None
             grams.append(found.gram(key))
     assert relative_error(grams[0], grams[1]) < F32_PRODUCT  # the same images, in another order
     data = json.loads(run(["statistics", "show", str(out), "--json"]).out)["statistics"][0]

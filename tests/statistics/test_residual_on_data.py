@@ -60,7 +60,6 @@ def test_rows_are_what_the_activations_say(place: Path, stats: Path, tmp_path: P
     done = run(["diagnose", str(place / "merged"), *flags, "--out", str(tmp_path / "r.json")])
     assert done.code == 0, done.err
     rows = read_diagnosis(tmp_path / "r.json").residual_on_data
-    assert rows is not None
     assert [(r.expert, r.matrices) for r in rows] == [(n, 15) for n in TEXTS]
     for row in rows:
         assert row.residual == pytest.approx(naive(place, place / "merged", row.expert), rel=1e-4)

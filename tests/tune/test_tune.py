@@ -169,8 +169,6 @@ def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
     for half, texts in ((inputs.search, TEXTS["math"][0::2]), (inputs.final, TEXTS["math"][1::2])):
         rows = []
         for batch in half:
-            assert batch.counted is not None
-            assert batch.labels is not None
             for n, mask in enumerate(batch.arguments["attention_mask"].bool()):
                 whole = batch.arguments["input_ids"][n][mask].tolist()
                 rows.append((whole, batch.labels[n][batch.counted[n]].tolist()))
@@ -211,8 +209,6 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
     found = of_similar_lengths([whole], torch.nn.Linear(1, 1))
     assert [b.lengths for b in found] == [[8, 8, 8, 7], [3], [2]]
     for batch in found:
-        assert batch.counted is not None
-        assert batch.labels is not None
         assert {t.shape for t in (*batch.arguments.values(), batch.counted, batch.labels)} == {
             (batch.samples, max(batch.lengths))
         }
