@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actmat.cli import streams
-from actmat.cli.screen import MergeProgress, showing_progress
+from actmat.cli.screen import MergeProgress
 from actmat.progress import Progress
 
 
@@ -21,13 +21,6 @@ def calls(kind: type) -> dict[str, list[str]]:
 def test_the_bar_has_the_calls_of_progress() -> None:
     assert set(calls(Progress)) == {"started", "tensor", "note", "finishing"}
     assert calls(MergeProgress) == calls(Progress)
-
-
-def test_quiet_is_no_bar() -> None:
-    with showing_progress(quiet=True) as nothing:
-        assert nothing is None
-    with showing_progress(quiet=False) as bar:
-        assert isinstance(bar, MergeProgress)
 
 
 @pytest.mark.slow
@@ -51,13 +44,6 @@ print(text.splitlines()[:1])
         done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, env=environment,
                               timeout=120, check=True)  # fmt: skip
         assert first in done.stdout
-
-
-def test_progress_ignores_all_calls() -> None:
-    nothing: Progress = Progress()
-    nothing.started([], 0, 1)
-    nothing.tensor("a", 1)
-    nothing.finishing()
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,6 @@ def test_every_check_has_a_case_and_nothing_is_wrong_with_unremarkable_experts()
     assert run_checks(some_facts()) == ()
 
 
-def test_checks_survive_no_matrices_and_no_tensors() -> None:
-    assert run_checks(Facts(labels=["math", "code"], measures=[])) == ()
-
-
 def test_what_fires_names_its_tensors_at_most_twenty() -> None:
     many = some_facts(measures=[a_measure(f"m{i}", snr=(0.1, 9.0)) for i in range(30)])
     (found,) = run_checks(many)

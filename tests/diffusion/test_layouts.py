@@ -87,9 +87,7 @@ def products(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def naive(kind: str, products_of_original: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -243,9 +241,7 @@ def test_diffusers_reads_what_is_written_as_we_do(kind: str, layout: str) -> Non
         file = {n: t for n, t in file.items() if not any(x in n for x in ("time_proj", "text_emb", "head"))}
     found = {spelled(n): v for n, v in products(of_diffusers(kind, file)).items()}
     expected = products(convert_lora(file, "diffusers"))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_sd3_is_as_diffusers_converts_checkpoints() -> None:
@@ -274,8 +270,7 @@ def test_sd3_is_as_diffusers_converts_checkpoints() -> None:
     expected = {
         f"transformer.{n.removesuffix('.weight')}": t for n, t in convert(standins).items() if n.endswith("weight")
     }
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-12, atol=1e-12)
 
 
 def separate(kind: str, names: Iterable[str], scale: Mapping[str, float] | None = None, *, dtype: torch.dtype) -> Any:

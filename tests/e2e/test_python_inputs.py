@@ -330,14 +330,6 @@ def test_errors_say_what_is_wrong() -> None:
         actmat.merge_matrices("actmat", [torch.ones(3), torch.ones(3)])
 
 
-@pytest.mark.parametrize("method", [m for m in DATA_FREE if not m.needs_base], ids=lambda m: m.name)
-def test_a_base_that_is_not_read_changes_nothing(method: MergeMethod) -> None:
-    """A loop over methods passes the base to all of them."""
-    deltas = experts_for(method)
-    given = actmat.merge_matrices(method.name, deltas, base=BASE)
-    assert torch.equal(given, actmat.merge_matrices(method.name, deltas))
-
-
 def test_a_missing_base_is_named() -> None:
     """Of the rules that look at `W_0`, some can do without: theirs is an optional argument."""
     for method in (m for m in all_methods() if m.needs_base and not m.needs_statistics):
@@ -393,14 +385,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert actmat.merge.__module__ == "actmat.api.merging"
     with pytest.raises(AttributeError, match="no attribute 'shuffel'"):
         actmat.shuffel  # noqa: B018
-
-
-def test_every_error_is_public() -> None:
-    from actmat import errors
-
-    tree = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, Exception)}
-    assert len(tree) == 7
-    assert {n for n in tree if getattr(actmat, n) is getattr(errors, n)} == tree
 
 
 def test_objects_that_are_no_inputs_are_refused_by_name(tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def test_flags_and_plan(family: Family) -> None:
             "--json",
             "--full",
             command="plan",
-        )
+        ),
+        code=0,
     )
-    assert shown.code == 0, shown.err
     plan = MergePlan.from_json(json.loads(shown.out))
     (call,) = {str(i.call.post): i.call for i in plan.items if i.call is not None and i.action == "merge"}.values()
     assert call.post == (PostCall("subspace_boosting", {"beta": 0.1}), PostCall("mean_norm", {}))

@@ -154,7 +154,7 @@ def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: P
     def said(*more: str) -> str:
         places = ["-b", "base", "-e", "experts/math", "-e", "experts/code"]
         inputs = [w if w.startswith("-") else str(models / w) for w in places]
-        return run(["merge", "-m", "actmat", *inputs, "--out", str(tmp_path / "out"), "--overwrite", *more]).out
+        return run(["merge", "-m", "actmat", *inputs, "--out", tmp_path / "out", "--overwrite", *more]).out
 
     plain = said()
     assert "norm of" not in plain, "norms do not say whether a merge is good"

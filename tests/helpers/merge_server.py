@@ -75,7 +75,7 @@ class Server:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
 

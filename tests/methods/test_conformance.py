@@ -40,11 +40,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_names_are_unique() -> None:
-    names = [m.name for m in all_methods()]
-    assert sorted(names) == sorted(set(names))
-
-
 @each_method
 def test_the_declaration_is_complete(method: MergeMethod) -> None:
     assert all((method.text.summary, method.text.equation, method.text.source))

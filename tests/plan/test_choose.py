@@ -23,18 +23,6 @@ def method(decision: Decision) -> str:
     return decision.call.method
 
 
-def test_by_default_matrices_are_merged_and_the_rest_is_averaged() -> None:
-    found = chooser(options={"rtol": 1e-3}, scale=0.5)
-    merged = decide(found, "w")
-    assert (merged.action, method(merged)) == ("merge", "actmat")
-    assert merged.call.options["rtol"] == 1e-3
-    assert merged.call.scale == 0.5
-    averaged = decide(found, "norm", Role.VECTOR, (4,))
-    assert (averaged.action, method(averaged)) == ("average", "average")
-    assert averaged.call.scale == 1.0, "the scale is the method's, a mean is a mean"
-    assert "mean of the deltas" in averaged.reason
-
-
 def test_the_first_rule_that_matches_decides() -> None:
     rules = [
         {"match": "*.mlp.*", "method": "ties", "options": {"density": 0.3}},
@@ -90,15 +78,6 @@ def test_every_wrong_choice_is_collected() -> None:
     for words in ("Did you mean 'actmat'?", "rules.0: There is no method 'tise'", "rules.1: "):
         assert words in text
     assert decide(found, "w").call is None, "and the others go on being found"
-
-
-def test_weights_go_to_rules_that_take_them() -> None:
-    experts = [{"path": "e1", "weight": 3.0}, {"path": "e2", "weight": 1.0}]
-    found = chooser(method="task_arithmetic", experts=experts)
-    for decision in (decide(found, "w"), decide(found, "norm", Role.VECTOR, (4,))):
-        assert decision.call.weights == (3.0, 1.0)
-    equal = decide(chooser(method="task_arithmetic"), "w")
-    assert equal.call.weights is None
 
 
 def test_weights_that_cancel_have_no_mean() -> None:

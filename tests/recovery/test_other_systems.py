@@ -70,7 +70,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert actmat(family.argv("--out", str(theirs), "--set", "max_shard_size=2kB")).code == 0
+    actmat(family.argv("--out", str(theirs), "--set", "max_shard_size=2kB"), code=0)
     argv = [*family.argv("--out", str(ours), "--set", "max_shard_size=2kB"), "--diagnose"]
     argv[argv.index("--threads") + 1] = "2"
     done = blocked(argv, ["pread", "pwrite"])
@@ -80,7 +80,7 @@ def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, t
     assert not list(tmp_path.glob(".*")), "no lock is left"
     again = blocked(argv)
     assert again.returncode == 0, again.stderr
-    assert actmat(["verify", str(ours)]).code == 0
+    actmat(["verify", ours], code=0)
 
 
 @pytest.mark.parametrize("gone", [(), ("preadv",), ("preadv", "pread", "pwrite")])
@@ -335,7 +335,7 @@ def test_a_manifest_of_two_drives_has_no_relative_path(family: Family, monkeypat
         raise ValueError("path is on mount 'D:', start on mount 'C:'")
 
     monkeypatch.setattr(os.path, "relpath", other_drive)
-    assert actmat(family.argv("--out", str(out))).code == 0
+    actmat(family.argv("--out", str(out)), code=0)
     text = (out / "actmat_manifest.json").read_text(encoding="utf-8")
     assert "from_here" not in text
-    assert actmat(["verify", str(out)]).code == 0
+    actmat(["verify", out], code=0)

@@ -75,6 +75,7 @@ def test_opening_reads_each_header_once_and_reading_sends_each_byte_once(server:
 def test_two_hundred_shards_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
     tensors = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(200)}
     publish(tmp_path / "m", tensors, shards=200)
+    server.together = 2
     with open_model(f"{server.url}/m") as found:
         assert len(found.specs) == 200
     per_shard = {n: c for n, c in server.counts.items() if n.endswith(".safetensors") and "-of-" in n}
@@ -90,10 +91,9 @@ def test_large_tensors_are_read_in_blocks_ahead(
     monkeypatch.setattr(ranges, "BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(ranges, "SMALL_BYTES", 1 << 12)
     publish(tmp_path / "m", shards=1)
-    server.delay = 0.005
     with open_model(f"{server.url}/m") as found:
         assert isinstance(found.tensors, SafetensorsFiles)
-        server.requests, server.most_running = [], 0
+        server.requests, server.most_running, server.together = [], 0, 2
         out = bytearray(TENSORS["w.0"].nbytes)
         for start in range(0, len(out), 10_000):
             found.tensors.read_into("w.0", start, memoryview(out)[start : start + 10_000])
