@@ -122,7 +122,7 @@ def test_methods_lists_all() -> None:
 
 @pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_a_method_in_full(method: object) -> None:
-    name = method.name  # type: ignore[attr-defined]
+    name = method.name
     (data,) = json.loads(actmat(["methods", name, "--json"]).out)["methods"]
     assert data["name"] == name
     assert data["summary"]

@@ -129,7 +129,7 @@ def test_diffusers_names_come_back_bit_by_bit(kind: str) -> None:
     for name, tensor in convert_lora(original(kind, "comfy"), "diffusers").items():
         file[name] = torch.randn(tensor.shape, generator=rng)
     for layout in ("kohya", "comfy"):
-        again = convert_lora(convert_lora(file, layout), "diffusers")  # type: ignore[arg-type]
+        again = convert_lora(convert_lora(file, layout), "diffusers")
         assert again.keys() == file.keys()
         assert [n for n in file if not torch.equal(again[n], file[n])] == []
 
@@ -234,7 +234,7 @@ def spelled(name: str) -> str:
 )  # fmt: skip
 def test_diffusers_reads_what_is_written_as_we_do(kind: str, layout: str) -> None:
     """diffusers' converters of LoRA on the written file give the deltas of ours, by the same names."""
-    file = convert_lora(original(kind, "comfy"), layout)  # type: ignore[arg-type]
+    file = convert_lora(original(kind, "comfy"), layout)
     if kind == "Flux":  # whose converter leaves these without their component
         file = {n: t for n, t in file.items() if "final_layer" not in n}
     if kind == "Wan":  # whose converter drops their alpha
@@ -336,7 +336,7 @@ def test_text_encoders_have_the_names_of_each_tool(
     file[f"{flat}.alpha"] = torch.tensor(1.0)
     names = {"kohya": flat, "diffusers": diffusers + path, "comfy": f"text_encoders.{comfy}.transformer.{path}"}
     for layout, name in names.items():
-        found = products(convert_lora(convert_lora(file, "comfy"), layout))  # type: ignore[arg-type]
+        found = products(convert_lora(convert_lora(file, "comfy"), layout))
         assert [n for n in found if n.startswith(("text_", "lora_te"))] == [name]
 
 

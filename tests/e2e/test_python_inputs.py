@@ -105,7 +105,7 @@ def test_a_base_in_memory_gives_the_tokenizer_of_the_folder_that_it_came_from(
 
 def test_settings_of_another_type_are_refused() -> None:
     with pytest.raises(RecipeError, match="Invalid settings") as caught:
-        actmat.plan("base", ["a"], threads="x", overwrite="yes")  # type: ignore[arg-type]
+        actmat.plan("base", ["a"], threads="x", overwrite="yes")
     wrong = ("threads: expected int | None, found 'x'", "overwrite: expected bool, found 'yes'")
     assert caught.value.problems == wrong
 
@@ -390,10 +390,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_objects_that_are_no_inputs_are_refused_by_name(tmp_path: Path) -> None:
     model, recipe = torch.nn.Linear(2, 2), make_recipe({"base": "base", "experts": ["a"]})
     with pytest.raises(RecipeError) as refused:
-        actmat.merge(model, [tmp_path / "one", model.weight], out=tmp_path / "out")  # type: ignore[list-item]
+        actmat.merge(model, [tmp_path / "one", model.weight], out=tmp_path / "out")
     assert list(refused.value.problems) == ["experts[1]: expected a path, a hub id or a URL, found Parameter"]
     with pytest.raises(RecipeError, match=r"actmat\.run\.run_recipes"):
-        actmat.plan(recipe)  # type: ignore[arg-type]
+        actmat.plan(recipe)
     with pytest.raises(RecipeError, match="expected a list, found the one location 'one'"):
         actmat.plan("base", "one")
     with pytest.raises(RecipeError, match="found one state dict"):

@@ -316,7 +316,7 @@ def test_no_infinity_is_written(family: Family, stored: str, dtype: str, setting
     for folder, value in ((family.base, 3e38), *((e, largest) for e in family.experts)):
         family.change(folder, lambda t: t.update({n: x.to(getattr(torch, stored)) for n, x in t.items()}))
         value = (0.0 if folder == family.base else 40.0) if "scale" in settings else value
-        family.change(folder, lambda t, v=value: t[Q0][0].fill_(v))  # type: ignore[misc]
+        family.change(folder, lambda t, v=value: t[Q0][0].fill_(v))
     with pytest.raises(NumericalError, match=f"has values beyond {dtype}'s range"):
         merge(family, dtype=dtype, scope="all", **settings)
     assert not family.out.exists()
@@ -347,7 +347,7 @@ def test_a_variance_stays_one(family: Family) -> None:
     """A method that adds deltas up would make it negative: it is averaged, and the plan says so."""
     name = "bn.running_var"
     for folder, value in ((family.base, 1.0), *((e, 0.25) for e in family.experts)):
-        family.change(folder, lambda t, v=value: t.update({name: torch.full((4,), v)}))  # type: ignore[misc]
+        family.change(folder, lambda t, v=value: t.update({name: torch.full((4,), v)}))
     chosen = {"method": "task_arithmetic", "options": {"scaling": 1.0}}
     merged, rows = merge(family, scope="all", **chosen)
     assert merged[name].tolist() == [0.25] * 4

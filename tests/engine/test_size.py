@@ -72,7 +72,7 @@ def test_sums_have_the_bits_of_a_loop_over_the_experts(
     deltas[3][0] = 0.0
     item = SimpleNamespace(numel=numel, base_dtype="bfloat16")
     sources = [DeltaSource(str(t), "formed" if t == 1 else "stored", "bfloat16", 0, 1) for t in range(4)]
-    sample = InputSample(item, sources, [Formed(x) for x in experts])  # type: ignore[arg-type]
+    sample = InputSample(item, sources, [Formed(x) for x in experts])
     starts = range(0, numel, chunk)
     steps = [(t, start) for t in order for start in starts] if by_expert else [(t, s) for s in starts for t in order]
     bases = [(-1, start) for start in starts]
@@ -101,7 +101,7 @@ def norms_by_hand(models: Path, out: Path) -> tuple[float, float, list[float]]:
 
     deltas = [[e[n] - base[n] for n in merged] for e in experts]
     total = [sum(d) for d in zip(*deltas, strict=True)]
-    return norm([made[n] - base[n] for n in merged]), norm(total), [norm(d) for d in deltas]  # type: ignore[arg-type]
+    return norm([made[n] - base[n] for n in merged]), norm(total), [norm(d) for d in deltas]
 
 
 def test_totals_are_the_norms_of_what_is_on_disk(models: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _signal_at(count: int, number: int) -> None:
         if next(moments, 0) == count:
             os.kill(os.getpid(), number)
 
-    Staging.record = recording  # type: ignore[method-assign]
+    Staging.record = recording
 
 
 def _child(argv: list[str], at: tuple[int, int], said: str) -> None:

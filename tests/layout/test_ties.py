@@ -17,7 +17,7 @@ def model_says(model: object) -> dict[str, str]:
     """Tied names of a model in memory: same storage under two names."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
-    for name, tensor in model.state_dict().items():  # type: ignore[attr-defined]
+    for name, tensor in model.state_dict().items():
         other = first.setdefault(tensor.data_ptr(), name)
         if other != name:
             ties[name] = other

@@ -96,7 +96,7 @@ def test_a_declaration_takes_the_place_of_a_name() -> None:
     assert get_method(average) is average
     assert actmat.merge_matrices(average, [torch.ones(2, 2)]).equal(torch.ones(2, 2))
     with pytest.raises(RecipeError, match=r"given by its name, .* got 3"):
-        get_method(3)  # type: ignore[arg-type]
+        get_method(3)
 
 
 def test_the_command_shows_a_users_rule(rule: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_write_lost_in_the_background_is_told(family: Family, out: Path, monke
     def wait_for_the_flusher(writer: ShardWriter, specs: object) -> None:
         while writer._flush_error is None:
             pass
-        finish(writer, specs)  # type: ignore[arg-type]
+        finish(writer, specs)
 
     monkeypatch.setattr(ShardWriter, "finish", wait_for_the_flusher)
     assert stopped(family, out, says="Input/output error") == TENSORS

@@ -200,7 +200,7 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(state: Interrupted, mo
     finish = ShardWriter.finish
 
     def slow(writer: ShardWriter, specs: object) -> None:
-        finish(writer, specs)  # type: ignore[arg-type]
+        finish(writer, specs)
         state.out.mkdir()
         (state.out / "mine.txt").write_text("precious")
 
@@ -278,7 +278,7 @@ def test_the_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatc
     flock, seen = fcntl.flock, []
 
     def remove_under_us(file: object, how: int) -> None:
-        flock(file, how)  # type: ignore[call-overload]
+        flock(file, how)
         if not seen:
             (tmp_path / ".out.actmat-lock").unlink()
         seen.append(file)

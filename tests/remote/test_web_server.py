@@ -97,7 +97,7 @@ def test_large_tensors_are_read_in_blocks_ahead(
         out = bytearray(TENSORS["w.0"].nbytes)
         for start in range(0, len(out), 10_000):
             found.tensors.read_into("w.0", start, memoryview(out)[start : start + 10_000])
-            assert len(found.tensors._ranges._held) <= ranges.BLOCKS_PER_THREAD  # type: ignore[union-attr]
+            assert len(found.tensors._ranges._held) <= ranges.BLOCKS_PER_THREAD
         assert out == TENSORS["w.0"].numpy().tobytes()
         blocks = -(-TENSORS["w.0"].nbytes // (1 << 16))
         assert len(server.requests) == blocks
@@ -115,7 +115,7 @@ def test_blocks_are_shared_by_small_tensors_and_dropped_when_read(server: RangeS
             for name, got in zip(tensors, pool.map(found.tensors.read, tensors), strict=True):
                 assert torch.equal(got, tensors[name])
         assert len(server.requests) == 1
-        assert not found.tensors._ranges._held  # type: ignore[union-attr]
+        assert not found.tensors._ranges._held
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "truncate", "close", "hang", "drip"])

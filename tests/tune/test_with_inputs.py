@@ -114,7 +114,7 @@ def test_kept_are_answers_that_a_merge_which_has_not_seen_the_input_would_write(
                 asked = {"input_ids": seen.input_ids, "attention_mask": seen.attention_mask}
                 whole, mine = (
                     m.generate(**asked, max_new_tokens=4, do_sample=False, pad_token_id=0)
-                    for m in (expert.model, models[n % 2].model)  # type: ignore[operator]
+                    for m in (expert.model, models[n % 2].model)
                 )
                 ranked = default_predict(models[n % 2].model, {"input_ids": whole}).argmax(-1)[:, :-1]
             kept += torch.equal(whole, mine)
