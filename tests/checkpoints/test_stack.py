@@ -49,7 +49,6 @@ def test_locations_of_stacks(text: str, parts: list[str]) -> None:
 def test_layers_are_numbered_anew(folder: Path) -> None:
     a, b = (load_file(folder / m / "model.safetensors") for m in "ab")
     with open_model("a[0:3] + b[1:4] + a[2:4]") as stack:
-        assert isinstance(stack.tensors, Composed)
         origins = [(a, 0), (a, 1), (a, 2), (b, 1), (b, 2), (b, 3), (a, 2), (a, 3)]
         for k, (model, layer) in enumerate(origins):
             assert torch.equal(stack.tensors.read(UP.format(k)), model[UP.format(layer)])
