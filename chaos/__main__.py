@@ -63,7 +63,6 @@ def main() -> int:
             record.add(sort, kind, disturbances, [f"run {k}: {p}" for p in found], time.monotonic() - began)
             if args.record:
                 write_record(args.record, record)
-        chaos.close()
     kinds: Counter[str] = Counter()
     for counts in record.by.values():
         kinds.update(counts)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
 import resource
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from typing import Any
 
 WRITES = ("pwrite", "fsync", "fdatasync", "rename", "ftruncate", "mkdir", "unlink", "open", "append", "copyfile")
 READS = ("preadv", "pread")
-SENDS, RECEIVES = ("send",), ("recv",)
-"""Operations of connections, which a push makes in place of those on the disk."""
 HALF_A_FILE = 3000
 """Bytes of a file that still fit, about half of the smallest shard: writes across this end are cut."""
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT}
@@ -28,7 +24,7 @@ ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT}
 class Fault:
     """Fault at the `number`-th operation of one of the `names`: `kind` is kill, half, term, full, or one of `ERRORS`.
 
-    Of a connection, any of `ERRORS` is a reset. `half`: a write is cut in half, and then the process is killed. `full`:
+    `half`: a write is cut in half, and then the process is killed. `full`:
     from then on no file grows beyond `HALF_A_FILE`, by a limit of the system, which cuts writes as a full disk does.
     """
 
@@ -39,7 +35,7 @@ class Fault:
 
 def install(fault: Fault | None) -> dict[str, int]:
     """Interpose the operations of this process; returns their counts, which go on."""
-    counts = dict.fromkeys((*WRITES, *READS, *SENDS, *RECEIVES), 0)
+    counts = dict.fromkeys((*WRITES, *READS), 0)
     lock = threading.Lock()
 
     def interposed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,8 +52,6 @@ def install(fault: Fault | None) -> dict[str, int]:
     for name in ("pwrite", "fsync", "fdatasync", "rename", "ftruncate", "mkdir", "unlink", *READS):
         setattr(os, name, interposed(name, getattr(os, name)))
     shutil.copyfile = interposed("copyfile", shutil.copyfile)  # type: ignore[assignment]
-    for name in (*SENDS, *RECEIVES):
-        setattr(socket.socket, name, interposed(name, getattr(socket.socket, name)))
     _interpose_files(interposed)
     return counts
 
@@ -84,14 +78,10 @@ def _strike(fault: Fault, name: str, real: Callable[..., Any], arguments: tuple[
         resource.setrlimit(resource.RLIMIT_FSIZE, (HALF_A_FILE, resource.RLIM_INFINITY))
     elif fault.kind == "term":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif fault.kind in ERRORS and name in (*SENDS, *RECEIVES):
-        with contextlib.suppress(OSError):  # no error of a connection leaves it open
-            arguments[0].shutdown(socket.SHUT_RDWR)
-        raise ConnectionResetError(errno.ECONNRESET, f"the fault of {name}")
     elif fault.kind in ERRORS:
         raise OSError(ERRORS[fault.kind], f"the fault of {name}")
     else:
-        if fault.kind == "half" and name in ("pwrite", "append", "send"):
+        if fault.kind == "half" and name in ("pwrite", "append"):
             first, data, *rest = arguments
             real(first, data[: len(data) // 2], *rest)
         os.kill(os.getpid(), signal.SIGKILL)

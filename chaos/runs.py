@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from chaos.faults import ERRORS, READS, RECEIVES, SENDS, WRITES, Fault, install
-from chaos.pushes import Hub
+from chaos.faults import ERRORS, READS, WRITES, Fault, install
 from chaos.searches import make_search_inputs, search_contents
 from chaos.sorts import (
-    PUSHED,
+    REPLACED,
     SORTS,
     Sort,
     command,
@@ -45,16 +44,14 @@ class Chaos:
     def __init__(self, root: Path, sorts: Sequence[str]) -> None:
         self.root = root
         make_inputs(root)
-        verbs = {SORTS[label].verb for label in sorts}
-        self.hub = Hub(root) if "push" in verbs else None
-        if "tune" in verbs:
+        if "tune" in {SORTS[label].verb for label in sorts}:
             make_search_inputs(root)
         self.expected: dict[str, dict[str, bytes]] = {}
         self.counts: dict[str, dict[str, int]] = {}
         self.seconds: dict[str, float] = {}
-        code = self.wait(self._fork([*command(root, SORTS["model"], root / PUSHED), "-m", "ties"], root))
+        code = self.wait(self._fork([*command(root, SORTS["model"], root / REPLACED), "-m", "ties"], root))
         assert code == 0, self.errors(root)
-        self.replaced = contents(root / PUSHED)
+        self.replaced = contents(root / REPLACED)
         self.inputs = untouched(root)
         for label in sorts:
             place = root / "run"  # that of all runs: a search names it in its recipe
@@ -66,24 +63,11 @@ class Chaos:
             first = self.expected.get(label.partition(",")[0], made)
             assert weights(made) == weights(first), f"{label} differs from the merge on the host without any fault"
             self.counts[label] = json.loads((place / "counts.json").read_text())
-            self.clear(place)
+            shutil.rmtree(place)
 
-    def close(self) -> None:
-        """End the stand-in of the hub."""
-        if self.hub is not None:
-            self.hub.close()
-
-    def clear(self, place: Path) -> None:
-        """Remove all that a run made."""
-        shutil.rmtree(place)
-        if self.hub is not None:
-            self.hub.forget(place)
-
-    def found(self, sort: Sort, place: Path) -> dict[str, bytes]:
-        """Files that a command made: its output, and of a search its work folder, of a push the last commit."""
-        if sort.verb == "push":
-            assert self.hub is not None
-            return next(reversed(self.hub.commits(place)), {})
+    @staticmethod
+    def found(sort: Sort, place: Path) -> dict[str, bytes]:
+        """Files that a command made: its output, and of a search its work folder."""
         return contents(place / "out") | (search_contents(place / "out") if sort.verb == "tune" else {})
 
     def start(self, sort: Sort, place: Path, fault: Fault | None = None) -> int:
@@ -122,8 +106,7 @@ class Chaos:
             time.sleep(moment)
             os.kill(process, signal.SIGKILL)
             return f"killed after {moment:.3f} s", {self.wait(process)}
-        names = (*READS, *RECEIVES) if kind == "read" else WRITES
-        names = (*names, *SENDS) if sort.verb == "push" and kind != "read" else names
+        names = READS if kind == "read" else WRITES
         number = rng.randint(1, sum(self.counts[label][n] for n in names))
         fault = Fault("EIO" if kind == "read" else kind, names, number)
         return f"{fault.kind} at operation {number} of {names[0]}, ...", {self.wait(self.start(sort, place, fault))}
@@ -147,21 +130,15 @@ class Chaos:
             made = self.found(SORTS[label], place)
             differing = sorted(n for n in made | self.expected[label] if made.get(n) != self.expected[label].get(n))
             problems.append(f"other bytes in the end: {', '.join(differing)}")
-        elif wrong := self.half_finished(SORTS[label], place):  # of a push, the earlier commits
-            problems.append(f"there are files with other bytes: {sorted(wrong)}")
         if untouched(self.root) != self.inputs:
             problems.append("an input is changed")
         if left := leftovers(place):
             problems.append(f"left: {left}")
-        self.clear(place)
+        shutil.rmtree(place)
         return len(story), [f"{label}, {'; '.join(story)}: {p}" for p in problems]
 
     def half_finished(self, sort: Sort, place: Path) -> dict[str, bytes]:
         """Files under a final name that are not as they should be, nor all those of the output to be replaced."""
-        if sort.verb == "push":
-            assert self.hub is not None
-            wrong = [c for c in self.hub.commits(place) if c != self.expected[sort.name]]
-            return {f"a commit of {sorted(c)}": b"" for c in wrong}
         if not (place / "out").exists():
             return {}
         try:

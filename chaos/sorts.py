@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from chaos.pushes import Hub
 from chaos.searches import search_command
 
 WIDTH, LAYERS, RANK = 16, 6, 2
-PUSHED = "replaced"
-"""Folder of the output that is pushed, and of the one that `--overwrite` replaces."""
+REPLACED = "replaced"
+"""Folder of the output that `--overwrite` replaces."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Sort:
         name: of the sort.
         flags: of the command.
         inputs: "checkpoints", "adapters", or "base and adapters".
-        verb: "merge", "extract" of a model, "tune", which refuses to write what it finished, or "push" to a stand-in of
-            the hub.
+        verb: "merge", "extract" of a model, or "tune", which refuses to write what it finished.
         replaces: another output is in its place, which `--overwrite` replaces.
     """
 
@@ -51,7 +49,6 @@ _SORTS = (
     Sort("model, devices", ("--device", "cpu:0,1", "--threads", "1")),
     Sort("extraction", ("--rank", "4", "--threads", "1"), verb="extract"),
     Sort("tune", verb="tune"),
-    Sort("push", verb="push"),
 )
 SORTS = {s.name: s for s in _SORTS}
 """Every sort of output."""
@@ -92,8 +89,6 @@ def command(root: Path, sort: Sort, out: Path) -> list[str]:
     """Arguments of `actmat` for one sort of output."""
     if sort.verb == "tune":
         return search_command(root, out)
-    if sort.verb == "push":
-        return ["push", str(root / PUSHED), Hub.name(out.parent), "--quiet"]
     if sort.verb == "extract":
         inputs = ["-b", str(root / "base"), "--model", str(root / "one")]
         return ["extract", *inputs, "--out", str(out), "--quiet", *sort.flags]
@@ -106,12 +101,12 @@ def command(root: Path, sort: Sort, out: Path) -> list[str]:
 def prepare(root: Path, sort: Sort, out: Path) -> None:
     """Put the output that is to be replaced in its place; once for all runs."""
     if sort.replaces and not out.exists():
-        shutil.copytree(root / PUSHED, out)
+        shutil.copytree(root / REPLACED, out)
 
 
 def untouched(root: Path) -> dict[str, bytes]:
     """Every file of the inputs, which no command may change."""
-    folders = (p for p in root.iterdir() if p.name.startswith(("base", "one", "two", "lora-", "llama", PUSHED)))
+    folders = (p for p in root.iterdir() if p.name.startswith(("base", "one", "two", "lora-", "llama", REPLACED)))
     return {str(p.relative_to(root)): p.read_bytes() for f in folders for p in f.rglob("*") if p.is_file()}
 
 
@@ -132,8 +127,8 @@ def _timeless(path: Path) -> bytes:
     if path.suffix == ".html":
         return b""  # drawn from report.json
     data = json.loads(path.read_bytes())
-    for part in (data, data.get("totals", {}), *data["tensors"], *data.get("modules", ())):
-        for key in ("timing", "seconds", "peak_bytes", "stages", "out", "created"):
+    for part in (data, *data["tensors"], *data.get("modules", ())):
+        for key in ("timing", "seconds", "stages", "out", "created"):
             part.pop(key, None)
     return json.dumps(data, sort_keys=True).encode()
 

@@ -34,12 +34,12 @@ from actmat.layout.families import FAMILIES
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
 from actmat.methods.contract import Description
 from actmat.methods.post import STEPS
-from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
+from actmat.recipe import ExpertRef, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.output import KINDS as OUTPUTS
 from actmat.recipe.values import Entry
 from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
-SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, *OUTPUTS.values(), Vocabulary, TokenRow)
+SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, *OUTPUTS.values(), Vocabulary, TokenRow)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 # Methods
 

@@ -49,7 +49,6 @@ SHORT_TEXT = ("ExpertRef", "PostRef", "Vocabulary", "TokenRow")
 """Models that a recipe may give as a text."""
 SHORT_LIST = {"Recipe": ("keep", "mute", "post"), "Rule": ("match",), "ExpertRef": ("stacks",)}
 """Model -> lists that a recipe may give as their only member."""
-GRADIENT = {"type": "object", "required": ["gradient"], "properties": {"gradient": {"type": "array", "minItems": 1}}}
 
 Schema = dict[str, Any]
 
@@ -81,8 +80,6 @@ def _as_written(schema: Schema) -> Schema:
         if "oneOf" in entry:  # of outputs
             entry["anyOf"] = [*entry.pop("oneOf"), *entry.pop("anyOf", [])]
             entry.pop("discriminator", None)
-        if {"type": "array", "items": {"$ref": "#/$defs/Entry"}} in entry.get("anyOf", ()):
-            entry["anyOf"].append(GRADIENT)
     recipe = fields["Recipe"]["properties"]
     recipe["output"]["anyOf"].append({"type": "string"})
     for name in SHORT_TEXT:

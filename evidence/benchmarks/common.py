@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -21,18 +20,15 @@ import sysconfig
 import threading
 import time
 import venv
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.provenance import EVIDENCE, REPOSITORY, processor, record
-
-if TYPE_CHECKING:
-    from actmat.planning.model import MergePlan
 
 WORK = EVIDENCE / "work"
 RESULTS = EVIDENCE / "results"
@@ -147,46 +143,9 @@ def alternate(runs: dict[str, Callable[[], Run]], repeats: int) -> dict[str, lis
     return found
 
 
-def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """Medians, and every single time."""
-    return {
-        "wall_s": statistics.median(r.wall_s for r in runs),
-        "peak_anonymous_b": int(statistics.median(r.peak_anonymous_b for r in runs)),
-        "all_wall_s": [round(r.wall_s, 4) for r in runs],
-    }
-
-
 def actmat_command(python: str | Path = sys.executable) -> list[str]:
     """The command line of the library under test, in the given interpreter."""
     return [str(python), "-c", "import sys; from actmat.cli.main import main; sys.exit(main())"]
-
-
-def merge_words(base: str | Path, experts: Iterable[str | Path], method: str, *more: str) -> list[str | Path]:
-    """Arguments of `actmat plan` and `actmat merge`."""
-    return ["--base", base, "--method", method, *(w for e in experts for w in ("--expert", e)), *more]
-
-
-def merged(words: Sequence[str | Path], out: Path, *more: str) -> Run:
-    """`actmat merge` of this tree in a process of its own."""
-    return measure([*actmat_command(), "merge", *words, *more, "--out", fresh(out), "--quiet"], **SOURCE)
-
-
-def announced(arguments: Sequence[str | Path]) -> MergePlan:
-    """The plan that `actmat plan` makes for these inputs; it reads only headers."""
-    from actmat.planning.model import MergePlan
-
-    command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **SOURCE}).stdout
-    return MergePlan.from_json(json.loads(said))
-
-
-def weights_digest(folder: Path) -> str:
-    """Hash of all weight files, in the order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 def fresh(path: Path) -> Path:
@@ -384,8 +343,8 @@ def own_command() -> str:
 def _program(path: Path) -> str:
     """Module that was run, below `benchmarks`; of a package, its own name.
 
-    >>> _program(Path("/x/benchmarks/evidence/more.py")), _program(Path("/x/benchmarks/evidence/__main__.py"))
-    ('evidence.more', 'evidence')
+    >>> _program(Path("/x/benchmarks/evidence/folders.py")), _program(Path("/x/benchmarks/evidence/__main__.py"))
+    ('evidence.folders', 'evidence')
     """
     parts = [*path.parent.parts, path.stem]
     below = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else [path.stem]

@@ -1,11 +1,8 @@
 """Make a Llama-style checkpoint of random numbers, and experts that differ from it a little.
 
-    python -m benchmarks.make_llama work/llama-1b                        # 1.10 B parameters, bfloat16
-    python -m benchmarks.make_llama work/llama-03b --hidden 1024 --intermediate 2816 --layers 18
-
-writes `base`, `expert-0`, `expert-1`, ... under the folder: sharded safetensors, `config.json` and a word-level
-tokenizer, complete enough for `transformers` and `mergekit`. One tensor is in memory at a time. Every entry depends
-on the seed, the tensor's name and the checkpoint alone, so a checkpoint can be made again byte for byte.
+`make_family` writes `base`, `expert-0`, `expert-1`, ... under a folder: sharded safetensors, `config.json` and a
+word-level tokenizer, complete enough for `transformers` and `mergekit`. Every entry depends on the tensor's
+name and the checkpoint alone, so a checkpoint can be made again byte for byte.
 
 An expert is `W_t = W_0 + change * rms(W_0) * noise`. The default change of 1e-2 is above the half ulp of bfloat16
 (2^-9 = 2e-3 relative), so that the deltas survive the rounding.
@@ -13,20 +10,19 @@ An expert is `W_t = W_0 + change * rms(W_0) * noise`. The default change of 1e-2
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor
 
-DTYPES = {"bfloat16": (torch.bfloat16, "BF16"), "float32": (torch.float32, "F32")}
 INITIAL_RMS = 0.02
 
 
@@ -87,47 +83,20 @@ class Size:
         }
 
 
-def noise(name: str, shape: tuple[int, ...], seed: int, device: str = "cpu") -> Tensor:
-    """Standard normal entries that depend on the name, the seed and the kind of device alone."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+def noise(name: str, shape: tuple[int, ...], device: str = "cpu") -> Tensor:
+    """Standard normal entries that depend on the name and the kind of device alone."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"0/{name}".encode()))
     return torch.randn(shape, generator=generator, device=device)
 
 
-def values(name: str, shape: tuple[int, ...], expert: int | None, change: float, seed: int, device: str) -> Tensor:
+def values(name: str, shape: tuple[int, ...], expert: int | None, change: float, device: str) -> Tensor:
     """Tensor `name` of the base (`expert` is None) or of an expert, in float32."""
     is_norm = len(shape) == 1
-    base = torch.ones(shape, device=device) if is_norm else noise(name, shape, seed, device).mul_(INITIAL_RMS)
+    base = torch.ones(shape, device=device) if is_norm else noise(name, shape, device).mul_(INITIAL_RMS)
     if expert is None:
         return base
     rms = 1.0 if is_norm else INITIAL_RMS
-    return base.add_(noise(f"expert-{expert}/{name}", shape, seed, device), alpha=change * rms)
-
-
-def shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Split the tensors, in order, into files of at most `limit` bytes (a larger tensor has a file of its own)."""
-    shard: dict[str, tuple[int, ...]] = {}
-    filled = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * itemsize
-        if shard and filled + size > limit:
-            yield shard
-            shard, filled = {}, 0
-        shard[name] = shape
-        filled += size
-    yield shard
-
-
-def shard_files(folder: Path, shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, dict]:
-    """File name -> shapes of its tensors, see `shards`; writes the index where there are several files."""
-    parts = list(shards(shapes, itemsize, limit))
-    files = {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    total = itemsize * sum(map(math.prod, shapes.values()))
-    index = {tensor: file for file, part in files.items() for tensor in part}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-    (folder / "model.safetensors.index.json").write_text(text)
-    return files
+    return base.add_(noise(f"expert-{expert}/{name}", shape, device), alpha=change * rms)
 
 
 def write_checkpoint(
@@ -138,50 +107,21 @@ def write_checkpoint(
     change: float = 1e-2,
     dtype: str = "bfloat16",
     shard_bytes: int = 1 << 30,
-    seed: int = 0,
     device: str = "cpu",
 ) -> None:
-    """Write one checkpoint: weights, index where there are several shards, config and tokenizer."""
+    """Write one checkpoint: weights, index where there are several shards, config and tokenizer; a shard at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    kind, code = DTYPES[dtype]
-    for name, part in shard_files(folder, size.tensors(), kind.itemsize, shard_bytes).items():
-        write_shard(folder / name, part, code, kind, lambda n, s: values(n, s, expert, change, seed, device))
+    kind, shapes = getattr(torch, dtype), size.tensors()
+    unwritten = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape in shapes.items()}
+    split = split_torch_state_dict_into_shards(unwritten, max_shard_size=shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        made = {name: values(name, shapes[name], expert, change, device).to("cpu", kind) for name in names}
+        save_file(made, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     (folder / "config.json").write_text(json.dumps(size.config(dtype), indent=1))
     write_tokenizer(folder, size.vocabulary)
-
-
-def write_headers(folder: Path, size: Size) -> Path:
-    """A checkpoint in bfloat16 that has headers and a config, for plans of models that no disk here holds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_shard(folder / "model.safetensors", size.tensors(), "BF16", torch.bfloat16, None)
-    (folder / "config.json").write_text(json.dumps(size.config("bfloat16")))
-    return folder
-
-
-def write_shard(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    code: str,
-    kind: torch.dtype,
-    make: Callable[[str, tuple[int, ...]], Tensor] | None,
-) -> None:
-    """One file of weights; without `make` a hole of the disk where they would be."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * kind.itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + (0 if make else offset))
-        for name, shape in shapes.items():
-            if make is None:
-                break
-            tensor = make(name, shape).to(kind).cpu()
-            file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -204,17 +144,6 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
-def add_size_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sizes of the model, shared by the programs that make one."""
-    for name in ("hidden", "intermediate", "layers", "heads", "key_value_heads", "vocabulary"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Size(), name))
-
-
-def size_from(arguments: argparse.Namespace) -> Size:
-    """The `Size` of parsed `add_size_arguments`."""
-    return Size(**{name: getattr(arguments, name) for name in Size.__dataclass_fields__})
-
-
 def home(work: Path, size: Size, dtype: str) -> Path:
     """Folder of the checkpoints of this size and dtype, shared by the benchmarks."""
     return work / f"llama-{size.parameters() / 1e9:.3g}b-{dtype}"
@@ -235,25 +164,3 @@ def make_family(folder: Path, size: Size, experts: int, **how: Any) -> tuple[Pat
     with ThreadPoolExecutor(len(paths)) as pool:
         list(pool.map(make, range(len(paths))))
     return paths[0], paths[1:]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--experts", type=int, default=2)
-    parser.add_argument("--change", type=float, default=1e-2, help="size of a delta relative to the weights")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--shard-bytes", type=int, default=1 << 30)
-    parser.add_argument("--seed", type=int, default=0)
-    add_size_arguments(parser)
-    given = parser.parse_args()
-    size = size_from(given)
-    how = {"change": given.change, "dtype": given.dtype, "shard_bytes": given.shard_bytes, "seed": given.seed}
-    base, experts = make_family(given.folder, size, given.experts, **how)
-    print(f"{size.parameters() / 1e9:.3f} B parameters, {given.dtype}")
-    for path in (base, *experts):
-        print(path)
-
-
-if __name__ == "__main__":
-    main()

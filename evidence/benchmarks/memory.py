@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common import WORK, announced, finish, merge_words, merged, program
+from actmat import plan
+from benchmarks.common import SOURCE, WORK, actmat_command, finish, fresh, measure, program
 from benchmarks.make_llama import Size, home, make_family
 
 SIZES = {
@@ -28,9 +29,11 @@ COLUMNS = ("method", "parameters", "experts", "workers", "estimate_b", "peak_ano
 def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:
     """One merge, foretold and measured."""
     base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
-    words = merge_words(base, paths, method, "--set", f"scope={SCOPES[method]}")
-    foretold = announced(words).peak_bytes(workers)
-    run = merged(words, WORK / "out" / f"memory-{method}", "--threads", str(workers))
+    foretold = plan(base, paths, method=method, scope=SCOPES[method]).peak_bytes(workers)
+    words = ["--base", base, *(w for p in paths for w in ("--expert", p)), "--method", method]
+    words += ["--set", f"scope={SCOPES[method]}", "--threads", str(workers)]
+    out = fresh(WORK / "out" / f"memory-{method}")
+    run = measure([*actmat_command(), "merge", *words, "--out", out, "--quiet"], **SOURCE)
     return {
         "method": method,
         "parameters": f"{size.parameters() / 1e9:.3g} B",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -50,8 +50,20 @@ def result(name: str, folder: Path | None = None) -> str:
 
 def made_by(found: dict[str, Any]) -> str:
     """Command, machine and date of a result file."""
-    facts = {"command": "`{}`", "processor": "{}", "cores": "{} cores", "torch": "torch {}", "date": "{}"}
-    return ", ".join(text.format(found[fact]) for fact, text in facts.items() if fact in found)
+    facts = {"command": "{}", "processor": "{}", "cores": "{} cores", "torch": "torch {}", "date": "{}"}
+    told = found | {"command": command_of(found["command"])}
+    return ", ".join(text.format(told[fact]) for fact, text in facts.items() if fact in told)
+
+
+CLOSED = "318a946b"
+"""The last commit that has the programs of closed studies."""
+
+
+def command_of(text: str) -> str:
+    """A command as code; of a program that went when its question was answered, with a commit that has it."""
+    program = re.search(r"benchmarks[.\w]+", text)
+    is_there = program is None or importlib.util.find_spec(program[0]) is not None
+    return f"`{text}`" + f" of commit `{CLOSED}`" * (not is_there)
 
 
 def gpu(part: str) -> str:
@@ -166,7 +178,8 @@ def few(subject: str) -> str:
     said = f"Accuracy (answers kept) in %, means of {plural(len(rows[0]['tasks']), 'task')} and of draws"
     said += f" ({', '.join(f'n = {n}: {k}' for n, k in by_n.items())})"
     header = ["inputs of each expert", *map(str, numbers)]
-    return f"{table(header, lines)}\n{said}; `python -m benchmarks.few {subject}`, {'; '.join(machine)}.\n"
+    command = command_of(f"python -m benchmarks.few {subject}")
+    return f"{table(header, lines)}\n{said}; {command}, {'; '.join(machine)}.\n"
 
 
 def sets(form: str) -> str:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
-from benchmarks.evidence.more import MODULES, append_new, subsets
 from evidence.tests.helpers.pretrained import write_bert, write_graph, write_texts, write_vit, write_wheel
 from evidence.tests.helpers.vision import write_tasks
 from safetensors.torch import load_file, save_file
@@ -53,6 +52,7 @@ TINY = {
     "scales": "0.5,1",
 }
 CHOSEN = {"text-minilm": ("mr", "order"), "vision-vits14": ("one", "two")}
+MODULES = {"text-minilm": text, "vision-vits14": vision}
 REGIMES = {"text-minilm": ("full", "lora"), "vision-vits14": ("full",)}
 """Merges of LoRA of images are rehearsed with `vision-small`."""
 
@@ -217,19 +217,6 @@ def test_mpnet_is_a_base_as_well(requests, tmp_path):
     assert {s.method for s in scores if "rule" in s.detail} == set(METHODS)
 
 
-def test_subsets_are_merges_of_the_first_experts(finished, tmp_path):
-    rows = list(subsets(finished, ("average",)))
-    assert [(r["experts"], r["task"]) for r in rows] == [(2, t) for t in finished.tasks]
-    scores = read_scores(score_file(finished.cache, finished.suite))
-    score = next(s for s in scores if (s.regime, s.method, s.scale) == ("full", "average", "default"))
-    assert rows[0]["merge"] == score.detail["merge"]
-    assert rows[0]["correct"] == score.correct
-    file = tmp_path / "new" / "rows.jsonl"
-    append_new(file, iter(rows))
-    append_new(file, iter(rows[:1]))
-    assert len(file.read_text().splitlines()) == len(rows)
-
-
 def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
     asked = requests("vision-vits14")
     made = next(iter(vision.experiments(asked, Watch())))
@@ -304,19 +291,14 @@ def test_missing_texts_are_named_together(tmp_path):
 
 
 def test_adapters_of_several_ranks_and_alphas_are_one_experiment(requests):
-    both = {"ranks": "2,3", "mixed": "true", "alpha": "8", "drawn": "true"}
+    both = {"ranks": "2,3", "mixed": "true", "alpha": "8"}
     asked = requests("text-minilm", regimes=("lora",), methods=("average",), settings=both)
     get_suite("text-minilm").run(asked)
     models = {s.model for s in read_scores(score_file(asked.cache, asked.suite))}
-    assert any(m.endswith("r = 2, 3, alpha = 8, drawn at random") for m in models)
+    assert any(m.endswith("r = 2, 3, alpha = 8") for m in models)
     (experiment,) = text.experiments(asked, Watch())
     configs = [json.loads((made.path / "adapter_config.json").read_text()) for made in experiment.experts().values()]
     assert [(c["r"], c["lora_alpha"]) for c in configs] == [(2, 8), (3, 8)]
-    own = replace(experiment, drawn=False).experts()["mr"].path
-    drawn, trained = (load_file(p / "adapter_model.safetensors") for p in (experiment.experts()["mr"].path, own))
-    a, b = sorted(drawn)[:2]
-    assert not torch.equal(drawn[a], trained[a])
-    torch.testing.assert_close((drawn[b] @ drawn[a]).norm(), (trained[b] @ trained[a]).norm())
 
 
 def test_adapters_of_images_have_alphas_and_starts(requests):

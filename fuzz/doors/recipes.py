@@ -27,8 +27,7 @@ RECIPE: dict[str, Any] = {
     "options": {"density": 0.2}, "scale": 0.9, "scope": "linear", "seed": 7, "keep": ["*lm_head*"], "dtype": "bfloat16",
     "rules": [{"match": "*.{q,k}_proj.*", "method": "average"}, {"match": ["re:.*norm.*"], "keep": "base"}],
     "roles": [{"match": "*.qkv.*", "role": "fused_linear", "blocks": {"q": [0, 4], "k": [4, 8]}}],
-    "postprocess": {"lines": [0.5, 1.5], "norm_cap": "mean"}, "max_shard_size": "5GB",
-    "mute": ["AM402"], "out": "merged", "ties": True, "rank": 4,
+    "max_shard_size": "5GB", "mute": ["AM402"], "out": "merged", "ties": True, "rank": 4,
 }  # fmt: skip
 YAML = (
     b"!!int x", b"!!float x", b"!!bool maybe", b"!!timestamp 1", b"!!binary ===", b"!!python/object:os.system", b"!!set {a}",

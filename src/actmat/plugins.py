@@ -43,10 +43,6 @@ Registry: TypeAlias = Literal[
 T = TypeVar("T")
 
 
-_removed: dict[str, dict[str, str]] = {}
-"""Registry -> `removed`; filled by `entries`."""
-
-
 def is_extra(entry: EntryPoint) -> bool:
     """True for a part of this distribution."""
     return entry.module.startswith(f"{EXTRAS}.")
@@ -68,12 +64,9 @@ def entries(group: Registry) -> Mapping[str, EntryPoint]:
 
     plugins: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=rank):
-        if is_extra(entry):
-            folder = ".".join(entry.module.split(".")[:3])
-            if not has_extras or find_spec(folder) is None:
-                _removed.setdefault(group, {})[entry.name] = folder
-                continue
-        plugins.setdefault(entry.name, entry)
+        folder = ".".join(entry.module.split(".")[:3])
+        if not is_extra(entry) or (has_extras and find_spec(folder) is not None):
+            plugins.setdefault(entry.name, entry)
     return plugins
 
 
@@ -124,7 +117,7 @@ def needed(group: Registry, name: str, kind: type[T]) -> T:
     """
     plugin = load(group, name, kind)
     if plugin is None:
-        raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group, name)}")
+        raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none")
     return plugin
 
 
@@ -136,24 +129,3 @@ def load_all(group: Registry, kind: type[T], prefix: str = "") -> dict[str, T]:
 def names(group: Registry, prefix: str = "") -> list[str]:
     """Names of the plug-ins `PREFIX.NAME` of a group, or of those without a prefix."""
     return [name for name in entries(group) if name.rpartition(".")[0] == prefix]
-
-
-def removed(group: Registry) -> Mapping[str, str]:
-    """Name -> package of an extra that is declared and was removed."""
-    entries(group)
-    return _removed.get(group, {})
-
-
-def hint(group: Registry, name: str | None = None, prefix: str | None = None) -> str:
-    """Sentences for an error that a plug-in might have avoided: of this name, with this prefix, or any.
-
-    Begins with a space; empty if no extra was removed.
-    """
-    gone = {n: folder for n, folder in removed(group).items() if prefix is None or n.rpartition(".")[0] == prefix}
-    folders = sorted({folder for n, folder in gone.items() if name in (None, n)})
-    if not folders:
-        return ""
-    return (
-        f" Likely cause: a part of actmat was removed from this installation ({', '.join(folders)}). Fix: pip install "
-        "--force-reinstall --no-deps actmat."
-    )

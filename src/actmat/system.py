@@ -13,7 +13,6 @@ import importlib
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -176,15 +175,6 @@ def stored_bytes(status: os.stat_result) -> int:
     """Bytes that a file takes on the disk; its size if the system does not say."""
     blocks: int | None = getattr(status, "st_blocks", None)
     return status.st_size if blocks is None else blocks * 512
-
-
-def peak_memory() -> int:
-    """Most bytes of memory that this process had; 0 if the system does not say."""
-    resource = optional_module("resource")
-    if resource is None:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def free_memory() -> int:

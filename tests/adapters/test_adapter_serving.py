@@ -16,8 +16,7 @@ from tests.adapters.test_adapter_to_adapter import KINDS, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.checkpoint_files import save_lora
 
-import actmat
-from actmat.planning.serving import VLLM_RANKS
+from actmat.extras.serving import VLLM_RANKS, serving_commands
 
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Linear layers of a Llama by the last part of their names, all of which vLLM adapts."""
@@ -82,25 +81,22 @@ def test_a_uniform_adapter_is_served_as_peft_loads_it(fields: dict[str, Any], pa
     for name, weight in after.items():
         delta = found.get(name.removesuffix(".weight"), torch.zeros_like(weight))
         torch.testing.assert_close(weight - before[name], delta, rtol=1e-10, atol=1e-12)
-    plan = actmat.plan(None, [pair / "one", pair / "two"], **fields)
-    assert not any("vLLM" in note for note in map(str, plan.notes))
+    assert "--max-lora-rank" not in serving_commands(str(tmp_path / "out")).vllm
 
 
 def notes(folder: Path, experts: list[Path], **fields: Any) -> str:
-    """What the plan says of vLLM; the sources' demands, on what is then written, must agree."""
-    plan = actmat.plan(None, experts, **fields)
-    assert plan.output == "adapter"
+    """Notes on serving an output; the sources' demands on what is written must agree."""
     merge(folder, experts, **fields)
-    said = " ".join(n for n in map(str, plan.notes) if "vLLM" in n)
-    assert bool(refusals(folder / "out", VLLM_RANKS[-1])) == ("cannot serve" in said), said
-    return said
+    serving = serving_commands(str(folder / "out"))
+    assert bool(refusals(folder / "out", VLLM_RANKS[-1])) == (not serving.vllm), serving
+    return " ".join(serving.notes)
 
 
-def test_the_plan_says_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> None:
+def test_serving_commands_say_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> None:
     said = notes(tmp_path / "ranks", [pair / "one", pair / "two"], ranks="pattern")
     assert "ranks=uniform" in said
-    for kind, word in {"modules_to_save": "full tensors", "bias": "biases", "lora_bias": "biases", "parameters": "bare",
-                       "convolutions": "convolutions"}.items():  # fmt: skip
+    words = {"modules_to_save": "full tensors", "bias": "biases", "lora_bias": "biases", "parameters": "bare"}
+    for kind, word in words.items():
         family, options = KINDS[kind]
         save_adapter(tmp_path / kind / "a", family, 1, **options)
         assert word in notes(tmp_path / kind, [tmp_path / kind / "a"], method="average")
@@ -110,9 +106,11 @@ def test_the_plan_says_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> Non
     ("rank", "said"),
     [(16, ""), (17, "--max-lora-rank 32"), (300, "--max-lora-rank 320"), (512, "512"), (513, "maximum, 512")],
 )
-def test_the_plan_says_which_rank_to_start_vllm_with(rank: int, said: str, tmp_path: Path) -> None:
-    save_lora(tmp_path, {"model.layers.0.mlp.up_proj": (torch.ones(rank, 520), torch.ones(520, rank))})
-    notes = " ".join(n for n in map(str, actmat.plan(None, [tmp_path], method="average").notes) if "vLLM" in n)
-    assert said in notes
-    assert bool(notes) == bool(said)
-    assert bool(refusals(tmp_path, VLLM_RANKS[-1])) == ("cannot serve" in notes)
+def test_serving_commands_say_which_rank_to_start_vllm_with(rank: int, said: str, tmp_path: Path) -> None:
+    modules = {"model.layers.0.mlp.up_proj": (torch.ones(rank, 520), torch.ones(520, rank))}
+    save_lora(tmp_path / "a", modules, task_type="CAUSAL_LM")
+    merge(tmp_path, [tmp_path / "a"], method="average")
+    serving = serving_commands(str(tmp_path / "out"))
+    assert said in " ".join((serving.vllm, *serving.notes))
+    assert ("--max-lora-rank" in serving.vllm) == (16 < rank <= 512)
+    assert bool(refusals(tmp_path / "out", VLLM_RANKS[-1])) == (not serving.vllm)

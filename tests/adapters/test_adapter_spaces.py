@@ -43,11 +43,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 GIVEN: list[dict[str, Any]] = [
     {"space": "core", "method": "ties", "options": {"density": 0.4}},
     {"space": "core", "method": "dare", "options": {"density": 0.5}, "seed": 3, "post": "isotropize"},
-    {"space": "core", "method": "tsv", "post": ["isotropize"], "postprocess": {"norm_cap": 0.5}},
+    {"space": "core", "method": "tsv", "post": ["isotropize", "mean_norm"]},
     {"space": "factors", "method": "ties", "options": {"density": 0.4}, "post": "mean_norm"},
     {"space": "factors", "method": "dare", "options": {"density": 0.5}, "seed": 3},
     {"space": "pico", "method": "cart", "post": "isotropize"},
-    {"space": "pico", "method": "dc_merge", "postprocess": {"norm_cap": 0.5}},
+    {"space": "pico", "method": "dc_merge"},
     {"method": "task_arithmetic", "post": ["subspace_boosting", "mean_norm"]},
 ]
 

@@ -83,30 +83,12 @@ def test_a_merge_embeds_as_its_merged_parts_do(kind: str, tmp_path: Path) -> Non
     assert verify(report.out).ok
 
 
-def with_encoder_below(folder: Path) -> Path:
-    """The folder with its encoder in a folder of its own, as the library saved it before."""
-    below = folder / "0_Transformer"
-    below.mkdir()
-    modules = json.loads((folder / "modules.json").read_text())
-    modules[0]["path"] = below.name
-    (folder / "modules.json").write_text(json.dumps(modules))
-    beside = {"modules.json", "config_sentence_transformers.json", "README.md"}
-    for path in [p for p in folder.iterdir() if p.is_file() and p.name not in beside]:
-        path.rename(below / path.name)
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("moved", [("base", "one", "two"), ("base",), ("two",)])
-def test_an_encoder_in_a_folder_of_its_own_is_merged(moved: tuple[str, ...], tmp_path: Path) -> None:
-    folders = [make("dense", tmp_path / name, seed) for seed, name in enumerate(("base", "one", "two"))]
-    merge(folders[0], folders[1:], method="average", out=tmp_path / "out", threads=1, durable=False)
-    folders = [with_encoder_below(f) if f.name in moved else f for f in folders]
-    report = merge(folders[0], folders[1:], method="average", out=tmp_path / "other", threads=1, durable=False)
-    right, found = (torch.as_tensor(load(tmp_path / name).encode(TEXTS)) for name in ("out", "other"))
-    assert torch.equal(right, found)
-    assert not [note for note in report.plan.notes if "not copied" in note.text]
-    assert verify(report.out).ok
+def test_an_encoder_in_a_folder_of_its_own_is_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
+    (tmp_path / "0_Transformer").mkdir()
+    save_file({"w": torch.ones(2, 2)}, tmp_path / "0_Transformer" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"encoder .* at the top of the folder.* SentenceTransformer\(PATH\)"):
+        open_model(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

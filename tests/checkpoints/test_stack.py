@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 
 from actmat.checkpoints.composed import Composed
@@ -159,12 +159,17 @@ def test_what_a_stack_leaves_out_of_its_parts_is_said(folder: Path) -> None:
     config = json.loads((folder / "a" / "config.json").read_text())
     save_checkpoint(folder / "a", {**tensors, "v_head.weight": torch.ones(1, 8)}, config)
     (folder / "b" / "projector.pt").write_bytes(b"any")
+    other = load_file(folder / "b" / "model.safetensors")
+    name = "model.layers.1.input_layernorm.weight"
+    save_file(other | {f"{name}x": other.pop(name)}, folder / "b" / "model.safetensors")
     with open_model("a[0:2] + b[0:2]") as stack:
         texts = {note.text for note in stack.folder.notes if note.severity == "warning"} - before
     assert {text.partition(":")[0] for text in texts} == {
         "tensors that are neither in layers nor in the part that gives them are left out",
         "expert 'b' has weights beside its model that are not merged",
+        "layers of one number have other tensors than in the first part",
     }
+    assert any(f": {name} (not in b), {name}x (only in b)" in text for text in texts), texts
     tensors.pop("lm_head.weight")
     save_checkpoint(folder / "b", tensors, config)
     with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is in a and not in b, whose table of tokens"):

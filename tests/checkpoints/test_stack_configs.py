@@ -163,6 +163,17 @@ def test_a_nested_config_is_stacked() -> None:
     assert found["text_config"] == {"model_type": "gemma3_text", "num_hidden_layers": 4, "layer_types": types}
 
 
+@pytest.mark.parametrize(
+    ("prefix", "key"),
+    [("vision_model.encoder.layers.", "vision_config"), ("model.language_model.layers.", "text_config")],
+)
+def test_the_nested_config_is_that_of_the_layers(prefix: str, key: str) -> None:
+    towers = {"text_config": {"num_hidden_layers": 4}, "vision_config": {"num_hidden_layers": 3}}
+    config = {"model_type": "clip", **towers}
+    found, _ = restacked([Slice(config, 0, 3, prefix), Slice(config, 1, 3, prefix)])
+    assert found == {**config, key: {"num_hidden_layers": 5}}
+
+
 def test_a_refused_stack_names_the_config(tmp_path: Path) -> None:
     from tests.helpers.merging import CONFIG, llama_tensors, save_checkpoint
 

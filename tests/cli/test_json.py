@@ -15,7 +15,6 @@ from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.cli.main import app
 from actmat.cli.screen import LAYOUTS
 from actmat.diagnostics.model import Diagnosis
-from actmat.planning import MergePlan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
+def test_merge_verify_and_inspect(place: Path) -> None:
     inputs = ("-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code")
     out = place / "both"
     data = pinned(said("merge", *inputs, "-m", "actmat", "-m", "ties", "--out", out, "--diagnose", "--json"), "merge")
@@ -76,9 +75,6 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     shown = pinned(said("inspect", ties, "--json"), "inspect")
     assert shown["left_out"] == {"tensors": 21}
     assert len(said("inspect", ties, "--json", "--full")["tensors"]) == 21
-    compared = pinned(said("compare", out / "actmat", ties, "--json"), "compare")
-    assert (compared["compared"], compared["left_out"], compared["names"]) == (21, {"tensors": 15}, ["actmat", "ties"])
-    assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 15
     (ties / "config.json").write_text("{}")
     broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
     assert not broken["ok"]
@@ -99,10 +95,10 @@ def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None
     assert sum(g["count"] for g in plan["groups"]) == plan["items"] == 21
     assert plan["groups"][0]["first"] == "model.embed_tokens.weight"
     whole = said("plan", *inputs, "--json", "--full")
-    assert len(MergePlan.from_json(whole).items) == 21
+    assert len(whole["items"]) == 21
     assert len(said("plan", *inputs, "-m", "ties", "-m", "average", "--json")["plans"]) == 2
     found = pinned(said("diagnose", *inputs, "--json"), "diagnose")
-    assert found["left_out"] == {"measures": 15, "norms": 6}
+    assert found["left_out"] == {"measures": 15}
     assert Diagnosis.from_json(said("diagnose", *inputs, "--json", "--full")).measures
 
 
@@ -119,7 +115,7 @@ def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
         assert pinned(json.loads(outcome.out), "recipe")["recipe"]["method"] == "linear"
 
 
-@pytest.mark.parametrize("command", ["plan", "inspect", "methods", "verify", "diagnose", "compare", "merge"])
+@pytest.mark.parametrize("command", ["plan", "inspect", "methods", "verify", "diagnose", "merge"])
 def test_quiet_prints_nothing(place: Path, command: str) -> None:
     inputs = ["-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code"]
     out = place / "quiet"
@@ -128,8 +124,7 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
         assert actmat(["merge", *inputs, *wanted, "--out", out]).out == ""
     arguments = {
         "plan": inputs, "inspect": [place / "base"], "methods": [], "verify": [out / "ties"],
-        "diagnose": [out / "ties"], "compare": [out / "ties", out / "average"],
-        "merge": [*inputs, "-m", "ties", "--out", out / "ties"],
+        "diagnose": [out / "ties"], "merge": [*inputs, "-m", "ties", "--out", out / "ties"],
     }[command]  # fmt: skip
     done = actmat([command, *map(str, arguments), "--quiet"])
     assert (done.code, done.out) == (0, "")

@@ -1,6 +1,5 @@
-"""The progress bar of merging commands, and the default that shows nothing."""
+"""What is said before torch is loaded."""
 
-import inspect
 import os
 import subprocess
 import sys
@@ -9,18 +8,6 @@ from pathlib import Path
 import pytest
 
 from actmat.cli import streams
-from actmat.cli.screen import MergeProgress
-from actmat.progress import Progress
-
-
-def calls(kind: type) -> dict[str, list[str]]:
-    functions = inspect.getmembers(kind, inspect.isfunction)
-    return {name: list(inspect.signature(f).parameters) for name, f in functions if not name.startswith("_")}
-
-
-def test_the_bar_has_the_calls_of_progress() -> None:
-    assert set(calls(Progress)) == {"started", "tensor", "note", "finishing"}
-    assert calls(MergeProgress) == calls(Progress)
 
 
 @pytest.mark.slow

@@ -79,14 +79,12 @@ def plan_of(family: Family, **fields: Any) -> MergePlan:
     return library.plan(family.base, family.experts, **fields)
 
 
-def test_a_plan_for_devices_is_data_too(family: Family) -> None:
+def test_a_plan_for_devices(family: Family) -> None:
     plan = plan_of(family, device="cuda:0,1", device_memory="40GB")
-    assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert plan.device == "cuda:0,1"
     assert plan.device_memory == 40 * 10**9
     assert {i.name for i in plan.on_device} >= {Q0, UP0}
     assert not {EMBEDDING, NORM} & {i.name for i in plan.on_device}
-    assert plan.peak_device_bytes == max(i.cost.device_bytes for i in plan.items) > 0
 
 
 def test_the_number_of_devices_does_not_change_the_result_but_their_kind_does(family: Family) -> None:
@@ -134,7 +132,7 @@ def test_variants_are_placed_together(family: Family) -> None:
     actmat_, average, ties = (plan_of(family, device="cuda", method=m) for m in ("actmat", "average", "ties"))
 
     def bytes_of(*plans: MergePlan) -> int:
-        units = plan_units(plans, [()] * len(plans), None)
+        units = plan_units(plans, [()] * len(plans), observed=False)
         return next(u.device_bytes for u in units if u.name == Q0)
 
     assert bytes_of(average) == 0
@@ -149,7 +147,7 @@ def test_variants_are_placed_together(family: Family) -> None:
 def test_variants_that_do_not_fit_together_are_merged_on_the_host_in_memory_that_is_counted(family: Family) -> None:
     need = plan_of(family, device="cuda", method="ties").by_name[UP0].cost.device_bytes
     plans = [plan_of(family, device="cuda", method="ties", scale=s, device_memory=need) for s in (0.5, 1.0)]
-    moved = [u for u in plan_units(plans, [()] * 2, None) if u.name == UP0]
+    moved = [u for u in plan_units(plans, [()] * 2, observed=False) if u.name == UP0]
     assert plans[0].by_name[UP0].cost.device_bytes == need
     assert moved[0].device_bytes == 0
     assert moved[0].host_bytes > need

@@ -68,7 +68,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("measures.0.shape", [1, 2, 3], "measures.0.shape"),
         ("experts.0.kind", "lora", "experts.0.kind"),
         ("experts.0.residual", None, "experts.0.residual"),
-        ("totals.measured", "1", "totals.measured"),
+        ("actions.merge", "1", "actions.merge"),
         ("agreement", [{"expert": "math"}], "agreement.0.data"),
         ("agreement", [AGREEMENT | {"expert": "law"}], "agreement does not name experts"),
         ("agreement", [AGREEMENT, AGREEMENT], "each once"),
@@ -121,6 +121,6 @@ def test_issues_are_what_was_found_and_is_no_tip() -> None:
 
     from actmat.diagnostics.checks import run_checks
 
-    facts = some_facts(measures=[a_measure(merged_norm=20.0)], of_records={"AM202": "", "AM402": ""})
+    facts = some_facts(of_records={"AM202": "", "AM402": "", "AM403": "the merged delta exploded"})
     findings = run_checks(facts, mute=["AM202"])
     assert [f.code for f in a_diagnosis(findings=findings).issues] == ["AM403"]

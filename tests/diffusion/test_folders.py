@@ -15,7 +15,6 @@ from tests.tolerances import F32_FORWARD, relative_error
 import actmat
 from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError, MergeError
-from actmat.planning import MergePlan
 
 QUICK: dict[str, Any] = {"threads": 1, "durable": False}
 
@@ -202,7 +201,6 @@ def test_weights_of_blocks_by_pattern(pipelines: Path) -> None:
     assert plan.by_name["unet.down_blocks.0.resnets.0.time_emb_proj.weight"].call.weights == (1.0, 0.5)
     assert plan.by_name["unet.mid_block.resnets.0.time_emb_proj.weight"].call.weights == (0.25, 0.5)
     assert {i.action for i in plan.items if i.name.startswith("vae.")} == {"copy"}
-    assert MergePlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.slow

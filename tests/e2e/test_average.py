@@ -155,7 +155,7 @@ def test_command_line_and_recipe_take_no_base(tmp_path: Path) -> None:
         ({"method": "karcher", "options": {"include_base": True}}, "karcher without include_base"),
         ({"method": "linear", "scale": 0.5}, "'scale' is a factor of the delta"),
         ({"method": "linear", "keep": "*lm_head*"}, "'keep' copies"),
-        ({"method": "linear", "postprocess": {"lines": [0.5, 1]}}, "post-processing"),
+        ({"method": "linear", "post": "mean_norm"}, "post-processing"),
         ({"method": "linear", "rules": [{"match": "*q_proj*", "method": "tsv"}]}, "rules.0: method 'tsv'"),
         ({"method": "average", "vocabulary": "base"}, "vocabulary: base"),
     ],
@@ -311,7 +311,7 @@ def test_the_command_says_how_near(models: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_sum_is_refused(models: Path, tmp_path: Path) -> None:
-    merge(models, tmp_path / "out", "adapters", "math", "code", method="ties", postprocess={"norm_cap": "mean"})
+    merge(models, tmp_path / "out", "adapters", "math", "code", method="ties")
     with pytest.raises(CheckpointError) as caught:
         actmat.verify(tmp_path / "out", against=models / "adapters" / "math")
     text = str(caught.value)

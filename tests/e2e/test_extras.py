@@ -173,27 +173,11 @@ def test_the_core_merges_adapters_of_peft_without_extras(core: Shell) -> None:
     assert (core.folder / "both" / "adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("files", "extra"),
-    [
-        ({"model.gguf": b"GGUF"}, "gguf"),
-        ({"model_index.json": b"{}"}, "diffusion"),
-        ({".metadata": b"", "__0_0.distcp": b""}, "training"),
-    ],
-)
-def test_a_format_of_a_removed_extra_is_named(core: Shell, files: dict[str, bytes], extra: str) -> None:
-    folder = core.folder / extra
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    said = core.actmat("inspect", folder, fails=True)
-    assert "a part of actmat was removed" in said
-    assert f"actmat.extras.{extra}" in said
-    assert "Fix: pip install --force-reinstall --no-deps actmat" in said
-
-
-def test_what_else_removed_extras_add_is_named(core: Shell) -> None:
-    """A method, a stack, a codec, a family of adapters, a tool's file and a store."""
+def test_what_removed_extras_add_is_refused(core: Shell) -> None:
+    """A method, a stack, a codec, a family of adapters, a tool's file, a store, and formats."""
+    for place, name in (("gguf", "model.gguf"), ("diffusion", "model_index.json"), ("training", ".metadata")):
+        (core.folder / place).mkdir()
+        (core.folder / place / name).write_bytes(b"{}")
     codes = {"w.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "w.weight_scale": torch.ones(4, 1)}
     for name in ("q", "r"):
         save_folder(core.folder / name, codes)
@@ -202,15 +186,18 @@ def test_what_else_removed_extras_add_is_named(core: Shell) -> None:
     loha = {"base_model.model.w.hada_w1_a": torch.ones(4, 1)}
     save_file(loha, core.folder / "loha" / "adapter_model.safetensors")
     save_file({"lora_unet_a.lora_down.weight": torch.ones(1, 4)}, core.folder / "kohya.safetensors")
-    for extra, command in {
-        "research": ("plan", "-b", "base", "-e", "a", "-m", "tsv"),
-        "stack": ("plan", "-b", "base[0:1]", "--out", "stacked"),
-        "quantized": ("plan", "-b", "q", "-e", "r", "-m", "average"),
-        "adapters": ("plan", "-b", "base", "-e", "loha", "-m", "average"),
-        "diffusion": ("inspect", "kohya.safetensors"),
-        "remote": ("inspect", "s3://bucket/model"),
+    for says, command in {
+        "no method 'tsv'": ("plan", "-b", "base", "-e", "a", "-m", "tsv"),
+        "plug-in 'view.stack'": ("plan", "-b", "base[0:1]", "--out", "stacked"),
+        "look quantized": ("plan", "-b", "q", "-e", "r", "-m", "average"),
+        "peft_type is 'LOHA'": ("plan", "-b", "base", "-e", "loha", "-m", "average"),
+        "no installed part of actmat reads": ("inspect", "kohya.safetensors"),
+        "no installed part of actmat serves": ("inspect", "s3://bucket/model"),
+        "reads 'model.gguf'": ("inspect", "gguf"),
+        "reads 'model_index.json'": ("inspect", "diffusion"),
+        "reads '.metadata'": ("inspect", "training"),
     }.items():
-        assert f"actmat.extras.{extra}" in core.actmat(*command, fails=True)
+        assert says in " ".join(core.actmat(*command, fails=True).split()), says
     listed = json.loads(core.actmat("methods", "--json"))["methods"]
     assert {"ties", "tsv"} & {m["name"] for m in listed} == {"ties"}
 

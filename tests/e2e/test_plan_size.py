@@ -43,7 +43,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
             "experts": ["e1", {"path": "e2"}],
             "rules": [{"match": f"*.layers.{n}.*", "scale": 0.5} for n in range(8)],
             "keep": ["*.gate.weight"],
-            "postprocess": {"lines": [0.5, 1.0]},
+            "scale": [0.5, 1.0],
         }
     )
     began = time.process_time()

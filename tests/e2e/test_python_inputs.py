@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.helpers.tinymodels import made
 from tests.tolerances import BF16_ROUNDING, F64_ORACLE, relative_error
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import actmat
 import actmat.plugins
@@ -49,19 +49,29 @@ def equal(found: Any, wanted: Any) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 
+@pytest.mark.parametrize("saved", ["", "base", "a b", "b", "base a b"])
 @pytest.mark.parametrize(
-    ("stops", "written", "said"), [((5, 5), 5, "theirs"), ((5, 7), 2, "the base's"), ((2, 2), 2, "")]
+    ("stops", "written", "said"),
+    [((5, 5), 5, "theirs are written"), ((5, 7), 2, "that of the base is written"), ((2, 2), 2, "")],
 )
 def test_settings_of_generation_follow_the_rule_of_files(
-    models: dict[str, Any], stops: tuple[int, int], written: int, said: str
+    models: dict[str, Any], tmp_path: Path, stops: tuple[int, int], written: int, said: str, saved: str
 ) -> None:
     for name, token in zip("ab", stops, strict=True):
         models[name].generation_config.eos_token_id = token
-    merged: Any = actmat.merge(models["base"], {n: models[n] for n in "ab"}, method="average")
+    inputs = dict(models)
+    for name in saved.split():
+        inputs[name] = tmp_path / "saved" / name
+        models[name].save_pretrained(inputs[name])
+    base, experts = inputs.pop("base"), inputs
+    merged: Any = actmat.merge(base, experts, method="average")
+    report = actmat.merge(base, experts, method="average", out=tmp_path / "out", durable=False)
     assert merged.model.generation_config.eos_token_id == written
-    notes = [n.text for n in merged.plan.notes if "eos_token_id" in n.text]
-    assert bool(notes) == bool(said)
-    assert all(note.endswith(said) for note in notes)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == written
+    for plan in (merged.plan, report.plan):
+        notes = [n.text for n in plan.notes if "eos_token_id" in n.text]
+        assert len(notes) == bool(said), notes
+        assert all(said in note for note in notes)
     assert models["base"].generation_config.eos_token_id == 2
 
 

@@ -109,52 +109,14 @@ def test_roles_overrule_names_and_shapes(tmp_path: Path) -> None:
     assert not close(found[name], naive_actmat(deltas(name)), 0.01), "orientation must matter here"
 
 
-def test_lines_scales_by_depth(tmp_path: Path) -> None:
-    """Three layers, from 0.5 to 2: factors 0.5, 1.25, 2; what is in no layer keeps 1, what is averaged too."""
-    postprocess = {"lines": [0.5, 2.0]}
-    fields: dict[str, Any] = {"method": "task_arithmetic", "options": {"scaling": 1.0}}
-    found, _ = merged(tmp_path / "sum", postprocess=postprocess, **fields)
-    mean, _ = merged(tmp_path / "mean", postprocess=postprocess, method="actmat")
-    for layer, factor in enumerate((0.5, 1.25, 2.0)):
-        for name in (UP.format(layer), NORM.format(layer)):
-            assert close(found[name], factor * sum(deltas(name)), F32_ELEMENTWISE), name
-        assert close(mean[UP.format(layer)], factor * naive_actmat(deltas(UP.format(layer))), F32_SOLVE)
-        assert close(mean[NORM.format(layer)], sum(deltas(NORM.format(layer))) / 2, F32_ELEMENTWISE)
-    for name in ("lm_head.weight", "embed_tokens.weight"):
-        assert close(found[name], sum(deltas(name)), F32_ELEMENTWISE), name
-
-
-@pytest.mark.parametrize(("cap", "factor"), [("mean", 1.0), ("sum", 2.0), (0.5, 0.5)])
-@pytest.mark.parametrize("method", ["task_arithmetic", "actmat", "ties", "dare"])
-def test_norm_cap(cap: Any, factor: float, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "CHUNK", 16)  # an elementwise rule would otherwise be capped piece by piece
-    options = {"scaling": 5.0} if method == "task_arithmetic" else {}
-    free, _ = merged(tmp_path / "free", method=method, options=options)
-    found, report = merged(tmp_path / "capped", method=method, options=options, postprocess={"norm_cap": cap})
-    stats = {r["name"]: r["stats"] for r in report.manifest["tensors"]}
-    bound = False
-    for name in BASE:
-        limit = factor * float(sum(torch.linalg.norm(d) for d in deltas(name))) / 2
-        norm = float(torch.linalg.norm(free[name]))
-        bound |= norm > limit
-        assert close(found[name], free[name] * min(1.0, limit / norm)), name
-        assert stats[name]["norm_cap"] == pytest.approx(limit, rel=F32_PRODUCT)
-        assert stats[name]["norm_before_cap"] == pytest.approx(norm, rel=F32_PRODUCT)
-    assert bound or factor == 2.0, "the cap never bound: nothing was tested"
-
-
-def test_caps_hold_for_each_matrix_of_a_packed_tensor(tmp_path: Path) -> None:
+def test_steps_measure_each_matrix_of_a_packed_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "CHUNK", 16)  # an elementwise method would otherwise be given pieces of a matrix
     name, other = UP.format(1), UP.format(2)
-    roles = [{"match": other, "blocks": {"a": [0, 4], "b": [4, 9]}}]
-    settings: dict[str, Any] = {"postprocess": {"norm_cap": "mean"}, "roles": roles}
-    found, report = merged(tmp_path, method="task_arithmetic", options={"scaling": 4.0}, **settings)
-    for rows in (slice(0, 4), slice(4, 9)):
-        limit = float(sum(torch.linalg.norm(d[rows]) for d in deltas(other))) / 2
-        assert float(torch.linalg.norm(found[other][rows])) == pytest.approx(limit, rel=F32_PRODUCT)
-    limit = float(sum(torch.linalg.norm(d) for d in deltas(name))) / 2
-    assert float(torch.linalg.norm(found[name])) == pytest.approx(limit, rel=F32_PRODUCT)
-    stats = next(r["stats"] for r in report.manifest["tensors"] if r["name"] == other)
-    assert stats["parts"].keys() == {"a", "b"}
+    settings: dict[str, Any] = {"post": "mean_norm", "roles": [{"match": other, "blocks": {"a": [0, 4], "b": [4, 9]}}]}
+    found, _ = merged(tmp_path, method="task_arithmetic", options={"scaling": 4.0}, **settings)
+    for tensor, rows in ((name, slice(0, 9)), (other, slice(0, 4)), (other, slice(4, 9))):
+        mean = float(sum(torch.linalg.norm(d[rows]) for d in deltas(tensor))) / 2
+        assert float(torch.linalg.norm(found[tensor][rows])) == pytest.approx(mean, rel=F32_PRODUCT)
 
 
 def test_seed_matters_to_random_rules_only(tmp_path: Path) -> None:

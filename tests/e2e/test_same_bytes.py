@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.engine.reader import ItemReader
 from actmat.errors import RecipeError
-from actmat.planning import regions
+from actmat.planning import work
 from actmat.planning.regions import CHUNK
 from actmat.recipe import make_recipe
 from actmat.run import run_recipes
@@ -68,7 +68,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "ties, global": {"method": "ties", "options": {"trim": "global"}},
     "ties, global, all": {"method": "ties", "scope": "all", "options": {"trim": "global"}},
     "tsv": {"method": "tsv"},
-    "capped": {"method": "task_arithmetic", "postprocess": {"norm_cap": "mean"}},
+    "stepped": {"method": "task_arithmetic", "post": "mean_norm"},
     "kept": {"method": "actmat", "keep": ["*.down_proj.*", "*experts*"]},
     "half": {"method": "average", "dtype": "bfloat16"},
 }
@@ -101,7 +101,7 @@ def test_deltas_held_or_read_again_between_two_passes(
     monkeypatch.setattr(ItemReader, "base_chunk", noted)
     assert_same(merged(family, tmp_path / "held", RECIPES["ties"])[0], alone["ties"])
     assert not starts, "small tensors are held"
-    monkeypatch.setattr(regions, "HELD_BYTES", 0)
+    monkeypatch.setattr(work, "HELD_BYTES", 0)
     assert_same(merged(family, tmp_path / "streamed", RECIPES["ties"])[0], alone["ties"])
     assert CHUNK in starts, "the large tensor was not streamed"
 
@@ -234,8 +234,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "average": [{"method": "average"}],
     "actmat": [{"method": "actmat"}],
     "ties per tensor": [{"method": "ties", "options": {"trim": "tensor"}}],
-    "capped": [{"method": "actmat", "postprocess": {"norm_cap": "mean"}}],
-    "task arithmetic capped": [{"method": "task_arithmetic", "postprocess": {"norm_cap": "mean"}}],
+    "stepped": [{"method": "actmat", "post": "mean_norm"}],
+    "task arithmetic stepped": [{"method": "task_arithmetic", "post": "mean_norm"}],
     "several cut-offs": [{"options": {"rtol": r}} for r in (1e-6, 1e-4, 1e-2)],
     "several kinds of rule": [{"method": m} for m in ("average", "actmat", "dare", "tsv", "task_arithmetic")],
     "several scopes": [{"scope": s} for s in ("linear", "paper", "all")],

@@ -12,7 +12,6 @@ from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
 
 import actmat
-from actmat.extras.tune.progress import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
 
 
@@ -84,10 +83,8 @@ def test_only_kernels_are_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
         in_shell(monkeypatch, shell)
         assert in_notebook() is expected
         assert isinstance(usual_progress(), NotebookProgress) is expected
-        assert isinstance(usual_tune_progress(), NotebookTuneProgress) is expected
     monkeypatch.delitem(sys.modules, "IPython")
     assert type(usual_progress()) is Progress
-    assert type(usual_tune_progress()) is TuneProgress
 
 
 def test_a_merge_shows_a_bar_that_ends_full(
@@ -106,29 +103,16 @@ def test_a_merge_shows_a_bar_that_ends_full(
     assert capsys.readouterr().err == ""
 
 
-def test_notes_are_shown_as_text_and_resumed_tensors_count(capsys: pytest.CaptureFixture[str]) -> None:
-    progress, items = NotebookProgress(), [SimpleNamespace(action="merge")] * 50
-    plan: Any = SimpleNamespace(items=[*items, SimpleNamespace(action="tie")])
-    progress.started([plan], 10, 1)
-    progress.note("a worker \x1b[2K was lost")
-    for number in range(40):
-        progress.tensor(f"t{number}", 1)
-    shown = capsys.readouterr().err
-    assert r"a worker \x1b[2K was lost" in shown
-    assert "10/50" in shown
-    assert "50/50" in shown
-
-
 def test_a_search_shows_its_stage_and_its_best(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = NotebookTuneProgress()
+    progress = NotebookProgress()
     progress.doing("searching", 3)
     best: Any = SimpleNamespace(candidate="ties x 0.5", mean=0.25)
     progress.trial(best, best)
     progress.done(1)
-    progress.note("candidates stay in files")
+    progress.note("candidates \x1b[2K stay in files")
     del progress
     shown = capsys.readouterr().err
     assert "searching" in shown
     assert "1/3" in shown
     assert "best ties x 0.5 (0.25)" in shown
-    assert "candidates stay in files\n" in shown
+    assert r"candidates \x1b[2K stay in files" + "\n" in shown

@@ -13,8 +13,7 @@ from torch import Tensor
 from actmat.api import merging as api
 from actmat.api.matrices import merge_matrices
 from actmat.errors import MergeError
-from actmat.planning import MergePlan
-from actmat.planning.item import PostCall
+from actmat.methods.post import Step
 
 LINEAR = tuple(
     f"model.layers.{i}.{m}.weight" for i in range(3) for m in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
@@ -87,10 +86,11 @@ def test_flags_and_plan(family: Family) -> None:
         ),
         code=0,
     )
-    plan = MergePlan.from_json(json.loads(shown.out))
+    post = ["subspace_boosting:beta=0.1", "mean_norm"]
+    plan = api.plan(family.base, family.experts, method="average", post=post)
+    assert json.loads(shown.out)["items"] == plan.to_json()["items"]
     (call,) = {str(i.call.post): i.call for i in plan.items if i.call is not None and i.action == "merge"}.values()
-    assert call.post == (PostCall("subspace_boosting", {"beta": 0.1}), PostCall("mean_norm", {}))
-    assert MergePlan.from_json(plan.to_json()) == plan
+    assert call.post == (Step("subspace_boosting", {"beta": 0.1}), Step("mean_norm", {}))
     plain = api.plan(family.base, family.experts, method="average")
     assert plan.seconds > plain.seconds
     assert plan.peak_bytes(1) > plain.peak_bytes(1)

@@ -120,6 +120,20 @@ def test_what_peft_keeps_tied_stays_tied(case: str, base: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("side", ["base", "expert"])
+def test_a_config_that_unties_a_head_which_is_not_stored_is_taken_as_tied(
+    side: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    base = saved(tmp_path / "base", tensors)
+    expert = saved(tmp_path / "expert", noisy(tensors, 1))
+    expected = logits(reloaded(expert))
+    edit_json(tmp_path / side / "config.json", tie_word_embeddings=False)
+    report = actmat.merge(base, [expert], out=tmp_path / "out", method="linear", durable=False)
+    assert torch.allclose(logits(reloaded(tmp_path / "out")), expected, atol=F32_PRODUCT)
+    (note,) = (n for n in map(str, report.plan.notes) if "unties an output head that it does not store" in n)
+    assert side in note
+
+
 @pytest.mark.parametrize("stored_twice", [False, True])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}])
 def test_lora_on_a_tied_head_is_refused_and_says_why(

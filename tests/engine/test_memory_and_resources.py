@@ -8,17 +8,14 @@ import pytest
 import torch
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.diagnostics.observer import Observers
 from actmat.engine import memory
 from actmat.engine.memory import MemoryBudget, Room, available_memory
 from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
-from actmat.experts.deltas import DeltaSource
 from actmat.layout.types import Role, TensorLayout
-from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
-from actmat.planning.item import Item, ItemCost, MethodCall, Target, Write
+from actmat.planning.item import Item, ItemCost, Target, Write
 from actmat.planning.work import HOST
 from actmat.recipe import make_recipe
 
@@ -156,14 +153,3 @@ def test_too_little_memory_names_the_tensor_and_the_least_that_works() -> None:
 def test_no_workers(threads: int) -> None:
     with pytest.raises(RecipeError, match="at least 1"):
         share(1, threads=threads)
-
-
-@pytest.mark.parametrize(("method", "held"), [("dare", 5), ("della", 2), ("ties", 5), ("sce", 0), ("average", 0)])
-def test_measuring_pays_for_deltas_that_are_held_only_for_it(method: str, held: int) -> None:
-    """A table of embeddings: nothing is measured, but methods that take deltas one by one are given them whole."""
-    layout = TensorLayout(Role.EMBEDDING, "")
-    call = MethodCall(method, get_method(method).resolve_options({}))
-    spec = TensorSpec("w", (50, 20), "bfloat16", "")
-    sources = (DeltaSource("w", "stored", "bfloat16", 2000),) * 2
-    item = Item(Target(spec, layout, sources=sources), "merge", "", Write("sum", (spec,)), call)
-    assert Observers(seed=0).memory(item, 4) == held * 4 * 1000

@@ -234,7 +234,7 @@ def test_deltas_of_a_region_go_before_garbage_is_collected(models: Path, tmp_pat
     class Alive(Progress):
         most = 0
 
-        def tensor(self, name: str, nbytes: int) -> None:
+        def done(self, parts: int) -> None:
             self.most = max(self.most, sum(isinstance(o, RegionDeltas) for o in gc.get_objects()))
 
     watch, adapters = Alive(), [models / "adapters" / name for name in ("math", "code")]

@@ -13,7 +13,7 @@ import actmat
 from actmat.engine import deltas as module
 from actmat.engine.deltas import RowDeltas
 from actmat.errors import CheckpointError, NumericalError
-from actmat.linalg.chunks import Stacked, Streamed
+from actmat.linalg.inner import inner_products
 from actmat.planning.regions import CHUNK, Region
 
 NAN, INF = float("nan"), float("inf")
@@ -27,7 +27,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def walked(stack: RowDeltas) -> list[Tensor]:
     """The rows of all places, put together."""
-    places = [[row.clone() for row in pieces] for _, pieces in stack.walk()]
+    places = [[row.clone() for row in stack.basis] for _ in stack.chunks()]
     return [torch.cat(row) for row in zip(*places, strict=True)]
 
 
@@ -40,25 +40,22 @@ def test_rows_and_hashes(dtypes: Sequence[torch.dtype], compute: torch.dtype, wi
     base, *experts = (torch.randn(11, generator=generator).to(dtype) for dtype in dtypes)
     setup = OneTensor(base, *experts, compute=compute)
     stack = RowDeltas(setup.reader, WHOLE, with_base=with_base)
-    assert isinstance(stack, Streamed)
     wanted = [expert.to(compute) - base.to(compute) for expert in experts]
     wanted = [base.to(compute), *wanted] if with_base else wanted
-    assert len(stack) == len(wanted)
-    assert [start for start, _ in stack.walk()] == [0, 4, 8]
+    assert list(stack.chunks()) == [0, 4, 8]
     for found in (walked(stack), walked(stack)):
         assert [torch.equal(row, whole) for row, whole in zip(found, wanted, strict=True)] == [True] * len(wanted)
     assert setup.reader.hashes() == (digest(base), tuple(map(digest, experts)))
     assert setup.findings.problems() == []
-    with pytest.raises(TypeError, match="cannot be read as a whole"):
-        stack[0]
+    torch.testing.assert_close(stack.inner_products(), inner_products(wanted))
 
 
 def test_rows_lie_equally_far_apart_also_at_the_end() -> None:
     setup = OneTensor(torch.zeros(11), torch.ones(11), torch.ones(11))
-    for _, pieces in RowDeltas(setup.reader, WHOLE, with_base=False).walk():
-        assert isinstance(pieces, Stacked)
-        assert pieces.rows_TS.stride() == (4, 1)
-        assert [row.data_ptr() for row in pieces] == [row.data_ptr() for row in pieces.rows_TS]
+    stack = RowDeltas(setup.reader, WHOLE, with_base=False)
+    for _ in stack.chunks():
+        assert stack.basis.rows_TS.stride() == (4, 1)
+        assert [row.data_ptr() for row in stack.basis] == [row.data_ptr() for row in stack.basis.rows_TS]
 
 
 def test_nobody_looks_before_somebody_asks_and_then_once() -> None:

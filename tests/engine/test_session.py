@@ -1,6 +1,7 @@
 """Sessions of units: measures without outputs, findings, and the device that a unit computes on."""
 
 import dataclasses
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from tests.helpers.merging import NORM, Q0, UP0, Family
 from tests.helpers.sessions import Run, merge_units, run_here
 
-from actmat.diagnostics.observer import Observers
+from actmat.diagnostics.observer import ItemObserver
 from actmat.engine.devices import Device
 from actmat.engine.findings import Findings
 from actmat.engine.session import Session, SessionSpec
@@ -25,7 +26,7 @@ def fields_of(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_a_session_without_outputs_gives_the_same_measures(tmp_path: Path) -> None:
-    spec, units, results = run_here([fields_of(tmp_path)], [tmp_path / "out"], Observers(seed=0))
+    spec, units, results = run_here([fields_of(tmp_path)], [tmp_path / "out"], functools.partial(ItemObserver, seed=0))
     found = merge_units(dataclasses.replace(spec, outputs=(None,)), units)
     measured = {r.unit.name: [record.observed for _, record in r.records] for r in results}
     assert {r.unit.name: [record.observed for _, record in r.records] for r in found} == measured
@@ -100,6 +101,6 @@ def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) ->
             plans = plan_all(inputs, DeviceRoom("cpu:0"))
             spec = SessionSpec(plans, fields["base"], (), (None,))
             session = Session(spec, inputs, [None] * 2, Device("cpu:0"))
-            unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)
+            unit = next(u for u in plan_units(plans, [()] * len(plans), observed=False) if u.name == Q0)
             reader = session._opened(unit, Findings(tolerated=False))
             assert (unit.device_bytes > 0, not reader.on_host) == (moves, moves)

@@ -7,8 +7,6 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
-    NormRow,
-    RunTotals,
 )
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -24,16 +22,11 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
     settings: dict[str, Any] = {
         "part": "",
         "layer": 0,
-        "role": "linear",
         "shape": (64, 64),
-        "factored": False,
         "norms": (1.0,) * n,
         "snr": (30.0,) * n,
         "relative_norms": (0.02,) * n,
-        "effective_rank": (20.0,) * n,
         "cosine": table(n, 1.0, 0.05),
-        "subspace_overlap": table(n, 1.0, 0.4),
-        "chance_overlap": 0.3,
         "residual": (0.6,) * n,
         "merged_norm": 0.72,
         "sum_norm": 1.44,
@@ -53,11 +46,10 @@ def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
 
 
 def some_facts(n: int = 2, **fields: Any) -> Facts:
-    """Two matrices of unremarkable experts, a table, nothing wrong."""
+    """Two matrices of unremarkable experts, nothing wrong."""
     names = ["model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"]
     settings: dict[str, Any] = {
         "labels": ["math", "code", "law"][:n],
-        "norms": [NormRow("embed", "embedding", (0.1,) * n, 10.0, 0.05)],
         "measures": [a_measure(name, n) for name in names],
         "samples": {name: a_sample(n) for name in names},
     }
@@ -75,9 +67,7 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "base": "base",
         "out": "merged",
         "experts": tuple(ExpertRow(n, f"experts/{n}", "model", 1.0, 0.6, 0.5) for n in ("math", "code")),
-        "totals": RunTotals(tensors=1, parameters=4096, measured=1),
         "actions": {"merge": 1},
-        "norms": (),
         "measures": (a_measure(),),
         "findings": (),
     }

@@ -102,8 +102,9 @@ class ExecutorConformance(abc.ABC):
 
     def test_observers_give_the_same_measures(self, tmp_path: Path) -> None:
         """Observers are made where the unit runs, and their measures come back with its records."""
-        run = self._assert_same(Samples.checkpoints(tmp_path), [{"scope": "all"}], _Norms())
-        assert all(record.observed for record in run.records.values()), "records without measures"
+        run = self._assert_same(Samples.checkpoints(tmp_path), [{"scope": "all"}], _Norms)
+        names = {name for (_, name), record in run.records.items() if record.observed}
+        assert names == {item.name for item in run.spec.plans[0].items if item.is_observed}, "records without measures"
 
     def test_all_findings_are_reported(self, tmp_path: Path) -> None:
         """A fatal finding does not hide those of later units."""
@@ -125,8 +126,9 @@ class ExecutorConformance(abc.ABC):
         starts = _Starts.make(tmp_path / "starts")
         fields = {"method": "task_arithmetic", "scope": "all", "options": {}}
         with self._opened(samples, [fields], "out", starts) as (run, executor):
-            assert len(run.units) > self.workers, "too few units to tell"
-            message = _error_of(executor.run(run.spec, run.units))
+            units = [unit for unit in run.units if run.spec.plans[0].by_name[unit.name].is_observed]
+            assert len(units) > self.workers, "too few units to tell"
+            message = _error_of(executor.run(run.spec, units))
             assert "task_arithmetic" in message, f"another error: {message}"
             begun = starts.names()
             assert 1 <= len(begun) <= self.workers, f"{len(begun)} units were started for {self.workers} workers"
@@ -147,7 +149,7 @@ class ExecutorConformance(abc.ABC):
         with self._opened(samples, fields, "out", others) as (rest, executor):
             rest.survey(executor)
             done = {name for _, name in run.records}
-            units = plan_units(rest.spec.plans, [done], others)
+            units = plan_units(rest.spec.plans, [done], observed=True)
             assert len(units) == len(rest.units) - 1, "a unit that is done has no record"
             rest.take(executor.run(rest.spec, units))
             rest.records.update(run.records)
@@ -241,21 +243,10 @@ def _assert_stays(starts: _Starts, begun: frozenset[str]) -> None:
     assert starts.names() == begun, f"units were started after the end: {sorted(starts.names() - begun)}"
 
 
-@dataclass(frozen=True)
 class _Norms:
-    """Observers that measure the norms of deltas and result."""
+    """Measures the norms of deltas and result."""
 
-    def observer(self, item: Item) -> _NormsOfItem:
-        """The observer of one item."""
-        return _NormsOfItem()
-
-    def memory(self, item: Item, itemsize: int) -> int:
-        """Zero: not counted."""
-        return 0
-
-
-class _NormsOfItem:
-    def __init__(self) -> None:
+    def __init__(self, item: Item) -> None:
         self._norms: list[list[float]] = []
 
     def region(self, merged: ObservedMerge) -> None:
@@ -279,14 +270,10 @@ class _Starts:
         folder.mkdir()
         return cls(folder)
 
-    def observer(self, item: Item) -> _NormsOfItem:
+    def __call__(self, item: Item) -> _Norms:
         """Note the start of an item."""
         (self.folder / item.name).touch()
-        return _NormsOfItem()
-
-    def memory(self, item: Item, itemsize: int) -> int:
-        """Nothing."""
-        return 0
+        return _Norms(item)
 
     def names(self) -> frozenset[str]:
         """Items that were started so far."""

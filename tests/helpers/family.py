@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.docs_fixture import write_models
 
 import actmat
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
+from actmat.progress import Progress
 
 TEXTS = {
     "math": ["one two", "three four five six", "seven", "eight nine", "two and two", "ten"],
@@ -83,7 +83,7 @@ def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
     return actmat.tune(family / "base", experts_of(family), out=out, **usual | fields)
 
 
-class Told(TuneProgress):
+class Told(Progress):
     """Keeps the stages and the notes of a search."""
 
     def __init__(self) -> None:

@@ -38,10 +38,7 @@ PINNED: dict[str, set[str]] = {
     },
     "diagnose": {
         "format", "kind", "actmat", "created", "recipe", "method", "source", "base", "out", "experts",
-        "totals", "actions", "findings", "agreement", "residual_on_data", "left_out",
-    },
-    "compare": {
-        "outs", "methods", "base", "experts", "settings", "relative", "compared", "names", "left_out",
+        "actions", "findings", "agreement", "residual_on_data", "left_out",
     },
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {

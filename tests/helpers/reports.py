@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.helpers.diagnoses import Matrix, a_diagnosis, a_measure
 
-from actmat.diagnostics.model import Diagnosis, ExpertRow, Finding, MatrixRow, RunTotals
+from actmat.diagnostics.model import Diagnosis, ExpertRow, Finding, MatrixRow
 
 MODULES = (
     ("self_attn.q_proj", (64, 64)),
@@ -41,7 +41,6 @@ def _symmetric(rng: random.Random, size: int, center: float, spread: float) -> M
 
 def measure(rng: random.Random, module: str, layer: int | None, shape: tuple[int, int], experts: int) -> MatrixRow:
     """One measured matrix; deep layers change more, the experts interfere most in the middle."""
-    rows, columns = shape
     depth = 0.5 if layer is None else layer / 32
     norms = [(0.4 + 0.8 * depth) * math.exp(rng.gauss(0, 0.12)) * (1 + 0.15 * t) for t in range(experts)]
     conflict = 0.15 + 0.5 * math.exp(-(((depth - 0.45) / 0.25) ** 2))
@@ -54,12 +53,9 @@ def measure(rng: random.Random, module: str, layer: int | None, shape: tuple[int
         layer=layer,
         shape=shape,
         norms=tuple(norms),
-        snr=tuple(n * 9 / math.sqrt(rows) for n in norms),
+        snr=tuple(n * 9 / math.sqrt(shape[0]) for n in norms),
         relative_norms=tuple(n / 40 for n in norms),
-        effective_rank=tuple(columns / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)),
         cosine=cosine,
-        subspace_overlap=_symmetric(rng, experts, 0.3, 0.08),
-        chance_overlap=0.12,
         residual=tuple(residual),
         merged_norm=0.8 * summed,
         sum_norm=summed,
@@ -107,15 +103,6 @@ def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 
         experts=tuple(
             ExpertRow(label, f"models/{label}", "model", 1.0, left[t], energy[t] / sum(energy))
             for t, label in enumerate(labels)
-        ),
-        totals=RunTotals(
-            tensors=len(averaged) + len(merged),
-            parameters=sum(map(math.prod, averaged + merged)),
-            measured=len(measures),
-            seconds=12.5,
-            peak_bytes=1_250_000_000,
-            bytes_read=9_000_000_000,
-            bytes_written=2_200_000_000,
         ),
         actions={"merge": len(merged), "average": len(averaged)},
         measures=tuple(measures),

@@ -112,7 +112,7 @@ def started(
         base = None if inputs.base is None or in_memory else inputs.base.tensors.handle()
         experts = () if in_memory else tuple(e.handle() for e in inputs.experts)
         spec = SessionSpec(plans, base, experts, tuple(folders), observers)
-        yield OpenedRun(spec, plan_units(plans, [()] * len(plans), observers), inputs, writers)
+        yield OpenedRun(spec, plan_units(plans, [()] * len(plans), observed=observers is not None), inputs, writers)
 
 
 @contextlib.contextmanager

@@ -33,15 +33,11 @@ class Trouble:
     seconds: float = 0.25
     driver: int = field(default_factory=os.getpid)
 
-    def observer(self, item: Item) -> Silent:
+    def __call__(self, item: Item) -> Silent:
         """Make the trouble, at the beginning of an item."""
         if os.getpid() != self.driver:
             self._begin(item.name)
         return Silent()
-
-    def memory(self, item: Item, itemsize: int) -> int:
-        """Nothing."""
-        return 0
 
     def begun(self) -> dict[str, list[str]]:
         """Process -> items that it began."""

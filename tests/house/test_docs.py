@@ -23,7 +23,7 @@ def name(path: Path) -> str:
 
 
 LONG = re.compile(
-    r"docs/(?:commands/(?:analyze|compare|diagnose|extract|inspect|merge|plan|statistics|try|tune|verify)"
+    r"docs/(?:commands/(?:analyze|diagnose|extract|inspect|merge|plan|statistics|try|tune|verify)"
     r"|analyses/drift|averaging|formats/(?:quantized|recipe|training)|inputs|remote|start|vocabularies)[.]md"
 )
 """Pages of 4 to 33 seconds: slow tests. What they show is tested elsewhere, too; the README runs in every test run."""

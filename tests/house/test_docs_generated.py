@@ -142,4 +142,4 @@ def test_the_example_merges_models_in_memory_compares_and_saves(tmp_path: Path) 
     printed = "".join(o.text for c in cells for o in c.get("outputs", []) if o.get("name") == "stdout")
     assert [line.split()[0] for line in printed.splitlines()[:3]] == ["average", "ties", "actmat"]
     assert len(re.findall(r"^(by prompts|ties) +(math|code) +kept \d+%, 4 inputs$", printed, re.MULTILINE)) == 4
-    assert "intact; 21 tensors, 4 files" in cells[-1].outputs[-1].data["text/plain"]
+    assert "intact; 21 tensors, 5 files" in cells[-1].outputs[-1].data["text/plain"]

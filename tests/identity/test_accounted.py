@@ -1,5 +1,6 @@
 """Trained weights that a merge does not read are said, also with --quiet, or refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,25 @@ def test_a_saved_head_is_not_lost(base: Path) -> None:
     assert torch.equal(load_file("out/model.safetensors")[SCORE], torch.ones(3, 8))
 
 
-@pytest.mark.parametrize("name", ["projector/model.safetensors", "adapter.pt", "onnx/model.pt", "pytorch_model.bin"])
-def test_weights_beside_a_full_expert_are_said(name: str, base: Path) -> None:
-    file = save_checkpoint(Path("expert"), expert_of(BASE, 1)) / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(b"any")
-    assert ("weights beside its model that are not merged" in said()[1]) == (
-        name[0] in "pa" and "model.bin" not in name
-    )
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        ("projector/model.safetensors", True),
+        ("adapter.pt", True),
+        ("model-00002-of-00002.safetensors", True),  # which the index does not name
+        ("onnx/model.pt", False),
+        ("pytorch_model-00002-of-00002.bin", False),
+    ],
+)
+def test_weights_beside_a_full_expert_are_said(name: str, is_said: bool, base: Path) -> None:
+    expert = save_checkpoint(Path("expert"), expert_of(BASE, 1))
+    (expert / "model.safetensors").rename(expert / "model-00001-of-00002.safetensors")
+    index = {"weight_map": dict.fromkeys(BASE, "model-00001-of-00002.safetensors")}
+    (expert / "model.safetensors.index.json").write_text(json.dumps(index))
+    (expert / name).parent.mkdir(exist_ok=True)
+    (expert / name).write_bytes(b"any")
+    code, text = said()
+    assert (code, "weights beside its model that are not merged" in text) == (0, is_said), text
 
 
 EXTRA: dict[str, tuple[dict[str, Tensor], str]] = {

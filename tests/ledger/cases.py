@@ -86,7 +86,6 @@ LAYOUTS = (
     "mpt", "bert", "deberta", "t5", "clip", "vit", "resnet", "mamba", "qwen3_next", "whisper",
 )  # fmt: skip
 RANK_3, EXTRACTED = {"kind": "adapter", "rank": 3}, {"kind": "extracted", "rank": 4}
-CAPS: Mapping[str, Any] = {"lines": [0.5, 1.5], "norm_cap": "mean"}
 
 
 def methods() -> Iterator[Case]:
@@ -113,7 +112,7 @@ def layouts() -> Iterator[Case]:
         yield Case(f"layout/{family}/actmat", model(family, "actmat", 3))
     for family in ("gpt2", "phi3", "mixtral", "gpt_oss", "resnet", "bloom"):
         yield Case(f"layout/{family}/ties-all", model(family, "ties", scope="all", dtype="bfloat16"))
-        yield Case(f"layout/{family}/tsv-post", model(family, "tsv", post=["isotropize"], postprocess=CAPS))
+        yield Case(f"layout/{family}/tsv-post", model(family, "tsv", post=["isotropize"]))
     yield Case("layout/gpt2/extracted", model("gpt2", output=EXTRACTED))
     yield Case("layout/phi3/extracted", model("phi3", output={"kind": "extracted", "ranks": "pattern", "rank": 4}))
     yield Case("layout/llama_tied/untied", model("llama_tied", ties=False))
@@ -145,7 +144,7 @@ def adapter_forms() -> Iterator[Case]:
             pair, code = adapters("lora1", "lora4", method=name, space=space), int(name in REFUSED.get(space, ()))
             yield Case(f"space/{space}/{name}/adapter", pair, code=code)
             yield Case(f"space/{space}/{name}/model", {**pair, "base": "peft/base_llama"}, code=code)
-    yield Case("space/core/caps", adapters("lora1", "lora2", space="core", post=["isotropize"], postprocess=CAPS))
+    yield Case("space/core/post", adapters("lora1", "lora2", space="core", post=["isotropize"]))
     for name, (base, *pair) in FORMS.items():
         yield Case(f"form/{name}/model", adapters(*pair, base=base, method="task_arithmetic"))
         yield Case(f"form/{name}/rank-3", adapters(*pair, base=base, output=RANK_3))
@@ -153,8 +152,8 @@ def adapter_forms() -> Iterator[Case]:
             yield Case(f"form/{name}/exact", adapters(*pair, base=base, method="linear", output={"kind": "adapter"}))
         yield Case(f"form/{name}/adapter", adapters(*pair), code=int(name not in FACTORED))
     yield Case("adapter/with-a-model", {**adapters("lora1", "base_llama", base="llama"), "output": {"kind": "model"}})
-    yield Case("adapter/caps", adapters("lora1", "lora2", postprocess=CAPS, post=["kappa"]))
-    yield Case("adapter/capped-model", adapters("lora1", "lora2", base="llama", postprocess={"norm_cap": 0.3}))
+    yield Case("adapter/post", adapters("lora1", "lora2", post=["kappa"]))
+    yield Case("adapter/post-model", adapters("lora1", "lora2", base="llama", post=["mean_norm"]))
     yield Case("adapter/ranks", adapters("lora1", "lora2", "lora3", output={"kind": "adapter", "ranks": "pattern"}))
     yield Case("adapter/half", adapters("lora1", "lora2", dtype="bfloat16", compute_dtype="float64"))
     weights = [{"path": "peft/lora1", "weight": -0.5}, {"path": "peft/lora2", "weight": 0.0}, "peft/lora3"]
@@ -165,12 +164,9 @@ def adapter_forms() -> Iterator[Case]:
 
 
 def numbers() -> Iterator[Case]:
-    """Steps, caps, weights, scales, rules, seeds, dtypes."""
+    """Steps, weights, scales, rules, seeds, dtypes."""
     for step in ("isotropize", "isotropize:mean=rank", "kappa", "mean_norm", "subspace_boosting:beta=0.5"):
         yield Case(f"post/{step}", model("llama", "task_arithmetic", post=[step]))
-    for cap in ("mean", "sum", "average", 0.3):
-        yield Case(f"cap/{cap}", model("llama", "tsv", postprocess={"norm_cap": cap}))
-    yield Case("cap/lines", model("llama", "tsv", postprocess={"lines": [0.2, 2.0]}))
     entries: list[dict[str, Any]] = [{"match": "*mlp*", "value": 2.0}, {"value": [0.1, 1.0]}]
     weights = {"plain": [-1.0, 0.0], "gradient": [[0.0, 1.0], [1.0, 0.5, 0.0]], "entries": [entries, 1.0]}
     for name, values in weights.items():

@@ -9,7 +9,7 @@ from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.linalg import krylov
-from actmat.linalg.krylov import Above, Largest, Leading, leading, none_above
+from actmat.linalg.krylov import Leading, Wanted, leading, none_above
 
 N = 600
 BASIS_ROWS = orthogonal(N, 5)
@@ -64,7 +64,7 @@ SPECTRA = {
 @pytest.mark.parametrize("name", list(SPECTRA))
 def test_pairs_are_those_of_a_full_decomposition(name: str) -> None:
     sym_NN = symmetric(SPECTRA[name])
-    found = leading(sym_NN, Above(CUT), torch.float64)
+    found = leading(sym_NN, Wanted(CUT), torch.float64)
     assert isinstance(found, Leading), found
     values_N, vectors_NN = torch.linalg.eigh(sym_NN)
     kept = int((values_N > CUT * values_N[-1]).sum())
@@ -83,7 +83,7 @@ def test_a_crowd_at_the_cut_off_is_decided_by_the_computed_values(apart: float) 
     """Ten eigenvalues at the cut-off, closer than any proof could tell apart: all ten are computed, as by `eigh`."""
     crowd = CUT * (1 + apart * torch.linspace(1, -1, 10, dtype=torch.float64))
     sym_NN = symmetric(padded(torch.linspace(1, 0.1, 20), crowd, rest=0.1 * CUT))
-    found = leading(sym_NN, Above(CUT), torch.float64)
+    found = leading(sym_NN, Wanted(CUT), torch.float64)
     assert isinstance(found, Leading), found
     assert 20 <= found.values_K.numel() <= 30
     exact = torch.linalg.eigvalsh(sym_NN)
@@ -94,7 +94,7 @@ def test_a_crowd_at_the_cut_off_is_decided_by_the_computed_values(apart: float) 
 
 def test_more_copies_than_a_block_holds_are_never_lost_in_silence() -> None:
     sym_NN = symmetric(padded(torch.ones(1), torch.full((3 * krylov.BLOCK,), 0.5)))
-    found = leading(sym_NN, Above(CUT), torch.float64)
+    found = leading(sym_NN, Wanted(CUT), torch.float64)
     if isinstance(found, Leading):
         assert found.values_K.numel() == 1 + 3 * krylov.BLOCK
     else:
@@ -113,7 +113,7 @@ def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: py
         return krylov._Ritz(values, coordinates.mT, residuals, counts)
 
     monkeypatch.setattr(krylov._Basis, "ritz", without_one)
-    assert leading(symmetric(decay(3.0)), Above(CUT), torch.float64) is None
+    assert leading(symmetric(decay(3.0)), Wanted(CUT), torch.float64) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: py
 def test_what_is_not_worth_it_is_refused_after_the_first_look(
     values: Tensor, blocks: list[int], looks: list[int]
 ) -> None:
-    assert leading(symmetric(values), Above(CUT), torch.float32) is None
+    assert leading(symmetric(values), Wanted(CUT), torch.float32) is None
     assert looks == [count * krylov.BLOCK for count in blocks]
 
 
@@ -147,7 +147,7 @@ LARGEST = {
 def test_so_many_largest_pairs_are_those_of_a_full_decomposition(name: str) -> None:
     values, count = LARGEST[name]
     sym_NN = symmetric(values)
-    found = leading(sym_NN, Largest(count, 1e-12), torch.float64)
+    found = leading(sym_NN, Wanted(1e-12, count, count), torch.float64)
     assert isinstance(found, Leading), found
     values_N, vectors_NN = torch.linalg.eigh(sym_NN)
     assert found.values_K.numel() == count
@@ -161,7 +161,7 @@ def test_so_many_largest_pairs_are_those_of_a_full_decomposition(name: str) -> N
 def test_no_pair_below_the_share_or_the_floor_is_among_the_largest(share: float, floor: float, rank: int) -> None:
     """25 eigenvalues from 1 to 0.01, one a 24th below the other, where 40 are asked for."""
     sym_NN = symmetric(padded(torch.linspace(1, 0.01, 25)))
-    found = leading(sym_NN, Largest(40, share, floor), torch.float64)
+    found = leading(sym_NN, Wanted(share, 40, 40, floor), torch.float64)
     assert isinstance(found, Leading), found
     assert found.values_K.numel() == rank
 
@@ -177,21 +177,21 @@ def test_no_pair_below_the_share_or_the_floor_is_among_the_largest(share: float,
     ids=["line", "all alike", "hardly falls", "some large ones on a line"],
 )
 def test_flat_spectra_are_refused_after_the_first_look(values: Tensor, count: int, looks: list[int]) -> None:
-    assert leading(symmetric(values), Largest(count, 1e-12), torch.float32) is None
+    assert leading(symmetric(values), Wanted(1e-12, count, count), torch.float32) is None
     assert looks == [krylov.EARLY_CHECK * krylov.BLOCK, krylov.FIRST_LOOK * krylov.BLOCK]
 
 
 def test_what_no_proof_tells_from_rounding_is_refused_after_the_first_look() -> None:
     sym_NN = symmetric(padded(torch.linspace(1, 0.01, 25)))
-    assert leading(sym_NN, Largest(40, 1e-13), torch.float64) is None
+    assert leading(sym_NN, Wanted(1e-13, 40, 40), torch.float64) is None
 
 
 def test_what_is_known_to_be_too_many_is_refused_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 vectors are worth it: 2.2 for each of 110 directions, and the first look."""
     sym_NN = symmetric(decay(3.0))
-    assert isinstance(leading(sym_NN, Above(CUT, 110), torch.float64), Leading)
+    assert isinstance(leading(sym_NN, Wanted(CUT, 110), torch.float64), Leading)
     monkeypatch.setattr(krylov, "_Basis", None)
-    for wanted in (Above(CUT, 111), Largest(111, 0.0)):
+    for wanted in (Wanted(CUT, 111), Wanted(0.0, 111, 111)):
         assert leading(sym_NN, wanted, torch.float64) is None
 
 
@@ -199,14 +199,14 @@ def test_a_basis_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(krylov, "LIMIT", 0.3)
     crowded = padded(torch.ones(1), torch.linspace(1.5, 0.5, 300, dtype=torch.float64) * CUT)
     monkeypatch.setattr(krylov, "BASIS_PER_PAIR", 0.2)
-    assert leading(symmetric(crowded), Above(CUT), torch.float64) is None
+    assert leading(symmetric(crowded), Wanted(CUT), torch.float64) is None
     assert looks[-1] == int(0.3 * N) // krylov.BLOCK * krylov.BLOCK
 
 
 def test_a_crowd_just_below_the_cut_off_is_given_up_early(looks: list[int]) -> None:
     """Without a gap, residuals fall slowly: the attempt ends soon after the size that five pairs usually need."""
     crowded = padded(torch.linspace(1, 1.001 * CUT, 5), torch.linspace(0.999, 0.0, 595) * CUT)
-    assert leading(symmetric(crowded), Above(CUT), torch.float64) is None
+    assert leading(symmetric(crowded), Wanted(CUT), torch.float64) is None
     assert looks[-1] <= 2 * krylov._expected(5)
 
 

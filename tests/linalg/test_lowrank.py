@@ -1,4 +1,4 @@
-"""Low-rank arithmetic, caps, and joint bases."""
+"""Low-rank arithmetic and joint bases."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from tests.helpers.spectra import graded, random_deltas, random_lowrank, with_sp
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.extras.research.joint import joint_basis
-from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import (
     LowRank,
     frobenius_norm,
@@ -125,47 +124,6 @@ def test_norm_and_sum() -> None:
     total = weighted_sum([one, two], [0.5, -2])
     assert relative_error(total.dense(), 0.5 * one.dense() - 2 * two.dense()) <= 1e-14
     assert frobenius_norm(total) == pytest.approx(float(total.dense().norm()))
-
-
-# Caps lower larger values to the cap and keep the rest unchanged.
-
-
-def caps_factors(rows: int, columns: int, rank: int, seed: int) -> LowRank:
-    return LowRank(*random_deltas(1, rows, rank, seed=seed), *random_deltas(1, rank, columns, seed=seed + 50))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(3, 4), (300, 400), (2, 3, 5)])
-def test_the_average_is_never_exceeded(shape, dtype):
-    deltas = [d.to(dtype) for d in random_deltas(3, *shape)]
-    before = [d.clone() for d in deltas]
-    average = torch.stack(deltas).double().mean(0).norm()
-    merged = 50 * deltas[0]
-    capped, stats = cap_delta(merged, deltas, norm_cap="average")
-    assert stats["norm_cap"] == pytest.approx(float(average), rel=1e-12)
-    assert float(capped.double().norm()) == pytest.approx(float(average), rel=1e-6)
-    assert cap_delta(deltas[0] / 50, deltas, norm_cap="average")[0].norm() == (deltas[0] / 50).norm()
-    assert all(map(torch.equal, deltas, before)), "nothing is written to what is given"
-
-
-@pytest.mark.parametrize("cap", ["mean", "average", "sum", 0.2, 50.0])
-@pytest.mark.parametrize("shape", [(9, 12), (12, 9), (3, 12)])
-def test_caps_on_factors_are_those_on_the_matrices(cap, shape):
-    deltas = [caps_factors(*shape, rank, seed=rank) for rank in (1, 2, 3)]
-    merged = weighted_sum(deltas, [2.0, 1.0, -1.0])
-    before = merged.b_OR.clone()
-    found, stats = cap_lowrank(merged, deltas, cap)
-    expected, dense_stats = cap_delta(merged.dense(), [d.dense() for d in deltas], cap)
-    assert relative_error(found.dense(), expected) < F64_IDENTITY
-    assert stats == pytest.approx(dense_stats)
-    assert found.rank <= merged.rank
-    assert torch.equal(merged.b_OR, before)
-
-
-def test_caps_on_factors_keep_the_dtype():
-    deltas = [caps_factors(8, 7, 2, seed=s).to(torch.float32) for s in (1, 2)]
-    found, _ = cap_lowrank(weighted_sum(deltas, [1, 1]), deltas, 0.5)
-    assert found.b_OR.dtype == found.a_RI.dtype == torch.float32
 
 
 # Joint basis: both routes against the SVD of the concatenation.

@@ -9,7 +9,6 @@ from tests.helpers.experts import Experts, usable_experts, variants
 from tests.helpers.shapes import checked_suffixes, suffix_problems
 from tests.helpers.survey import call
 
-from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank, truncate
 from actmat.methods import MergeMethod, all_methods
 
@@ -39,14 +38,12 @@ def test_suffixes_of_every_low_rank_form(method: MergeMethod) -> None:
     assert not problems
 
 
-def test_suffixes_of_caps_and_truncation() -> None:
-    deltas = Experts.random(2, (7, 11)).deltas
-    factored = [LowRank(d[:, :2], d[:2]) for d in deltas]
+def test_suffixes_of_truncation() -> None:
+    [delta] = Experts.random(1, (7, 11)).deltas
+    factors = LowRank(delta[:, :2], delta[:2])
     with checked_suffixes() as problems:
-        cap_delta(2 * deltas[0], deltas, norm_cap="average")
-        cap_lowrank(factored[0], factored, norm_cap="average")
-        truncate(factored[0], 1)
-        truncate(factored[0], 4)
+        truncate(factors, 1)
+        truncate(factors, 4)
     assert not problems
 
 

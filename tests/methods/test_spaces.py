@@ -13,7 +13,7 @@ from actmat.api.matrices import merge_matrices
 from actmat.errors import AlignmentError, RecipeError
 from actmat.linalg.lowrank import LowRank, core_bases
 from actmat.methods import Merged, MergeMethod, all_methods, get_method
-from actmat.methods.post import STEPS, PostStep, apply_steps, get_step
+from actmat.methods.post import STEPS, PostStep, Step, apply_steps, get_step
 from actmat.methods.spaces import merge_in_core, merge_in_factors, space_problems, space_words
 
 # Spaces of adapters: the core loses nothing, factors are merged apart, Pico damps what experts share.
@@ -249,7 +249,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = F64_ORACLE) -> boo
 def run(name: str, merged: Tensor, deltas: list[Tensor], **options: Any) -> Merged:
     """A step with its defaults overlaid, as a merge calls it."""
     step = get_step(name)
-    return apply_steps(merged, deltas, [(step, step.resolve_options(options))])
+    return apply_steps(merged, deltas, [Step(name, step.resolve_options(options))])
 
 
 def test_isotropize_is_iso_c_of_a_sum() -> None:

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import pytest
-
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.types import Role, TensorLayout
-from actmat.planning.calls import depth_factors
+from actmat.planning.calls import TensorPlace, places_of
 from actmat.planning.choose import Chooser, Decision, weight_problems
 from actmat.recipe import make_recipe
 
@@ -98,15 +96,11 @@ def test_methods_that_need_data_are_refused_without() -> None:
     assert Chooser(recipe, frozenset({"fisher", "gram"})).problems == []
 
 
-def test_depth_factors_are_linear_in_each_stack() -> None:
-    names = [f"encoder.{i}.w" for i in range(3)] + [f"decoder.blocks.{i}.w" for i in range(5)] + ["head.w", "solo.0.w"]
-    found = depth_factors(names, 0.5, 1.5)
-    assert [found[f"encoder.{i}.w"] for i in range(3)] == [0.5, 1.0, 1.5]
-    assert [found[f"decoder.blocks.{i}.w"] for i in range(5)] == pytest.approx([0.5, 0.75, 1.0, 1.25, 1.5])
-    assert "head.w" not in found
-    assert found["solo.0.w"] == 1.5
-
-
-def test_depth_is_the_first_number() -> None:
-    found = depth_factors(["layers.0.experts.7.w", "layers.4.experts.0.w"], 0.0, 1.0)
-    assert found == {"layers.0.experts.7.w": 0.0, "layers.4.experts.0.w": 1.0}
+def test_depth_is_the_first_number_in_each_stack() -> None:
+    places = places_of(["encoder.2.w", "decoder.blocks.4.w", "decoder.blocks.0.experts.7.w", "head.w", "solo.0.w"])
+    assert places == {
+        "encoder.2.w": TensorPlace(2, 3),
+        "decoder.blocks.4.w": TensorPlace(4, 5),
+        "decoder.blocks.0.experts.7.w": TensorPlace(0, 5),
+        "solo.0.w": TensorPlace(0, 1),
+    }

@@ -1,6 +1,8 @@
 """Parts of a tensor: every byte once, in order, whatever the role; the memory they are charged for."""
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,13 @@ from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import all_methods, get_method
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
+from actmat.methods.post import Step
 from actmat.planning import regions as regions_module
-from actmat.planning.cost import MATRIX_BYTES, region_peak_bytes
+from actmat.planning.cost import MATRIX_BYTES, call_of, region_peak_bytes
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write
-from actmat.planning.regions import CHUNK, HELD_BYTES, cut, granularity, streams
-from actmat.planning.work import HOST, place
-from actmat.recipe import Postprocess, make_recipe
+from actmat.planning.regions import CHUNK, Region, cut
+from actmat.planning.work import HELD_BYTES, HOST, place, reading_of
+from actmat.recipe import make_recipe
 
 LINEAR = TensorLayout(Role.LINEAR, "")
 KINDS: tuple[ActsOn, ...] = ("matrix", "tensor", "elementwise")
@@ -100,14 +103,7 @@ def test_interleaved_and_transposed_blocks_stay_whole() -> None:
     assert len(cut((4, 3), interleaved, "matrix")) == len(cut((3, 4), transposed, "matrix")) == 1
 
 
-def test_caps_want_whole_tensors() -> None:
-    elementwise = next(m for m in all_methods() if m.acts_on == "elementwise")
-    assert granularity(elementwise, Postprocess()) == "elementwise"
-    assert granularity(elementwise, Postprocess(norm_cap="mean")) == "tensor"
-    assert granularity(get_method("actmat"), Postprocess(norm_cap="mean")) == "matrix"
-
-
-NORM_CAP = Postprocess(norm_cap="mean")
+STEP = (Step("mean_norm", {}),)
 
 
 def item(name: str, shape: tuple[int, ...], experts: int, layout: TensorLayout, stored: str) -> Item:
@@ -122,13 +118,14 @@ def peak(
     experts: int = 3,
     layout: TensorLayout = LINEAR,
     *,
-    caps: Postprocess | None = None,
+    post: tuple[Step, ...] = (),
     stored: str = "bfloat16",
     compute_dtype: str = "float32",
 ) -> int:
     fields = {"base": "b", "experts": [f"e{t}" for t in range(experts)], "compute_dtype": compute_dtype}
-    recipe = make_recipe(fields).model_copy(update={"postprocess": caps or Postprocess()})
-    return place(item(name, shape, experts, layout, stored), recipe, HOST)[1].host_bytes
+    planned = item(name, shape, experts, layout, stored)
+    planned = dataclasses.replace(planned, call=dataclasses.replace(call_of(planned), post=post))
+    return place(planned, make_recipe(fields), HOST)[1].host_bytes
 
 
 @pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
@@ -140,13 +137,13 @@ def test_more_of_anything_costs_no_less(method: MergeMethod) -> None:
     assert peak(name, (2048, 2048)) >= peak(name, (2048, 64))
     assert peak(name, (64, 64), stored="float32") >= small
     assert peak(name, (64, 64), compute_dtype="float64") > small
-    assert peak(name, (64, 64), caps=NORM_CAP) >= small
+    assert peak(name, (64, 64), post=STEP) >= small
 
 
 def test_a_one_pass_rule_pays_for_one_delta_and_a_streamed_one_for_a_piece() -> None:
     assert get_method("actmat").access.one_pass
     assert peak("actmat", (1024, 1024), experts=12) == peak("actmat", (1024, 1024), experts=2)
-    assert peak("actmat", (1024, 1024), 12, caps=NORM_CAP) > peak("actmat", (1024, 1024), 2, caps=NORM_CAP)
+    assert peak("actmat", (1024, 1024), 12, post=STEP) > peak("actmat", (1024, 1024), 2, post=STEP)
     assert peak("average", (8192, 8192)) == peak("average", (4096, 4096))
 
 
@@ -156,17 +153,22 @@ def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
     assert not dare.streams(dare.resolve_options({"rescale": "l1"}))
     more = peak("dare", (4096, 4096), experts=12) - peak("dare", (4096, 4096), experts=2)
     assert more <= 10 * 4 * 2 * CHUNK_ENTRIES, "a place of each delta and of each vote"
-    assert peak("dare", (4096, 4096), caps=NORM_CAP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
+    assert peak("dare", (4096, 4096), post=STEP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
+
+
+def strategy(method: MergeMethod, entries: int, **options: Any) -> str:
+    regions = [Region(0, entries, (entries,), TensorLayout(Role.VECTOR, ""))]
+    return reading_of(method, method.resolve_options(options), regions, 3, 4).strategy
 
 
 def test_a_rule_that_walks_again_is_given_small_deltas_whole() -> None:
     ties, dare = get_method("ties"), get_method("dare")
     for entries, held in ((HELD_BYTES // 12, True), (HELD_BYTES // 12 + 1, False)):
-        assert streams(ties, ties.resolve_options({}), entries, 3, 4) == (not held)
-        assert streams(dare, dare.resolve_options({}), entries, 3, 4)
+        assert strategy(ties, entries) == ("held" if held else "chunks")
+        assert strategy(dare, entries) == "chunks"
     assert not ties.streams(ties.resolve_options({"trim": "global"})), "its survey is given whole deltas"
     stock = get_method("model_stock")
-    assert not streams(stock, stock.resolve_options({"filter_wise": True}), HELD_BYTES, 3, 4)
+    assert strategy(stock, HELD_BYTES, filter_wise=True) == "held"
     more = peak("ties", (2**15, 2**14), experts=3) - peak("ties", (2**12, 2**12), experts=3)
     assert more <= (2**29 - 2**24) * 4 - 2**24 * (12 + 2) + 2**26, "the result grows; the base and deltas do not"
 
@@ -175,8 +177,8 @@ def test_a_rule_that_walks_again_is_given_small_deltas_whole() -> None:
 def test_a_sum_that_is_written_place_by_place_pays_for_nothing_that_grows(name: str) -> None:
     small, large = (peak(name, (entries,), experts=2) for entries in (2 * CHUNK, 2**35))
     assert small == large <= 2**25
-    capped = peak(name, (2**35,), experts=2, caps=NORM_CAP)
-    assert capped >= 2**35 * (3 * 4 + 2), "who measures deltas is given them, and a result"
+    stepped = peak(name, (2**35,), experts=2, post=STEP)
+    assert stepped >= 2**35 * (3 * 4 + 2), "who measures deltas is given them, and a result"
 
 
 def test_a_stack_costs_what_one_of_its_matrices_costs() -> None:

@@ -56,8 +56,7 @@ rules:
     keep: base
     scale: 2
   - method: ties
-postprocess:
-  norm_cap: -1
+compute_dtype: float16
 sede: 3
 """,
     )
@@ -67,8 +66,8 @@ sede: 3
     assert any(p.startswith(f"{path}:6: scope: ") for p in found)
     assert any(p.startswith(f"{path}:8: rules.0: a rule either keeps") for p in found)
     assert f"{path}:11: rules.1.match: this field is required" in found
-    assert any(p.startswith(f"{path}:13: postprocess.norm_cap") for p in found)
-    assert any(p.startswith(f"{path}:14: sede: ") and "Did you mean 'seed'?" in p for p in found)
+    assert any(p.startswith(f"{path}:12: compute_dtype") for p in found)
+    assert any(p.startswith(f"{path}:13: sede: ") and "Did you mean 'seed'?" in p for p in found)
 
 
 def test_a_key_given_twice(tmp_path: Path) -> None:
@@ -196,7 +195,6 @@ NAMES = st.text("abcxyz_-.*", min_size=1, max_size=8)
             "options": st.dictionaries(NAMES, st.one_of(st.integers(), st.booleans(), NAMES, st.none()), max_size=3),
             "keep": st.lists(NAMES, max_size=2),
             "rules": st.lists(st.fixed_dictionaries({"match": NAMES, "scale": st.floats(0, 1)}), max_size=2),
-            "postprocess": st.just({"lines": [0.5, 1.0], "norm_cap": "mean"}),
             "seed": st.integers(0, 2**40),
         },
     )

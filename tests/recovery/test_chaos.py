@@ -25,7 +25,7 @@ def chaos(*flags: str, folder: Path, startup: str = "") -> subprocess.CompletedP
 
 
 def test_a_few_runs(tmp_path: Path) -> None:
-    sorts = ("sharded", "variants", "adapter", "overwrite", "model, devices", "extraction", "push", "tune")
+    sorts = ("sharded", "variants", "adapter", "overwrite", "model, devices", "extraction", "tune")
     done = chaos("--runs", "8", *(flag for sort in sorts for flag in ("--sort", sort)), folder=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "8 runs, 0 problems" in done.stdout
@@ -44,28 +44,6 @@ def leaving_a_file(stage):
 
 Staging._read_journal = leaving_a_file
 """
-
-
-HALF_A_COMMIT = """
-from tests.helpers.hub_uploads import Uploads
-
-commit, count = Uploads._commit, 0
-
-def in_halves(self, hub, repo, lines):
-    global count
-    count += 1
-    if count == 2:  # the first is the reference
-        commit(self, hub, repo, lines[: len(lines) // 2])
-    return commit(self, hub, repo, [lines[0] | {"value": {}}, *lines[1:]])
-
-Uploads._commit = in_halves
-"""
-
-
-def test_half_a_commit_is_found(tmp_path: Path) -> None:
-    done = chaos("--runs", "1", "--seed", "3", "--sort", "push", startup=HALF_A_COMMIT, folder=tmp_path)
-    assert done.returncode == 1, done.stdout
-    assert "other bytes" in done.stdout
 
 
 @pytest.mark.slow

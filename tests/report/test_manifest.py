@@ -16,7 +16,6 @@ from tests.helpers.merging import Family, actmat, flip
 from actmat.api.merging import merge
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.collect.outputs import recipe_of_output
-from actmat.extras.pages.comparison import compare
 from actmat.report.manifest import manifest_content, read_manifest
 from actmat.report.verify import verify
 
@@ -180,9 +179,8 @@ def test_mutated_manifests_give_a_verdict_or_an_error_of_ours(merged: dict[str, 
             }
             assert found.problems or same or changed.get("content") != original["content"]
             verdicts += 1
-        for read in (recipe_of_output, lambda p: compare(p, merged[kind])):
-            with contextlib.suppress(MergeError):
-                read(place)
+        with contextlib.suppress(MergeError):
+            recipe_of_output(place)
     assert errors > 10
     assert verdicts > 2
 

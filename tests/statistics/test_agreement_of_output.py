@@ -18,7 +18,7 @@ from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.tune import live
-from actmat.extras.tune.progress import TuneProgress
+from actmat.progress import Progress
 
 FEW = ["--set", "new_tokens=4"]
 
@@ -68,7 +68,7 @@ def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tm
 def test_one_data_set_serves_all_experts_up_to_a_number_of_samples(place: Path) -> None:
     seen: list[tuple[str, int]] = []
 
-    class Counting(TuneProgress):
+    class Counting(Progress):
         what = ""
 
         def doing(self, what: str, total: int = 0) -> None:

@@ -7,12 +7,12 @@ import torch
 from tests.helpers.docs_fixture import write_models
 from tests.tolerances import F32_PRODUCT
 
-from actmat.cli import searching
-from actmat.cli.searching import showing_search
+from actmat.cli import screen
+from actmat.cli.screen import showing_progress
 from actmat.extras.tune.live import LiveAdapter, Loader
 from actmat.extras.tune.merges import Merges, search_inputs
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.space import MergeChoice
+from actmat.progress import Progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.output import AdapterOutput
 from actmat.settings import RunSettings
@@ -28,7 +28,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def merges_of(recipe: Recipe, folder: Path) -> Merges:
-    return Merges(recipe, folder, RunSettings(), TuneProgress())
+    return Merges(recipe, folder, RunSettings(), Progress())
 
 
 @pytest.mark.parametrize("method", ["average", "tsv"])
@@ -62,14 +62,14 @@ def test_progress_is_told_where_no_bar_is_seen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stage once, and counts with the time left in between."""
-    monkeypatch.setattr(searching, "BETWEEN_LINES", 0.0)
-    with showing_search(quiet=False) as progress:
+    monkeypatch.setattr(screen, "BETWEEN_LINES", 0.0)
+    with showing_progress(quiet=False, lines=True) as progress:
         progress.doing("asking math", 8)
         progress.doing("asking math", 8)
         progress.done(2)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "0 s: asking math: 8"
     assert second.startswith("0 s: asking math: 2 of 8, about ")
-    with showing_search(quiet=True) as progress:
+    with showing_progress(quiet=True, lines=True) as progress:
         progress.doing("asking math")
     assert capsys.readouterr().err == ""

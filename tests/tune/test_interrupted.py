@@ -30,10 +30,10 @@ def test_a_full_disk_is_no_reason_against_a_method(
     module: Any = merges
     real = module.run_recipes
 
-    def full(recipes: Any, settings: Any, progress: Any) -> Any:
+    def full(recipes: Any, settings: Any, progress: Any, **named: Any) -> Any:
         if any(r.method == "ties" for r in recipes):
             raise OutputError("Cannot write to x: the disk is full.")
-        return real(recipes, settings, progress)
+        return real(recipes, settings, progress, **named)
 
     monkeypatch.setattr(merges, "run_recipes", full)
     with pytest.raises(OutputError, match="the disk is full"):
@@ -72,7 +72,7 @@ def test_a_search_that_is_killed_is_ended_by_the_same_call(
     again = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
     assert again == (made or again), "what was finished is not made again"
     assert actmat.verify(out).ok
-    files = ["answers", "recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
+    files = ["recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
     assert sorted(p.name for p in work.iterdir()) == files
     assert json.loads((work / "tune.json").read_text())["chosen"] == json.loads(json.dumps(found.chosen.to_json()))
     with pytest.raises(OutputError, match="best"):

@@ -120,7 +120,7 @@ def test_intervals_tell_a_clear_difference_from_noise() -> None:
         "near": {"a": comparison(noisy)},
         "nearer": {"a": comparison([v - 0.05 for v in base])},
     }
-    chosen, far, near, nearer = compare_finally(found, "divergence", seed=0)
+    chosen, far, near, nearer = compare_finally(found, "divergence")
     assert (chosen.verdict, far.verdict, near.verdict) == ("chosen", "worse", "not told apart")
     assert nearer.verdict == "better"
     assert far.low == pytest.approx(1.0)

@@ -25,10 +25,10 @@ from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_a
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, of_similar_lengths, prepare_inputs
 from actmat.extras.tune.kept import Asking
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows, InputSettings
+from actmat.progress import Progress
 from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics
 
@@ -49,7 +49,7 @@ def expert_of(family: Path, name: str) -> Loaded:
 
 def inputs_of(family: Path, name: str, expert: Loaded, **fields: Any) -> ExpertInputs:
     """The texts of an expert, dealt."""
-    asking = Asking(Loader(""), InputSettings(new_tokens=fields.pop("new_tokens")), TuneProgress())
+    asking = Asking(Loader(""), InputSettings(new_tokens=fields.pop("new_tokens")), Progress())
     options = DataOptions(str(family / f"{name}.jsonl"))
     rows = DataRows(options, [{"text": t} for t in TEXTS[name]])
     return dealt_inputs(name, expert, rows, asking, TuneSettings(), **{"measuring": False} | fields)
@@ -210,16 +210,6 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
     assert kept == list(range(6))
     pixels = InputBatch({"pixel_values": torch.zeros(3, 2)}, None, None)
     assert [b.samples for b in of_similar_lengths([pixels], torch.nn.Linear(1, 1))] == [3]
-
-
-def test_a_second_search_does_not_load_the_experts_again(family: Path, tmp_path: Path) -> None:
-    told = Told()
-    first = tuned(family, tmp_path / "best", budget=3)
-    second = tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=told)
-    assert not [t for t in told.texts if t.startswith(("loading", "asking"))]
-    assert second.trials[0].losses == first.trials[0].losses
-    tuned(family, tmp_path / "best", budget=2, overwrite=True, progress=told, new_tokens=2)
-    assert "asking math" in told.texts, "other answers"
 
 
 def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:

@@ -25,9 +25,9 @@ from actmat.extras.tune import with_inputs
 from actmat.extras.tune.evaluate import AnswerComparison, default_predict
 from actmat.extras.tune.kept import Asking, Compared
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.sources import DataRows, InputSettings, is_prompt
 from actmat.extras.tune.with_inputs import choose, merge_with_inputs
+from actmat.progress import Progress
 from actmat.recipe import ExpertRef, Recipe, make_recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
@@ -385,7 +385,7 @@ def test_an_unknown_expert_is_an_error_in_python(family: Path, tmp_path: Path) -
         {"base": str(family / "base"), "experts": [str(family / "experts" / n) for n in TEXTS], "out": str(tmp_path)}
     )
     with pytest.raises(RecipeError, match="unknown experts"):
-        merge_with_inputs([recipe], {"x": "a b"}, {}, InputSettings(), RunSettings(), TuneProgress())
+        merge_with_inputs([recipe], {"x": "a b"}, {}, InputSettings(), RunSettings(), Progress())
 
 
 def test_an_adapter_behind_one_that_brings_a_base_of_its_own_is_measured_as_alone(family: Path, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_an_adapter_behind_one_that_brings_a_base_of_its_own_is_measured_as_alon
     config.write_text(json.dumps({**json.loads(config.read_text()), "modules_to_save": ["model.norm"]}))
     norm = {"base_model.model.model.norm.weight": load_file(family / "base" / "model.safetensors")["model.norm.weight"]}
     save_file(load_file(other / "adapter_model.safetensors") | norm, other / "adapter_model.safetensors")
-    asking = Asking(Loader(str(family / "base")), InputSettings(), TuneProgress())
+    asking = Asking(Loader(str(family / "base")), InputSettings(), Progress())
     rows, grams = DataRows(DataOptions("texts"), [{"text": t} for t in TEXTS["math"]]), []
     for place in (family / "adapters" / "math", other, family / "adapters" / "math"):
         asking.measure("math", asking.loader.load(str(place)), rows, {"gram"}, tmp_path / "statistics")

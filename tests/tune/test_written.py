@@ -15,10 +15,10 @@ from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions, read_rows
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import written as module
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.sources import InputSettings
 from actmat.extras.tune.with_inputs import merge_with_inputs
 from actmat.extras.tune.written import LONGEST, write_prompts
+from actmat.progress import Progress
 from actmat.recipe import make_recipe
 from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
@@ -35,7 +35,7 @@ def _far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def merged(family: Path, experts: list[Path], out: Path, data: Any, **fields: Any) -> Any:
     recipe = make_recipe({"base": str(family / "base"), "experts": list(map(str, experts)), "out": str(out)})
     settings = InputSettings(**{"template": TEMPLATE, "new_tokens": 2} | fields)
-    return merge_with_inputs([recipe], data, {}, settings, RunSettings(), TuneProgress())[0]
+    return merge_with_inputs([recipe], data, {}, settings, RunSettings(), Progress())[0]
 
 
 def test_experts_write_their_inputs_and_the_record_holds_no_text(family: Path, tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="classes whose names begin so")
-    parser.add_argument("--library", choices=["transformers", "diffusers"])
     parser.add_argument("--renew", action="store_true", help="replace the rows of the chosen classes in the result")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="output of earlier runs; later ones win")
     parser.add_argument(
@@ -72,9 +71,7 @@ def main() -> None:
     chosen = [
         one
         for one in (architectures() if given.seconds > 0 else ())
-        if (given.only is None or one.name.startswith(tuple(given.only)))
-        and given.library in (None, one.library)
-        and (one.library, one.name) not in rows
+        if (given.only is None or one.name.startswith(tuple(given.only))) and (one.library, one.name) not in rows
     ]
     worker = Worker() if chosen else None
     for k, one in enumerate(chosen):
@@ -86,7 +83,7 @@ def main() -> None:
         worker.mine.send(None)
     if given.renew:
         renewed(rows)
-    elif given.only is None and given.library is None:
+    elif given.only is None:
         write_result("families", [rows[key] for key in sorted(rows)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -93,7 +94,10 @@ def _outputs(model: Any, batch: Mapping[str, Any]) -> list[Tensor]:
     torch.manual_seed(0)
     with torch.no_grad():
         out = model(**batch)
-    found = list(out.values()) if hasattr(out, "values") else [out] if isinstance(out, Tensor) else list(out)
+    if hasattr(out, "values"):  # losses, routers, attention of segments: on request
+        found = [value for name, value in out.items() if not re.search("loss|router|segmentation", name)]
+    else:
+        found = [out] if isinstance(out, Tensor) else list(out)
     return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
 
 

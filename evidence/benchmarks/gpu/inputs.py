@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import actmat
-from actmat.extras.tune.progress import TuneProgress
+from actmat.progress import Progress
 from benchmarks.adapters import write_adapters
 from benchmarks.common import fresh, measure, once
 from benchmarks.gpu.merges import QUICK, SIZES
@@ -29,7 +29,7 @@ NUMBERS = (2, 8)
 RANK, PROMPTS, WORDS = 16, 8, 40
 
 
-class StageSeconds(TuneProgress):
+class StageSeconds(Progress):
     """Seconds by the first word of each stage."""
 
     def __init__(self) -> None:

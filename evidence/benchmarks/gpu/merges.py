@@ -100,7 +100,8 @@ def one_merge(method: str, device: str, out: str, base: str, *experts: str) -> N
     plan = reports[0].plan
     found: dict[str, float] = {"merge_s": seconds, "on_device": len(plan.on_device)}
     if device != "cpu":
-        found |= {"device_peak_b": peak_bytes(torch_device(device)), "planned_b": plan.peak_device_bytes}
+        planned = max(i.cost.device_bytes for i in plan.items)
+        found |= {"device_peak_b": peak_bytes(torch_device(device)), "planned_b": planned}
     Path(out).with_suffix(".facts").write_text(json.dumps(found))
 
 

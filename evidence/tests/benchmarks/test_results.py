@@ -105,37 +105,3 @@ def test_a_benchmark_writes_its_block(tmp_path: Path, monkeypatch: pytest.Monkey
     assert block["lacks"] == (unknown if block["commit"] else ["commit"])
     common.write_result("other", [], tmp_path / "other.json")
     assert sorted(provenance.read(tmp_path)) == ["other.json", "toy.json"]
-
-
-def test_a_change_without_a_new_block_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "toy.jsonl"
-    path.write_text(json.dumps({"a": 1}) + "\n")
-    assert "no provenance" in problems(path)[0]
-    provenance.record(path, "python -m benchmarks.toy")
-    assert not problems(path)
-    path.write_text(json.dumps({"a": 2}) + "\n")
-    (said,) = problems(path)
-    assert "has changed since" in said
-
-
-def test_a_commit_that_is_not_of_the_run_is_named_by_every_line(tmp_path: Path) -> None:
-    path, commit = tmp_path / "toy.jsonl", "0" * 40
-    block = provenance.block("python -m benchmarks.toy") | {"commit": commit, "commit_of": provenance.COLLECTED}
-    for lines, said in (([{"commit": commit}], 0), ([{"detail": {"run": {"commit": commit}}}], 0), ([{"a": 1}], 1)):
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        provenance.write(path, block | {"lacks": []})
-        assert len(problems(path)) == said
-    provenance.write(path, block | {"lacks": ["commit of the run"]})
-    assert not problems(path)
-    provenance.write(path, block | {"commit": f"{commit}+changes", "commit_of": "the run", "lacks": []})
-    assert problems(path)
-
-
-def test_what_is_not_known_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "toy.json"
-    path.write_text("{}")
-    known = provenance.block("python -m benchmarks.toy") | {"commit": "0" * 40, "lacks": []}
-    provenance.write(path, known | {"machine": None})
-    assert problems(path) == ["neither machine nor an entry of it in lacks"]
-    provenance.write(path, known | {"machine": None, "lacks": ["machine"]})
-    assert not problems(path)

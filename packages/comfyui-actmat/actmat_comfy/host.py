@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import comfy.utils
 import folder_paths
 
 from actmat.errors import AlignmentError, RecipeError
-from actmat.planning import MergePlan
 from actmat.progress import Progress
 
 from .stacks import is_text
@@ -29,19 +28,17 @@ _FACTORS = (".lora_up.weight", ".lora_B.weight", "_lora.up.weight", ".lora.up.we
 class ComfyProgress(Progress):
     """Shows a merge in ComfyUI's progress bar; stops it when the user presses Cancel."""
 
-    def __init__(self) -> None:
-        self._bar: Any = None
+    _bar: Any
 
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+    def doing(self, what: str, total: int = 0) -> None:
         """Start a bar with one step per tensor or module."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        self._bar = comfy.utils.ProgressBar(max(1, sum(len(p.items) for p in plans)))
-        self._bar.update(resumed)
+        self._bar = comfy.utils.ProgressBar(max(1, total))
 
-    def tensor(self, name: str, nbytes: int) -> None:
+    def done(self, parts: int) -> None:
         """Advance by one step. ComfyUI's interruption exception ends the merge like any other."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        self._bar.update(1)
+        self._bar.update_absolute(parts)
 
     def note(self, text: str) -> None:
         """Log it."""

@@ -156,11 +156,10 @@ class Comfy:
 
         class ProgressBar:
             def __init__(self, total: int, node_id: str | None = None) -> None:
-                self.total, self.current = total, 0
+                self.total = total
 
-            def update(self, value: int) -> None:
-                self.current += value
-                comfy.steps.append((self.current, self.total))
+            def update_absolute(self, value: int) -> None:
+                comfy.steps.append((value, self.total))
 
         io = types.SimpleNamespace(
             **{n.capitalize(): comfy_type(n) for n in INPUTS}, Custom=comfy_type, Schema=Schema, NodeOutput=NodeOutput,

@@ -43,7 +43,7 @@ def diagnose(
     """
     check_names(fields, MergeFields)
     recipe, settings = hold_inputs(base, experts).arguments({"method": method, **fields}, weights, statistics)
-    return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
+    return diagnose_recipe(recipe, settings, progress or usual_progress())
 
 
 def diagnose_output(
@@ -64,7 +64,7 @@ def diagnose_output(
         return read_diagnosis(folder)
     from actmat.extras.collect.outputs import recipe_of_output
 
-    return diagnose_recipe(recipe_of_output(folder), settings, progress or usual_progress("measuring"))
+    return diagnose_recipe(recipe_of_output(folder), settings, progress or usual_progress())
 
 
 def check_measurable(directory: str | Path) -> None:

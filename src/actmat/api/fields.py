@@ -59,7 +59,6 @@ class SearchedFields(AverageFields, total=False):
     keep: str | Sequence[str]
     drop: str | Sequence[str]
     post: str | Fields | Sequence[str | Fields]
-    postprocess: Fields
     seed: int
     output: str | Fields | None
     to: Literal["model", "adapter", "extracted", "peft", "kohya", "diffusers", "comfy"]
@@ -120,7 +119,6 @@ class TuneFields(SearchedFields, total=False):
     load: Callable[[str], Loaded] | None
     average: bool
     keep_work: bool
-    bootstrap_seed: int
 
 
 class ScaleFields(TuneFields, total=False):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from actmat.api.fields import MergeFields, check_names
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.memory import LABEL, hold_model
-from actmat.checkpoints.model import Model
+from actmat.checkpoints.model import GENERATION, Model
 from actmat.checkpoints.resolve import open_model
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experts.locate import OpenInput
@@ -115,16 +115,21 @@ def _opener(place: str, source: Any) -> Callable[[], OpenInput] | None:
             raise RecipeError(f"{place}: expected one active adapter, found {len(active)}. Fix: set_adapter, or "
             "actmat.merge_adapters for several.")  # fmt: skip
         return partial(_adapter, place, source, active[0])
-    return partial(_model, place, source.state_dict(), _config(source), str(getattr(source, "name_or_path", "")))
+    return partial(_model, place, source.state_dict(), source)
 
 
-def _model(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, origin: str = "") -> Model:
-    """A model in memory, with the files, such as a tokenizer's, of the folder that it was loaded from."""
-    model = decoded(hold_model(tensors, location=place, config=config))
-    if not os.path.isdir(origin):
-        return model
-    with open_model(origin) as stored:
-        return Model(model.tensors, replace(model.folder, files=stored.folder.files, merged=stored.folder.merged))
+def _model(place: str, tensors: Mapping[str, Tensor], module: nn.Module | None) -> Model:
+    """A model in memory, with its settings, and the files, such as a tokenizer's, of the folder it was loaded from."""
+    model = decoded(hold_model(tensors, location=place, config=None if module is None else _config(module)))
+    origin = str(getattr(module, "name_or_path", ""))
+    generation: Any = getattr(module, "generation_config", None)
+    folder = model.folder
+    if hasattr(generation, "to_json_string"):
+        folder = replace(folder, texts={GENERATION: generation.to_json_string()})
+    if os.path.isdir(origin):
+        with open_model(origin) as stored:
+            folder = replace(folder, files=stored.folder.files, merged=stored.folder.merged)
+    return Model(model.tensors, folder)
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:

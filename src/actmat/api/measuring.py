@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actmat.diagnostics.model import AgreementRow, DataResidual
+from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import Location
 from actmat.settings import RunSettings
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from actmat.extras.collect.staged import Batches
-    from actmat.extras.tune.progress import TuneProgress
 
 
 def agreement(
@@ -23,7 +23,7 @@ def agreement(
     *,
     base: str | Path | None = None,
     device: str = "cpu",
-    progress: TuneProgress | None = None,
+    progress: Progress | None = None,
     new_tokens: int = 32,
     model_class: str | None = None,
     model_dtype: str = "auto",
@@ -50,11 +50,10 @@ def agreement(
         StatisticsError: data or a model that cannot be used, or answers that cannot be compared.
     """
     from actmat.extras.tune.kept import measure_agreement
-    from actmat.extras.tune.progress import usual_tune_progress
     from actmat.extras.tune.sources import InputSettings
 
     settings = InputSettings(new_tokens=new_tokens, model_class=model_class, model_dtype=model_dtype)
-    progress = progress or usual_tune_progress()
+    progress = progress or usual_progress()
     run = RunSettings(device=device)
     return measure_agreement(directory, data, settings, base=base, run=run, progress=progress)
 

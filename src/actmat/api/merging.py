@@ -62,7 +62,7 @@ def merge(
             expert writes prompts itself ("self": all do). The merge is made for them, and `answers` of the report says
             what it kept. Needs `out`. Experts in memory are then models of transformers, which run as they are, with
             the tokenizer of the folder that they were loaded from.
-        progress: see `Progress`, by inputs `TuneProgress`; None: a line in a notebook only; `Progress()`: silent.
+        progress: see `Progress`; None: a line in a notebook only; `Progress()`: silent.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
             ...; see `settings.RunSettings`); `blocks`, for image models: per expert the text of `--blocks`; `check`,
@@ -81,17 +81,16 @@ def merge(
     arguments = {"out": out and str(out), "method": method, **fields}
     asked = {name: arguments.pop(name) for name in INPUT_FIELDS & arguments.keys()}
     recipe, settings = inputs.arguments(arguments, weights, statistics)
+    progress = progress or usual_progress()
     if data or asked.get("check"):
         from actmat.extras.tune.with_inputs import merge_by_arguments
 
         return merge_by_arguments(recipe, settings, data or {}, asked, inputs.modules, progress)
-    progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
     from actmat.extras.models.in_memory import run_in_memory
 
-    modules = [m for place, m in inputs.modules.items() if place != inputs.base]
-    return run_in_memory(recipe, settings, progress, module=base, modules=modules)
+    return run_in_memory(recipe, settings, progress, module=base)
 
 
 INPUT_FIELDS = frozenset({"check", "template", "new_tokens", "model_class", "model_dtype", "keep_statistics"})

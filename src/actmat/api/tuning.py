@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from actmat.api.fields import ScaleFields, TuneFields, check_names
-from actmat.extras.tune.progress import TuneProgress, usual_tune_progress
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.space import SearchSpace, make_space, scale_space
 from actmat.extras.tune.tuning import tune_recipe
+from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Experts, Location, make_arguments
 from actmat.settings import RunSettings
@@ -27,7 +27,7 @@ def tune(
     data: Any,
     out: Location,
     space: SearchSpace | Mapping[str, Any] | None = None,
-    progress: TuneProgress | None = None,
+    progress: Progress | None = None,
     **fields: Unpack[TuneFields],
 ) -> TuneReport:
     """Find the best merge of some experts from a few unlabeled inputs of each, and write it.
@@ -58,7 +58,7 @@ def tune(
     """
     recipe, settings, run = _arguments(base, experts, out, fields, TuneFields)
     chosen = space if isinstance(space, SearchSpace) else make_space(space or {})
-    return tune_recipe(recipe, chosen, data, settings, run, progress or usual_tune_progress())
+    return tune_recipe(recipe, chosen, data, settings, run, progress or usual_progress())
 
 
 def tune_scale(
@@ -68,7 +68,7 @@ def tune_scale(
     data: Any,
     out: Location,
     scales: Sequence[float] | None = None,
-    progress: TuneProgress | None = None,
+    progress: Progress | None = None,
     **fields: Unpack[ScaleFields],
 ) -> TuneReport:
     """Merge as `merge` does, at the scale that unlabeled inputs of the experts choose.
@@ -90,7 +90,7 @@ def tune_scale(
     recipe, settings, run = _arguments(base, experts, out, fields, ScaleFields)
     settings = dataclasses.replace(settings, average=False)
     space = functools.partial(scale_space, scales=scales)
-    return tune_recipe(recipe, space, data, settings, run, progress or usual_tune_progress())
+    return tune_recipe(recipe, space, data, settings, run, progress or usual_progress())
 
 
 def _arguments(

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from actmat.bounds import parse_json, read_object
 from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.folder import read_config
 from actmat.checkpoints.side_files import SideFiles
@@ -18,6 +19,7 @@ from actmat.errors import CheckpointError, Note, NoteSeverity
 Config: TypeAlias = Mapping[str, Any]
 """Fields of a `config.json`."""
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,16 @@ class ModelFolder:
     def directory(self) -> Path | None:
         """Local folder of the side files, downloaded first if they are not local; None without one."""
         return self.files[0].fetch_sidecars() if self.files else None
+
+    def object(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file that an output gets from here; empty without one.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        if name in self.texts:
+            return dict(parse_json(self.texts[name]))
+        return read_object(self.files[0].fetch(name)) if name in self.side_files.kept else {}
 
     def tokens(self) -> Sequence[str]:
         """Tokens by their rows, of a format that stores them in its header; empty for others."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actmat import plugins
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import first_names
 
@@ -44,7 +43,7 @@ def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
         by_scheme.setdefault(scheme_of(spec, specs), []).append(spec.name)
     by_scheme.pop("", None)
     signs += [f"tensors look quantized ({scheme}): {first_names(n)}" for scheme, n in by_scheme.items()]
-    return [f"{'; '.join(signs)}. {FIX}{plugins.hint('actmat.codecs')}"] if signs else []
+    return [f"{'; '.join(signs)}. {FIX}"] if signs else []
 
 
 _AFTER_TRAINING = """

@@ -88,7 +88,7 @@ def storage_of(url: str) -> Storage:
     scheme = url.partition("://")[0].lower()
     storage = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
     if storage is None:
-        raise CheckpointError(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
+        raise CheckpointError(f"{url}: no installed part of actmat serves this URL.")
     return storage
 
 

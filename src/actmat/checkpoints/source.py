@@ -119,10 +119,6 @@ class Source(abc.ABC):
         """Local folder of the side files, downloaded first if they are not local."""
         return self.directory
 
-    def below(self, name: str) -> str:
-        """Path of a side file below the folder of `fetch_sidecars`."""
-        return name
-
     def close(self) -> None:  # noqa: B027 - most have nothing to remove
         """Remove copies of files that nothing else uses. May be called twice."""
 

@@ -79,7 +79,7 @@ def diagnose(
     if shown.json and shown.full:  # as `read_diagnosis` reads it
         print_json(diagnosis.to_json())
     elif shown.json:
-        print_result("diagnose", diagnosis.to_json(), long=("measures", "norms"))
+        print_result("diagnose", diagnosis.to_json(), long=("measures",))
     elif not shown.quiet:
         from actmat.cli.summary import print_diagnosis
 
@@ -113,7 +113,7 @@ def _of_output(merged: Path, fields: RecipeFlags, run: RunSettings, asked: Input
         from actmat.cli.searching import compare_answers
 
         rows = compare_answers(merged, asked, base=base, run=run, quiet=quiet)
-    with showing_progress("measuring", quiet=quiet) as progress:
+    with showing_progress(quiet=quiet) as progress:
         diagnosis = diagnose_output(merged, run, progress)
     if rows is not None:
         from actmat.diagnostics.answers import with_answers
@@ -134,5 +134,5 @@ def _of_recipe(file: Path | None, fields: RecipeFlags, run: RunSettings, *, quie
         raise typer.BadParameter("diagnose takes one merge: one method, one value per option")
     from actmat.run import diagnose_recipe
 
-    with showing_progress("measuring", quiet=quiet) as progress:
+    with showing_progress(quiet=quiet) as progress:
         return diagnose_recipe(recipes[0], run, progress)

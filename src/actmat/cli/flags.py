@@ -41,7 +41,7 @@ RecipeArgument = Annotated[
 BLOCKS = "Factors of an image model's blocks, such as IN=0.5,OUT=0.8."
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 """Endings of recipe files."""
-_STRUCTURES = ("rules", "roles", "postprocess")
+_STRUCTURES = ("rules", "roles")
 _NOT_SET = (*_STRUCTURES, "path", "name", "measured_from", "notes", "warnings", "executor", "kind", "layout")
 """Fields of a recipe that no command takes: structures, and those that other fields decide."""
 Plan = Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,7 +28,7 @@ ENTRY_POINTS = "actmat.commands"
 
 COMMANDS = (
     *("merge", "average", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
-    *("compare", "demo", "export", "statistics", "try", "tune"),
+    *("demo", "export", "statistics", "try", "tune"),
 )
 """Commands of this distribution. Each is the function of its name in the module of its name in `actmat.cli`; Python
 keywords get a trailing underscore."""
@@ -112,7 +112,22 @@ def _list_settings(made: Any) -> None:
     """Add the fields that --set takes to a command's help."""
     if settings := getattr(made.callback, "settings", {}):
         listed = "\n".join(f"[bold]{name}[/bold]: {text}" for name, text in settings.items())
-        made.epilog = f"[bold]Fields that --set NAME=VALUE takes[/bold]:\n\n{listed}\n\n{made.epilog}"
+        made.epilog = f"[bold]Fields that --set NAME=VALUE takes, or --NAME VALUE[/bold]:\n\n{listed}\n\n{made.epilog}"
+
+
+def _with_set(arguments: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+    """The arguments with `--NAME VALUE` and `--NAME=VALUE` as `--set NAME=VALUE`, for fields without a flag."""
+    spelled: list[str] = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in settings:
+            spelled += ["--set", f"{name}{equals}{value}"]
+        elif spelled[-2:-1] == ["--set"] and "=" not in spelled[-1] and not argument.startswith("--"):
+            spelled[-1] += f"={argument}"
+        else:
+            spelled.append(argument)
+    return spelled
 
 
 def _typer_command(name: str, declared: Any, *, flags: bool) -> Any:
@@ -155,10 +170,11 @@ class Commands(typer.core.TyperGroup):
             if info_of(declared).imports_torch:
                 starting(name, args[1:])
             made = _typer_command(name, declared, flags=True)
+            called = getattr(made, "commands", {}).get("".join(args[1:2]), made)
+            if "--help-all" in args:
+                _list_settings(called)
             rest = ["--help" if a == "--help-all" else a for a in args[1:]]
-            if rest != args[1:]:
-                _list_settings(made)
-            return name, made, rest
+            return name, made, _with_set(rest, getattr(called.callback, "settings", {}))
         if name in DISTRIBUTIONS:
             ctx.fail(
                 f"'{name}' belongs to the distribution {DISTRIBUTIONS[name]}, which is not installed or does not "

@@ -122,8 +122,6 @@ def _similar_flag(flag: str, command: Any) -> str:
     name, settings = flag.removeprefix("--").replace("-", "_"), getattr(command.callback, "settings", {})
     if flag in GONE:
         return f". {GONE[flag]}"
-    if name in settings:
-        return f". It is set with --set {name}=VALUE"
     if owners := [m.name for m in METHODS if name in m.options]:
         return f". It is an option of the method ({', '.join(owners)}): -o {name}=VALUE"
     near = did_you_mean(name, [*settings, *(p.name for p in command.params)])

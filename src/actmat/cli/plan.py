@@ -66,7 +66,7 @@ def show_plans(recipes: Sequence[Recipe], run: RunSettings, asked: InputFlags | 
     from actmat.run import plan_recipe
 
     plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
-    if shown.json and shown.full:  # as `MergePlan.from_json` reads them
+    if shown.json and shown.full:
         data = [plan.to_json() for plan in plans]
         print_json(data[0] if len(data) == 1 else data)
     elif shown.json:

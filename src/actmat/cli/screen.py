@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -25,25 +26,24 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from actmat.cli.streams import INDENT, Notes, line_breaks
+from actmat.cli.streams import INDENT, Notes, line_breaks, say
 from actmat.foreign import terminal
-from actmat.progress import Progress, tensors_to_do
+from actmat.progress import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from rich.progress import ProgressColumn, TaskID
-
-    from actmat.planning import MergePlan
+    from rich.progress import ProgressColumn
 
 
-_COMMANDS = (
-    "average extract demo inspect verify diagnose compare methods tune try push export statistics analyze experiment ui"
-)
+_COMMANDS = "average extract demo inspect verify diagnose methods tune try push export statistics analyze experiment ui"
 LAYOUTS: Mapping[str, int] = dict.fromkeys(("merge", "plan", "recipe", "serve", *_COMMANDS.split()), 1)
 """JSON layout -> version."""
 
 CELL_INDENT = 2
 """Indentation of lines that continue a first column."""
+
+BETWEEN_LINES = 10.0
+"""Seconds between lines about a stage when no bar is shown."""
 
 
 class Hanging:
@@ -167,42 +167,47 @@ def hub_bars(*, quiet: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def showing_progress(doing: str = "merging", *, quiet: bool) -> Iterator[MergeProgress | None]:
-    """Show a bar over the tensors of a merge; yields None if `quiet` is set."""
-    if quiet:
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+def showing_progress(*, quiet: bool, lines: bool = False) -> Iterator[Progress]:
+    """Show notes, the stage, its remaining time and the best candidate so far on a bar; if `lines`, else as lines."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    share, tensors = "{task.percentage:>3.0f}%", (MofNCompleteColumn(), "tensors")
-    with progress_bar("{task.description}", BarColumn(24), share, *tensors, TimeRemainingColumn()) as bar:
-        yield MergeProgress(bar, doing)
+    columns = (BarColumn(16), MofNCompleteColumn(), TimeRemainingColumn(), TimeElapsedColumn())
+    with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
+        yield _Shown(bar, quiet=quiet, lines=lines and bar.disable and not quiet)
 
 
-class MergeProgress(Progress):
-    """Progress of a merge on a bar."""
+class _Shown(Progress):
+    """A stage of a call on a bar, or as lines at intervals."""
 
-    def __init__(self, bar: RichProgress, doing: str) -> None:
-        self._bar, self._doing = bar, doing
-        self._task: TaskID | None = None
+    def __init__(self, bar: RichProgress, *, quiet: bool, lines: bool) -> None:
+        self._bar, self._task, self._quiet, self._lines = bar, bar.add_task("starting", total=None), quiet, lines
+        self._what, self._best, self._total, self._printed, self._latest = "", "", 0, 0.0, ""
+        self._begun = time.monotonic()
+        self._starts = {"": self._begun}
 
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Show the bar; print a line when an interrupted run continues."""
-        total, done = tensors_to_do(plans, resumed)
-        if resumed:
-            note_console.print(f"Continuing an interrupted merge: {resumed} tensors are done and intact.")
-        self._task = self._bar.add_task(self._doing, total=total, completed=done)
+    def doing(self, what: str, total: int = 0) -> None:
+        self._what, self._total, self._best = what, total, ""
+        self._starts.setdefault(what, time.monotonic())
+        self._bar.reset(self._task, total=total or None, description=escape(what)[:60])
+        if (text := what + (f": {total}" if total else "")) != self._latest:
+            self._print(text)
 
-    def tensor(self, name: str, nbytes: int) -> None:
-        """Advance the bar by one tensor."""
-        if self._task is not None:
-            self._bar.advance(self._task)
+    def done(self, parts: int) -> None:
+        left = (time.monotonic() - self._starts[self._what]) / max(parts, 1) * (self._total - parts)
+        ahead = f"about {left:.0f} s left" if parts < self._total else "finishing"
+        self._bar.update(self._task, completed=parts)
+        if time.monotonic() > self._printed + BETWEEN_LINES:
+            self._print(f"{self._what}: {parts} of {self._total}, {ahead}{self._best}")
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
-        note_console.print(escape(text))
+        if not self._quiet:
+            say(f"note: {text}")
 
-    def finishing(self) -> None:
-        """Show that only disk writes remain."""
-        if self._task is not None:
-            self._bar.update(self._task, description="flushing")
+    def trial(self, latest: Any, best: Any) -> None:
+        self._best = f"; best so far: {best.candidate} ({best.mean:.4g})"
+        self._bar.update(self._task, description=escape(self._what + self._best)[:60])
+
+    def _print(self, text: str) -> None:
+        self._printed, self._latest = time.monotonic(), text
+        if self._lines:
+            say(f"{self._printed - self._begun:.0f} s: {text}")

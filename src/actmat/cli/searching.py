@@ -2,80 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from actmat.cli.data import pairs_of
-from actmat.cli.screen import console, escape, plain_table, print_result, progress_bar
-from actmat.cli.streams import optional_stdout, say
+from actmat.cli.screen import console, escape, plain_table, print_result, showing_progress
+from actmat.cli.streams import optional_stdout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from actmat.cli.data import InputFlags
     from actmat.diagnostics.model import AgreementRow
-    from actmat.extras.tune.progress import TuneProgress
     from actmat.extras.tune.report import TuneReport
     from actmat.extras.tune.sources import InputSettings
     from actmat.recipe import Recipe
     from actmat.run import MergeReport
     from actmat.settings import RunSettings
-
-
-BETWEEN_LINES = 10.0
-"""Seconds between lines about a stage when no bar is shown."""
-
-
-@contextlib.contextmanager
-def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
-    """Show progress on stderr: memory plan, notes, stage, best candidate so far, remaining time."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from actmat.extras.tune.evaluate import Trial
-    from actmat.extras.tune.progress import TuneProgress
-
-    columns = (BarColumn(16), MofNCompleteColumn(), TimeRemainingColumn(), TimeElapsedColumn())
-    with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
-        task = bar.add_task("starting", total=None)
-        shows_lines = bar.disable and not quiet
-        start = time.monotonic()
-
-        class Shown(TuneProgress):
-            what, total, began, best, printed, latest = "", 0, 0.0, "", 0.0, ""
-            starts: ClassVar[dict[str, float]] = {}
-
-            def doing(self, what: str, total: int = 0) -> None:
-                self.what, self.total, self.best = what, total, ""
-                self.began = self.starts.setdefault(what, time.monotonic())
-                bar.reset(task, total=total or None, description=escape(what)[:60])
-                if (text := what + (f": {total}" if total else "")) != self.latest:
-                    self._print(text)
-
-            def done(self, parts: int) -> None:
-                bar.update(task, completed=parts)
-                left = (time.monotonic() - self.began) / max(parts, 1) * (self.total - parts)
-                ahead = f"about {left:.0f} s left" if parts < self.total else "finishing"
-                if time.monotonic() > self.printed + BETWEEN_LINES:
-                    self._print(f"{self.what}: {parts} of {self.total}, {ahead}{self.best}")
-
-            def note(self, text: str) -> None:
-                if not quiet:
-                    say(f"note: {text}")
-
-            def trial(self, latest: Trial, best: Trial) -> None:
-                self.best = f"; best so far: {best.candidate} ({best.mean:.4g})"
-                bar.update(task, description=escape(self.what + self.best)[:60])
-
-            def _print(self, text: str) -> None:
-                self.printed, self.latest = time.monotonic(), text
-                if shows_lines:
-                    say(f"{self.printed - start:.0f} s: {text}")
-
-        yield Shown()
 
 
 def print_search(report: TuneReport) -> None:
@@ -104,7 +49,7 @@ def tune_scales(recipes: Sequence[Recipe], asked: InputFlags, run: RunSettings, 
     from actmat.extras.tune.tuning import tune_recipe
 
     places, settings = pairs_of(asked.data or []), TuneSettings(average=False)
-    with showing_search(quiet=quiet) as progress:
+    with showing_progress(quiet=quiet, lines=True) as progress:
         reports = [tune_recipe(r, scale_space, places, settings, run, progress) for r in recipes]
     with optional_stdout("The merge is complete."):
         for report in () if quiet else reports:
@@ -118,7 +63,7 @@ def merge_by(asked: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, 
     from actmat.extras.tune.with_inputs import merge_with_inputs
 
     data, check, settings = _inputs(asked)
-    with showing_search(quiet=quiet) as progress:
+    with showing_progress(quiet=quiet, lines=True) as progress:
         return merge_with_inputs(recipes, data, check, settings, run, progress)
 
 
@@ -150,5 +95,5 @@ def compare_answers(
     from actmat.extras.tune.kept import measure_agreement
 
     data, settings = pairs_of(asked.data or []), asked.settings()
-    with showing_search(quiet=quiet) as progress:
+    with showing_progress(quiet=quiet, lines=True) as progress:
         return measure_agreement(merged, data, settings, base=base, run=run, progress=progress)

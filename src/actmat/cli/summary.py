@@ -327,11 +327,10 @@ def size_data(norms: Norms | None) -> dict[str, Any] | None:
 
 def print_diagnosis(diagnosis: Diagnosis, files: Sequence[Path] = ()) -> None:
     """Print experts, checks, and the report's files."""
-    totals = diagnosis.totals
     console.print(
         f"[bold]{escape(diagnosis.method)}[/bold] over {len(diagnosis.experts)} experts"
         + (f" of {escape(diagnosis.base)}" if diagnosis.base else "")
-        + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
+        + f": {len(diagnosis.measures)} matrices measured"
     )
     if diagnosis.agreement is not None:
         print_kept(diagnosis.agreement)

@@ -154,13 +154,12 @@ def _models(
 
 def _show_written(recipe: Recipe, run: RunSettings, question: QuestionFlags, shown: flags.OutputFlags) -> None:
     """Print the prompts that each expert writes."""
-    from actmat.cli.searching import showing_search
     from actmat.extras.tune.kept import read_written
     from actmat.extras.tune.sources import InputSettings
 
     names = ("template", "model_class", "model_dtype")
     settings = InputSettings(**{name: getattr(question, name) for name in names})
-    with showing_search(quiet=shown.quiet or shown.json) as progress:
+    with showing_progress(quiet=shown.quiet or shown.json, lines=True) as progress:
         prompts = read_written(recipe, settings, run, progress)
     rows = [{"model": label, "gain": gain, "written": list(texts)} for label, (texts, gain) in prompts.items()]
     if shown.json:

@@ -14,7 +14,7 @@ from actmat.cli.data import COMPARED, InputFlags, pairs_of
 from actmat.cli.flags import FlagFields, RecipeFlags, split_list, split_name
 from actmat.cli.listing import command
 from actmat.cli.merge import refuse_no_output
-from actmat.cli.screen import print_result
+from actmat.cli.screen import print_result, showing_progress
 from actmat.flag import Flag, Setting
 from actmat.settings import RunSettings
 
@@ -118,7 +118,7 @@ def tune(
     recipe, all trials (tune.json) and a page (tune.html). To continue an
     interrupted search, repeat the command.
     """
-    from actmat.cli.searching import print_search, showing_search
+    from actmat.cli.searching import print_search
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import READ, tune_recipe
 
@@ -140,7 +140,7 @@ def tune(
     names = ("model_class", "model_dtype", "new_tokens")
     shared |= {name: value for name in names if (value := getattr(asked, name)) is not None}
     settings = TuneSettings(score=search.chosen_score(wanted, asked.batch_size), **shared)
-    with showing_search(quiet=shown.quiet or shown.json) as progress:
+    with showing_progress(quiet=shown.quiet or shown.json, lines=True) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if shown.json:
         print_result("tune", report.to_json(), long=("trials",), full=shown.full)

@@ -14,15 +14,12 @@ from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
     MatrixRow,
-    NormRow,
-    RunTotals,
     rows_from_json,
 )
 from actmat.diagnostics.totals import totals_of
 from actmat.diagnostics.warnings import merge_findings
 from actmat.engine.record import Record
 from actmat.planning.model import MergePlan
-from actmat.system import peak_memory
 
 Records = Mapping[str, Record]
 
@@ -30,22 +27,19 @@ Records = Mapping[str, Record]
 def is_observation(observed: Mapping[str, Any]) -> bool:
     """True if a diagnosis can be built from the measurements of one item, which come from a journal."""
     try:
-        rows_from_json(MatrixRow, observed["measures"])
-        rows_from_json(NormRow, observed["norms"])
+        rows_from_json(observed["measures"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return False
     return True
 
 
-def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, seconds: float) -> Diagnosis:
+def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None) -> Diagnosis:
     """Measures, summaries and checks, from the records of all items; `out`: the output's folder, if any."""
     names = [of.name for of in (plan.items if plan.output == "adapter" else plan.specs)]
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
-    measures = rows_from_json(MatrixRow, [m for o in observed.values() for m in o["measures"]])
-    norms = rows_from_json(NormRow, [row for o in observed.values() for row in o["norms"]])
+    measures = rows_from_json([m for o in observed.values() for m in o["measures"]])
     facts = Facts(
         labels=plan.recipe.labels,
-        norms=norms,
         measures=measures,
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         of_records=merge_findings(plan, records, totals_of(plan, records)),
@@ -60,18 +54,8 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         base=recipe.base or None,
         out=out,
         experts=_experts(plan, measures),
-        totals=RunTotals(
-            tensors=len(names),
-            parameters=sum(i.numel for i in plan.items) if plan.base is not None else sum(s.numel for s in plan.specs),
-            measured=len(measures),
-            seconds=round(seconds, 3),
-            peak_bytes=peak_memory(),
-            bytes_read=plan.read_bytes,
-            bytes_written=plan.write_bytes if out is not None else 0,
-        ),
         actions=dict(Counter(plan.by_name[name].action for name in names)),
         measures=measures,
-        norms=norms,
         findings=run_checks(facts, recipe.mute),
     )
 

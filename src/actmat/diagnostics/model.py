@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -70,46 +70,17 @@ class ExpertRow(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class RunTotals(_Strict):
-    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes."""
-
-    tensors: WholeNumber
-    parameters: WholeNumber
-    measured: WholeNumber
-    seconds: Number | None = None
-    peak_bytes: WholeNumber | None = None
-    bytes_read: WholeNumber | None = None
-    bytes_written: WholeNumber | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NormRow(_Strict):
-    """Norms of a merged tensor that is not a matrix: of each delta, of the base, of the merged delta."""
-
-    name: str
-    role: str
-    norms: Vector
-    base_norm: Number
-    merged_norm: Number
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixRow(_Strict):
     """Measures of one matrix; docs/diagnostics.md defines every field with its equation."""
 
     name: str
     part: str
     layer: WholeNumber | None
-    role: str
     shape: tuple[WholeNumber, WholeNumber]
-    factored: bool
     norms: Vector
     snr: Vector | None
     relative_norms: Vector | None
-    effective_rank: Vector
     cosine: Matrix
-    subspace_overlap: Matrix
-    chance_overlap: Number
     residual: Vector
     merged_norm: Number
     sum_norm: Number
@@ -203,13 +174,13 @@ class Finding(_Strict):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(_Strict):
-    """Diagnosis of a merge: measures per matrix, norms of other tensors, findings of checks.
+    """Diagnosis of a merge: measures per matrix, findings of checks.
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
         base, out: locations, or None.
         actions: number of output tensors, or modules, by what was done with them.
-        measures, norms: in the order of the output.
+        measures: in the order of the output.
         agreement: of the merged model with those experts whose inputs were given, in their order; None without inputs.
         residual_on_data: of the merged model, for those experts whose statistics were given; None without statistics.
     """
@@ -222,10 +193,8 @@ class Diagnosis(_Strict):
     base: str | None
     out: str | None
     experts: tuple[ExpertRow, ...]
-    totals: RunTotals
     actions: Mapping[str, WholeNumber]
     measures: tuple[MatrixRow, ...]
-    norms: tuple[NormRow, ...]
     findings: tuple[Finding, ...]
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
@@ -274,30 +243,23 @@ class Diagnosis(_Strict):
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
     """Problems: vectors and matrices without one entry per expert."""
     n = len(diagnosis.experts)
-    vectors = ("norms", "snr", "relative_norms", "effective_rank", "residual")
+    vectors = ("norms", "snr", "relative_norms", "residual")
     for m in diagnosis.measures:
         for field in vectors:
             value = getattr(m, field)
             if value is not None and len(value) != n:
                 yield f"{field} of '{m.label}' has {len(value)} entries for {n} experts"
-        for field in ("cosine", "subspace_overlap"):
-            if [len(row) for row in getattr(m, field)] != [n] * n:
-                yield f"{field} of '{m.label}' is not {n} x {n}"
-    for row in diagnosis.norms:
-        if len(row.norms) != n:
-            yield f"norms of '{row.name}' has {len(row.norms)} entries for {n} experts"
+        if [len(row) for row in m.cosine] != [n] * n:
+            yield f"cosine of '{m.label}' is not {n} x {n}"
     for field in ("agreement", "residual_on_data"):
         named = [row.expert for row in getattr(diagnosis, field) or ()]
         if named != [e.name for e in diagnosis.experts if e.name in named]:
             yield f"{field} does not name experts, each once, in their order"
 
 
-MeasuredRow = TypeVar("MeasuredRow", MatrixRow, NormRow)
-
-
-def rows_from_json(kind: type[MeasuredRow], rows: Sequence[Mapping[str, Any]]) -> tuple[MeasuredRow, ...]:
+def rows_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ...]:
     """Rows from the records of a run, which may come from a journal."""
-    return tuple(_reader(tuple[kind, ...]).validate_json(json.dumps(rows)))  # type: ignore[valid-type]
+    return tuple(_reader(tuple[MatrixRow, ...]).validate_json(json.dumps(rows)))
 
 
 @functools.cache

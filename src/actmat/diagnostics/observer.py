@@ -1,7 +1,6 @@
 """Measure an item while it is merged: split the method's input into logical matrices and measure each.
 
-Matrices are measured; of other merged tensors (tables, norms, biases) only norms are taken. An elementwise method
-receives chunks of any size: they are buffered until a matrix is complete.
+An elementwise method receives chunks of any size: they are buffered until a matrix is complete.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,62 +15,28 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.layer_names import split_layer
-from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank, tidy
-from actmat.diagnostics.model import MatrixRow, NormRow
+from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank
+from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.method import generator_for
 from actmat.engine.observer import ObservedMerge
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import get_method
 from actmat.planning.model import Item
 from actmat.planning.regions import Region, cut, matrix_label
 
-WORKSPACE_ROWS = 512
-"""Rows for which `Observers.memory` makes room on top of the matrices: probes, panels, chunks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """Implements `engine.observer.ObserverFactory`. The recipe's seed is for the probes."""
-
-    seed: int
-
-    def observer(self, item: Item) -> ItemObserver:
-        """The observer of one item."""
-        return ItemObserver(item, self.seed)
-
-    def memory(self, item: Item, itemsize: int) -> int:
-        """Bytes on top of merging an item: all deltas of one region at once, probes, copies."""
-        if item.call is None or not item.has_base:
-            return 0
-        experts, method = len(item.sources), get_method(item.call.method)
-        streams = method.streams(item.call.options)
-        whole = 3 * item.numel if streams else 0  # base, base converted and result, of which a plan may count chunks
-        if not item.layout.role.is_matrix:  # nothing is measured, but deltas that the plan counts one by one are held
-            once = method.acts_on == "tensor" and (method.access.one_pass or streams)
-            return itemsize * (experts * item.numel + whole) if once else 0
-        largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
-        rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]
-        entries = (2 * experts + 2) * largest.numel + WORKSPACE_ROWS * ((experts + 1) * columns + rows)
-        return itemsize * (entries + whole)
-
 
 class ItemObserver:
-    """Implements `engine.observer.Observer`."""
+    """Implements `engine.observer.Observer`. The recipe's seed is for the probes."""
 
-    def __init__(self, item: Item, seed: int) -> None:
+    def __init__(self, item: Item, *, seed: int) -> None:
         assert item.call is not None
         self.name, self.call = item.name, item.call
-        self.role = item.module.kind if item.is_module else str(item.layout.role)
         self._item, self._seed = item, seed
-        whole = not item.is_module and item.layout.role.is_matrix
-        self._regions = cut(item.shape, item.layout, "matrix") if whole else []
+        self._regions = [] if item.is_module else cut(item.shape, item.layout, "matrix")
         self._next = 0
         self._buffers: list[Tensor] = []
         self._measures: list[dict[str, Any]] = []
         self._sample: dict[str, Any] = {}
-        self._squares = [0.0] * len(item.sources)
-        self._base_square = self._merged_square = 0.0
 
     def region(self, merged: ObservedMerge) -> None:
         """Measure complete matrices; buffer partial ones."""
@@ -80,32 +44,21 @@ class ItemObserver:
             self._sample = take_sample(self._item, merged)
         if isinstance(merged.value, LowRank):
             self._measure_module(merged, merged.value)
-        elif not self._regions:
-            self._add_norms(merged, merged.value)
         elif merged.factors is not None:
             self._measure_factors(merged, merged.value, merged.factors)
         else:
             self._gather(merged, merged.value)
 
     def finish(self) -> dict[str, Any]:
-        """Measures of matrices, norms of other tensors, and results of the sample."""
-        out: dict[str, Any] = {"measures": self._measures, "norms": []}
-        if self._sample:
-            out["sample"] = self._sample
-        if not self._regions and not self._item.is_module:
-            each, base, merged = (
-                [tidy(math.sqrt(s)) for s in squares]
-                for squares in (self._squares, [self._base_square], [self._merged_square * self.call.scale**2])
-            )
-            out["norms"] = [dataclasses.asdict(NormRow(self.name, self.role, tuple(each), *base, *merged))]
-        return out
+        """Measures of matrices, and results of the sample."""
+        return {"measures": self._measures, **({"sample": self._sample} if self._sample else {})}
 
-    def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
+    def _add(self, label: str, shape: Sequence[int], numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
             return
         layer = split_layer(self.name)
         fields = {"snr": None, "relative_norms": None, **numbers}
-        measure = MatrixRow(self.name, label, layer and layer[1], self.role, (shape[0], shape[1]), factored, **fields)
+        measure = MatrixRow(self.name, label, layer and layer[1], (shape[0], shape[1]), **fields)
         self._measures.append(dataclasses.asdict(measure))
 
     def _measure_module(self, merged: ObservedMerge, value: LowRank) -> None:
@@ -116,13 +69,7 @@ class ItemObserver:
             mine = f"{index}/{label}" if label else str(index)
             deltas = [_member(d, index) for d in merged.factors[0]]
             numbers = measure_lowrank(deltas, _member(value, index), scale=self.call.scale)
-            self._add(mine if stacked else label, value.shape[-2:], True, numbers)
-
-    def _add_norms(self, seen: ObservedMerge, value: Tensor) -> None:
-        for t, delta in enumerate(seen.deltas):
-            self._squares[t] += _square(delta)
-        self._base_square += _square(seen.stored.to(value.dtype))
-        self._merged_square += _square(value)
+            self._add(mine if stacked else label, value.shape[-2:], numbers)
 
     def _gather(self, seen: ObservedMerge, value: Tensor) -> None:
         """Match the region with the matrices that it covers, wholly or partly."""
@@ -157,7 +104,7 @@ class ItemObserver:
                 generator=generator_for(self._seed, self.name, f"probes {label}"),
             )
             beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
-            self._add(label, merged_OI.shape, False, numbers | beside)
+            self._add(label, merged_OI.shape, numbers | beside)
 
     def _measure_factors(self, seen: ObservedMerge, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
         region = seen.region
@@ -167,7 +114,7 @@ class ItemObserver:
             label = matrix_label(region, k)
             numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale)
             beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
-            self._add(label, merged[k].shape, True, numbers | beside)
+            self._add(label, merged[k].shape, numbers | beside)
 
     def _eps(self) -> list[float]:
         """eps of the coarser of the base's and the expert's dtype, per expert."""
@@ -182,7 +129,3 @@ def _member(delta: LowRank, index: int) -> LowRank:
 def _norm(tensor: Tensor) -> float:
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return float(torch.linalg.vector_norm(tensor.to(wide)))
-
-
-def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor)) ** 2

@@ -44,14 +44,17 @@ def size_finding(norms: Norms | None, *, by_inputs: bool = False) -> tuple[str, 
         norms: over all that was merged.
         by_inputs: merged by statistics of the experts' inputs: also good merges are much larger then.
 
-    >>> size_finding(Norms(merged=20.0, total=1.0, experts=(0.7, 0.7)))
-    ('AM403', 'the merged delta exploded')
+    >>> size_finding(Norms(merged=20.0, total=1.0, experts=(1.0, 1.0)))[1][:64]
+    "the merged delta exploded: it has 20 times the largest expert's "
     """
     if norms is None or not any(norms.experts):
         return None
     merged, experts = norms.merged, norms.experts
     if merged > EXPLODED * max(experts):
-        return "AM403", "the merged delta exploded"
+        return "AM403", (
+            f"the merged delta exploded: it has {merged / max(experts):.3g} times the largest expert's norm. Lower the "
+            "scale; --set compute_dtype=float64 tells whether rounding is to blame"
+        )
     mean = math.hypot(*experts) / math.sqrt(len(experts))
     if merged < COLLAPSED * mean:
         return "AM403", (
@@ -62,7 +65,7 @@ def size_finding(norms: Norms | None, *, by_inputs: bool = False) -> tuple[str, 
         return "AM402", (
             f"the merged delta has {merged / mean:.3g} times the mean expert's norm: the model is moved farther than "
             "any expert was. Compare, on inputs of the tasks ('actmat tune', no labels needed), with a lower scale, or "
-            "with a cap (postprocess: norm_cap: average)"
+            "with the experts' mean norm (--set post=mean_norm)"
         )
     return None
 

@@ -10,7 +10,6 @@ Shapes: `T` experts, `K = 1 + T` with the base, `S` entries of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
 
@@ -23,7 +22,7 @@ from actmat.engine.memory import ALIGNMENT
 from actmat.engine.reader import BaseEntries, ItemReader, same_bits
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES, Stacked, walk
-from actmat.linalg.inner import PRODUCT
+from actmat.linalg.inner import PRODUCT, chunk_products
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.item import Strategy
 from actmat.planning.regions import CHUNK, Region
@@ -47,9 +46,6 @@ class LazySequence(Sequence[Tensor]):
         if isinstance(t, slice):
             return [self._get(i) for i in range(*t.indices(self._count))]
         return self._get(range(self._count)[t])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self._get(t) for t in range(self._count))
 
     def _get(self, t: int) -> Tensor:
         return self._make(t)
@@ -153,7 +149,7 @@ class RegionDeltas(LazySequence):
             return
         scratch = self.reader.scratch
         yield from self._chunks(lambda start, numel: [
-            scratch.delta(t).take(numel, self.dtype) for t in range(len(self))
+            scratch.take(t, numel, self.dtype) for t in range(len(self))
         ])  # fmt: skip
 
     def result(self) -> Tensor:
@@ -173,7 +169,7 @@ class RegionDeltas(LazySequence):
         if self._shared is None and self.region.numel > CHUNK:
             self._shared = self.reader.passing_buffer(self.region)
         elif self._shared is None and self.reader.on_host:
-            self._shared = self.reader.scratch.delta(0).take(self.region.numel, self.dtype)  # one for all experts
+            self._shared = self.reader.scratch.take(0, self.region.numel, self.dtype)  # one for all experts
         into = self._shared
         if len(self._given) == len(self):  # the pass ends: the method frees it, before it decomposes anything
             self._shared = None
@@ -213,89 +209,68 @@ def mapped(deltas: Sequence[Tensor], view: Callable[[Tensor], Tensor]) -> Sequen
     return LazySequence(len(deltas), lambda t: view(deltas[t]))
 
 
-@dataclass(frozen=True, slots=True)
-class RowChunk:
-    """Entries of all inputs at one chunk.
-
-    Args:
-        base_S: the base in the compute dtype.
-        deltas_TS: the deltas.
-        basis: those of them that a method combines.
-        stored_KS: memory for the base and for an expert as stored; experts share theirs.
-        bytes_K: the same as bytes.
-    """
-
-    base_S: Tensor
-    deltas_TS: Sequence[Tensor]
-    basis: Stacked
-    stored_KS: Sequence[Tensor]
-    bytes_K: Sequence[memoryview]
-
-
-class RowDeltas(Sequence[Tensor]):
-    """Deltas for passes over chunks (`linalg.chunks.Streamed`), after the base where a method combines it too.
+class RowDeltas:
+    """Deltas for passes over chunks, after the base where a method combines it too.
 
     Values are not checked on reading: the caller detects NaN and Inf from its inner products, and then calls `clear`.
+
+    Attributes:
+        base_S: the chunk that was read last, of the base in the compute dtype; the next one overwrites it.
+        deltas_TS: that of the deltas.
+        basis: those of them that a method combines.
+        stored_KS: memory for the base and for an expert as stored; experts share theirs.
     """
 
     def __init__(self, reader: ItemReader, region: Region, *, with_base: bool) -> None:
         self._reader = reader
         self._region = region
         self._first = 0 if with_base else 1
-        self._checks = False
+        self._checks, self._size = False, -1
         self._dtypes = [torch_dtype(name) for name in (reader.item.base_dtype, *reader.item.expert_dtypes)]
         widest, scratch = max(dtype.itemsize for dtype in self._dtypes), reader.scratch
-        self._rows_KS = scratch.rows.take(len(self._dtypes) * PRODUCT, reader.compute_dtype).view(-1, PRODUCT)
-        self._stored = scratch.stored.take(2 * PRODUCT * widest, torch.uint8).view(2, -1)
-        self._chunk = self._cut(min(PRODUCT, region.numel))
-        self.shape, self.dtype = region.shape, reader.compute_dtype
+        self._rows_KS = scratch.take("rows", len(self._dtypes) * PRODUCT, reader.compute_dtype).view(-1, PRODUCT)
+        self._stored = scratch.take("stored", 2 * PRODUCT * widest, torch.uint8).view(2, -1)
+        self._cut(min(PRODUCT, region.numel))
 
-    def __len__(self) -> int:
-        return len(self._chunk.basis)
-
-    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        raise TypeError("streamed deltas cannot be read as a whole")
-
-    def result(self) -> Tensor:
-        """See `Streamed`."""
-        return self._reader.result(self._region)
+    def inner_products(self) -> Tensor:
+        """Inner products of the basis, `linalg.inner.inner_products` of whole tensors to the bit; one pass."""
+        chunks = (self.basis for _ in self.chunks())
+        return chunk_products(len(self.basis), self._region.shape, self._reader.compute_dtype, chunks)
 
     def clear(self) -> None:
         """From now on entries are checked, and those that are not finite are cleared (`ItemReader.check`)."""
         self._checks = True
 
-    def walk(self) -> Iterator[tuple[int, Stacked]]:
-        """See `Streamed`."""
-        return ((start, chunk.basis) for start, chunk in self.chunks())
-
-    def chunks(self) -> Iterator[tuple[int, RowChunk]]:
-        """The start of every chunk, and its entries; the next chunk overwrites them."""
-        numel, size = self._region.numel, min(PRODUCT, self._region.numel)
+    def chunks(self) -> Iterator[int]:
+        """The start of every chunk, once it is read."""
+        numel = self._region.numel
         for start in range(0, numel, PRODUCT):
-            chunk = self._chunk if start + size <= numel else self._cut(numel - start)
-            self._read(self._region.start + start, chunk)
-            yield start, chunk
+            self._cut(min(PRODUCT, numel - start))
+            self._read(self._region.start + start)
+            yield start
 
-    def _cut(self, size: int) -> RowChunk:
-        rows_KS = self._rows_KS[:, :size]
-        stored_KS = [
+    def _cut(self, size: int) -> None:
+        """Make views of `size` entries, unless the last ones had as many."""
+        if size == self._size:
+            return
+        self._size, rows_KS = size, self._rows_KS[:, :size]
+        self.base_S, *self.deltas_TS = rows_KS
+        self.basis = Stacked(rows_KS[self._first :])
+        self.stored_KS = [
             self._stored[min(k, 1), : size * dtype.itemsize].view(dtype) for k, dtype in enumerate(self._dtypes)
         ]
-        base_S, *deltas_TS = rows_KS
-        return RowChunk(
-            base_S, deltas_TS, Stacked(rows_KS[self._first :]), stored_KS, [raw_bytes(s) for s in stored_KS]
-        )
+        self._bytes_K = [raw_bytes(stored_S) for stored_S in self.stored_KS]
 
-    def _read(self, start: int, chunk: RowChunk) -> None:
-        (base_stored, *stored_TS), (base_bytes, *bytes_T) = chunk.stored_KS, chunk.bytes_K
+    def _read(self, start: int) -> None:
+        (base_stored, *stored_TS), (base_bytes, *bytes_T) = self.stored_KS, self._bytes_K
         self._reader.read_stored(0, start * base_stored.itemsize, base_bytes)
-        chunk.base_S.copy_(base_stored)
-        for t, (delta_S, stored_S, data) in enumerate(zip(chunk.deltas_TS, stored_TS, bytes_T, strict=True)):
+        self.base_S.copy_(base_stored)
+        for t, (delta_S, stored_S, data) in enumerate(zip(self.deltas_TS, stored_TS, bytes_T, strict=True)):
             self._reader.read_stored(t + 1, start * stored_S.itemsize, data)
             same = same_bits(stored_S, data, base_stored, base_bytes)
             if same:
                 delta_S.zero_()
             else:
-                delta_S.copy_(stored_S).sub_(chunk.base_S)
+                delta_S.copy_(stored_S).sub_(self.base_S)
             if self._checks:
                 self._reader.check(t, start, delta_S, stored_S, base_stored, same=same)

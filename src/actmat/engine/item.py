@@ -8,6 +8,7 @@ other outputs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from actmat.engine.record import Record
 from actmat.engine.sinks import Sink, sink_of, write_tensors
 from actmat.engine.size import products_of, size_of
 from actmat.engine.task import Task, join_stats
-from actmat.linalg.inner import add_up, inner_products
+from actmat.linalg.inner import add_up
 from actmat.planning.item import Reading
 from actmat.planning.regions import CHUNK, Region
 
@@ -133,12 +134,12 @@ def _combine(sink: Sink, region: Region, base: BaseEntries | None, reader: ItemR
     method, call = task.method, task.call
     assert method.combine is not None, "the plan chose it"
     with_base = method.uses_base(call.options)
-    basis = RowDeltas(reader, region, with_base=with_base)
+    rows = RowDeltas(reader, region, with_base=with_base)
     with named_errors(task):
-        gram_BB = inner_products(basis)
+        gram_BB = rows.inner_products()
         if not bool(gram_BB.isfinite().all()):  # as rare as a broken checkpoint: find such entries, and clear them
-            basis.clear()
-            gram_BB = inner_products(basis)
+            rows.clear()
+            gram_BB = rows.inner_products()
         weights = {"weights": call.weights} if method.is_weighted else {}
         combination = method.combine(gram_BB, **weights, **call.options)
         task.note(region.label, combination.stats)
@@ -149,14 +150,14 @@ def _combine(sink: Sink, region: Region, base: BaseEntries | None, reader: ItemR
     # no entry of the sum is larger than this; if that may overflow, sums are checked
     largest = float(torch.tensor(combination.coefficients, dtype=torch.float64).abs() @ norm_B)
     may_overflow = not largest < torch.finfo(reader.compute_dtype).max / 2
-    for start, chunk in basis.chunks():
+    for start in rows.chunks():
         # the deltas of a chunk are not needed again: the first takes the sum, unless the base is added before it
-        sum_S = reader.scratch.total.take(chunk.base_S.numel(), reader.compute_dtype)
-        sum_S = add_up(chunk.basis, combination.coefficients, sum_S if with_base else chunk.deltas_TS[0])
+        sum_S = reader.scratch.take("total", rows.base_S.numel(), reader.compute_dtype)
+        sum_S = add_up(rows.basis, combination.coefficients, sum_S if with_base else rows.deltas_TS[0])
         if may_overflow:
             with named_errors(task):
                 checked_finite(sum_S, task)
-        sink.take_chunk(region.start + start, sum_S, chunk.base_S, chunk.stored_KS[0])
+        sink.take_chunk(region.start + start, sum_S, rows.base_S, rows.stored_KS[0])
     return True
 
 
@@ -167,23 +168,20 @@ def _record_of(sink: Sink, reader: ItemReader, seconds: float, *, changed: bool)
         NumericalError: from the sink.
     """
     began, task = time.perf_counter(), sink.task
-    written = sink.finish()
+    record = sink.finish()
     base_hash, expert_hashes = reader.hashes()
-    size, products = None, written.products
+    size, products = None, record.products
     if task.item.action == "merge" and reader.sample is not None:
         reader.sample.finish()
         size = size_of(task.item, reader.sample, sink.sample.entries)
         probes = reader.sample.probes
         products = products_of(torch.stack(probes) @ torch.stack(probes).mT) if probes else ()
-    is_unchanged = not (task.merges and changed) if written.unchanged is None else written.unchanged
-    return Record(
-        name=task.item.name,
-        hash=written.digest,
-        hashes=written.hashes,
+    return dataclasses.replace(
+        record,
         base_hash=base_hash,
         expert_hashes=expert_hashes if task.merges else (),
-        stats=join_stats(task.stats, written.stats),
-        unchanged=is_unchanged,
+        stats=join_stats(task.stats, record.stats),
+        unchanged=record.unchanged or not (task.merges and changed),
         nonfinite=reader.findings.count(task.item.name) if task.merges else 0,
         seconds=seconds + time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,47 +20,39 @@ ALIGNMENT = 64
 """Alignment in bytes of a new tensor of torch's CPU allocator; the last bits of a BLAS may depend on it."""
 
 
-class Buffer:
-    """One warm buffer: what it hands out is overwritten by the next call."""
+Use = Literal["base", "expert", "wide_base", "merged", "cast", "stored", "rows", "total"] | int
+"""Use of a warm buffer.
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._view = self._bytes
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D CPU tensor of `numel` entries, contents arbitrary."""
-        if self._view.numel() == numel and self._view.dtype == dtype:
-            return self._view  # every call of torch, even for a view, may hand the interpreter to another worker
-        nbytes = numel * dtype.itemsize
-        if self._bytes.numel() < nbytes:
-            self._bytes = torch.empty(max(nbytes, 8), dtype=torch.uint8)
-        self._view = self._bytes[:nbytes].view(dtype)
-        return self._view
+base, expert        a chunk as stored
+wide_base           a chunk of the base in the compute dtype
+merged, cast        a chunk of the output, in the compute dtype and in the output's
+stored, rows, total chunks of all inputs as stored, as rows of one matrix, and their sum (`engine.deltas`)
+t                   a chunk of the delta of expert `t`
+"""
 
 
 class Scratch:
     """Buffers of one worker, kept from chunk to chunk so that their pages stay warm.
 
     Attributes:
-        base, expert: a chunk as stored.
-        wide_base: a chunk of the base in the compute dtype.
-        merged, cast: a chunk of the output, in the compute dtype and in the output's.
-        stored, rows, total: chunks of all inputs as stored, as rows of one matrix, and their sum (`engine.deltas`).
         room: memory for whole tensors.
     """
 
     def __init__(self, *, keep: int = 0) -> None:
-        self.base, self.expert, self.wide_base = Buffer(), Buffer(), Buffer()
-        self.merged, self.cast = Buffer(), Buffer()
-        self.stored, self.rows, self.total = Buffer(), Buffer(), Buffer()
-        self._deltas: list[Buffer] = []
+        self._bytes: dict[Use, Tensor] = {}
+        self._views: dict[Use, Tensor] = {}
         self.room = Room(keep=keep)
 
-    def delta(self, t: int) -> Buffer:
-        """The buffer of a chunk of the delta of expert `t`."""
-        while len(self._deltas) <= t:
-            self._deltas.append(Buffer())
-        return self._deltas[t]
+    def take(self, use: Use, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D CPU tensor of `numel` entries, contents arbitrary; the next call for this use overwrites it."""
+        view = self._views.get(use)
+        if view is not None and view.numel() == numel and view.dtype == dtype:
+            return view  # every call of torch, even for a view, may hand the interpreter to another worker
+        nbytes = numel * dtype.itemsize
+        if use not in self._bytes or self._bytes[use].numel() < nbytes:
+            self._bytes[use] = torch.empty(max(nbytes, 8), dtype=torch.uint8)
+        self._views[use] = self._bytes[use][:nbytes].view(dtype)
+        return self._views[use]
 
 
 class Room:

@@ -3,8 +3,8 @@
     D* = method(D_1, ..., D_T),    or on factors  b a = method(b_1 a_1, ..., b_T a_T)
 
 Steps of post-processing act where the method did: on the dense matrix, on its factors, or in the space of the method.
-Caps come after them, on the delta itself. A module of adapters without a base is merged block by block into factors;
-a method without a form on factors is given the products.
+A module of adapters without a base is merged block by block into factors; a method without a form on factors is given
+the products.
 
 Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts. Factors are float64.
 """
@@ -27,7 +27,6 @@ from actmat.engine.observer import ObservedMerge
 from actmat.engine.task import Task
 from actmat.errors import NumericalError, RecipeError
 from actmat.layout.types import Role, TensorLayout
-from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.inner import is_finite
 from actmat.linalg.lowrank import LowRank, with_identity
 from actmat.methods import Merged, MergeMethod
@@ -84,9 +83,9 @@ def _merge_factors(task: Task, deltas: RegionDeltas, region: Region, k: int, fac
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = _needs_of(task, deltas, region, k, label)
     if call.space != "full":
-        merged = MERGE_IN[call.space](method, factors, {**needs, **call.options}, call.steps)
+        merged = MERGE_IN[call.space](method, factors, {**needs, **call.options}, call.post)
         task.note(label, merged.stats)
-        return limit_factors(task, merged.value, factors, label)
+        return merged.value.to(torch.float64)
     assert method.lowrank is not None, "the plan chose the factored form"
     merged = method.lowrank.merge(factors, **needs, **call.options)
     task.note(label, merged.stats)
@@ -94,12 +93,12 @@ def _merge_factors(task: Task, deltas: RegionDeltas, region: Region, k: int, fac
 
 
 def _merge_module(task: Task, deltas: RegionDeltas) -> LowRank | Tensor:
-    """Merged delta of a module, after steps and caps, of which an observer is given every block.
+    """Merged delta of a module, after its steps, of which an observer is given every block.
 
     Dense if the method took dense deltas and nothing follows: what is written is truncated from it.
     """
     region, by_matrix = deltas.region, task.item.is_factored or task.method.acts_on == "matrix"
-    is_last = not task.call.steps and task.caps.norm_cap is None and task.observer is None
+    is_last = not task.call.post and task.observer is None
     whole = None if by_matrix else _merge_stored(task, deltas)
     if is_last and whole is not None:
         return whole
@@ -246,21 +245,17 @@ def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Seq
 
 
 def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], label: str) -> Tensor:
-    """Steps and cap of one matrix."""
-    steps, cap = task.call.steps, task.caps.norm_cap
-    if steps:
-        changed = apply_steps(merged, deltas, steps)
-        task.note(label, changed.stats)
-        merged = changed.value
-    if cap is not None:
-        merged, stats = cap_delta(merged, deltas, cap)
-        task.note(label, stats)
-    return merged
+    """One matrix after the steps of post-processing."""
+    if not task.call.post:
+        return merged
+    changed = apply_steps(merged, deltas, task.call.post)
+    task.note(label, changed.stats)
+    return changed.value
 
 
 def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: Region) -> Tensor:
     """`finish_matrix` for each matrix of the tensor, after an elementwise method."""
-    if task.caps.norm_cap is None and not task.call.post:  # else they need the deltas after the method
+    if not task.call.post:  # else they need the deltas after the method
         return merged
     out = torch.empty_like(merged).reshape(-1)
     for region in cut(whole.shape, whole.layout, "matrix"):
@@ -274,26 +269,15 @@ def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: R
 
 
 def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label: str) -> LowRank:
-    """Steps and caps of one merged delta; of each of a stack of experts, as a full model has them."""
-    steps = task.call.steps
-    if not steps:
-        return limit_factors(task, value, deltas, label)
+    """One merged delta, in float64, after its steps; each of a stack of experts, as a full model has them."""
+    if not task.call.post:
+        return value.to(torch.float64)
     finished = []
     for each_label, (merged, *rest) in _each(label, value, *deltas):
-        changed = apply_steps_lowrank(merged, rest, steps)
+        changed = apply_steps_lowrank(merged, rest, task.call.post)
         task.note(each_label, changed.stats)
         finished.append(changed.value)
-    return limit_factors(task, finished[0] if value.b_OR.ndim == 2 else stacked(finished), deltas, label)
-
-
-def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label: str) -> LowRank:
-    """Caps of one merged delta whose steps are done; of each of a stack."""
-    value, stack = value.to(torch.float64), value.b_OR.ndim > 2
-    if (cap := task.caps.norm_cap) is not None:
-        capped = [cap_lowrank(merged, rest, cap) for _, (merged, *rest) in _each(label, value, *deltas)]
-        value = stacked([merged for merged, _ in capped]) if stack else capped[0][0]
-        task.note(label, {"caps": {str(e): stats for e, (_, stats) in enumerate(capped)}} if stack else capped[0][1])
-    return value
+    return (finished[0] if value.b_OR.ndim == 2 else stacked(finished)).to(torch.float64)
 
 
 def stacked(matrices: Sequence[LowRank]) -> LowRank:

@@ -6,15 +6,17 @@ item's record, so that an interrupted merge keeps its measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
+from actmat.methods import get_method
 from actmat.planning.item import Item
-from actmat.planning.regions import Region
+from actmat.planning.regions import Region, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,27 @@ class Observer(Protocol):
         """Plain data for the record; called once, after the last region."""
 
 
-class ObserverFactory(Protocol):
-    """Makes observers; picklable, so that any worker can make its own."""
+ObserverFactory = Callable[[Item], Observer]
+"""Makes the observer of an item; picklable, so that any worker can make its own."""
 
-    def observer(self, item: Item) -> Observer:
-        """The observer of one item."""
+WORKSPACE_ROWS = 512
+"""Rows for which `observing_bytes` makes room on top of the matrices: probes, panels, chunks."""
 
-    def memory(self, item: Item, itemsize: int) -> int:
-        """Bytes that observing an item takes, on top of merging it; `itemsize`: of the compute dtype."""
+
+def observing_bytes(item: Item, itemsize: int) -> int:
+    """Memory that observing an item takes on top of merging it: all deltas of one region at once, probes, copies.
+
+    Args:
+        itemsize: of the compute dtype.
+    """
+    if item.call is None or item.is_module or not item.is_observed:
+        return 0
+    experts, streams = len(item.sources), get_method(item.call.method).streams(item.call.options)
+    whole = 3 * item.numel if streams else 0  # base, base converted and result, of which a plan may count chunks
+    largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
+    rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]
+    entries = (2 * experts + 2) * largest.numel + WORKSPACE_ROWS * ((experts + 1) * columns + rows)
+    return itemsize * (entries + whole)
 
 
 class ByteSink(Protocol):

@@ -99,7 +99,7 @@ class ItemReader:
         """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
         if region.numel <= CHUNK:
             self._base_chunk = None
-            raw = self.scratch.base.take(region.numel, self.base_dtype)
+            raw = self.scratch.take("base", region.numel, self.base_dtype)
         else:
             self.scratch.room.restart()
             raw = self.scratch.room.take(region.numel, self.base_dtype)
@@ -108,7 +108,7 @@ class ItemReader:
 
     def base_chunk(self, start: int, numel: int) -> Tensor:
         """Entries of the base from `start` on as stored; the next chunk overwrites them. The first reading hashes."""
-        raw = self.scratch.base.take(numel, self.base_dtype)
+        raw = self.scratch.take("base", numel, self.base_dtype)
         if self._base_chunk != (start, numel):
             self.read_stored(0, start * raw.itemsize, raw_bytes(raw))
             self._base_chunk = start, numel
@@ -136,13 +136,13 @@ class ItemReader:
         if into is not None:
             delta = into
         elif region.numel <= CHUNK and self.on_host:  # the buffer of this expert is overwritten by its next chunk
-            delta = self.scratch.delta(t).take(region.numel, self.compute_dtype)
+            delta = self.scratch.take(t, region.numel, self.compute_dtype)
         else:
             delta = self.buffer(region)
         changed = False
         for low in range(0, region.numel, CHUNK):
             target = delta[low : low + CHUNK]
-            piece = target if self.on_host else self.scratch.delta(t).take(target.numel(), self.compute_dtype)
+            piece = target if self.on_host else self.scratch.take(t, target.numel(), self.compute_dtype)
             changed |= self.read_chunk(t, region.start + low, base_raw[low : low + CHUNK], piece)
             if not self.on_host:
                 target.copy_(piece)
@@ -201,7 +201,7 @@ class ItemReader:
 
     def _read(self, t: int, start: int, numel: int) -> tuple[Tensor, memoryview]:
         """Entries of expert `t` as stored and as bytes."""
-        raw = self.scratch.expert.take(numel, torch_dtype(self._sources[t].dtype))
+        raw = self.scratch.take("expert", numel, torch_dtype(self._sources[t].dtype))
         data = raw_bytes(raw)
         self.read_stored(t + 1, start * raw.itemsize, data)
         return raw, data
@@ -214,7 +214,7 @@ class ItemReader:
         if base_raw.dtype == self.compute_dtype:
             return base_raw
         key = (start, base_raw.numel())
-        wide = self.scratch.wide_base.take(base_raw.numel(), self.compute_dtype)
+        wide = self.scratch.take("wide_base", base_raw.numel(), self.compute_dtype)
         if self._wide_key != key:
             wide.copy_(base_raw)
             self._wide_key = key
@@ -227,7 +227,7 @@ class ItemReader:
         """
         for low in range(0, base_raw.numel(), CHUNK):
             chunk = base_raw[low : low + CHUNK]
-            merged = self.scratch.merged.take(chunk.numel(), self.compute_dtype)
+            merged = self.scratch.take("merged", chunk.numel(), self.compute_dtype)
             wide, change = self.wide_base(region.start + low, chunk), delta[low : low + CHUNK].to("cpu")
             yield torch.add(wide, change, alpha=scale, out=merged)
 

@@ -11,9 +11,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-OBSERVED = "observed"
-"""Key in a record's JSON that holds the observer's measurements."""
-
 
 def _with_norm(stats: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a method, if those that are added up are numbers."""
@@ -78,7 +75,7 @@ class Record:
         return record
 
 
-OPTIONAL = (OBSERVED, "size", "products")
+OPTIONAL = ("observed", "size", "products")
 """Fields of a record that are left out where they are empty."""
 
 

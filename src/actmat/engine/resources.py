@@ -13,7 +13,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices import open_devices
 from actmat.engine.memory import available_memory
-from actmat.engine.observer import ObserverFactory
+from actmat.engine.observer import observing_bytes
 from actmat.errors import RecipeError, format_size
 from actmat.planning.cost import BASELINE_BYTES
 from actmat.planning.model import MergePlan
@@ -50,7 +50,7 @@ def share_resources(
     room: DeviceRoom,
     max_memory: str | int | None,
     threads: int | None,
-    observers: ObserverFactory | None = None,
+    observed: bool = False,
     buffer_bytes: int = 0,
 ) -> Resources:
     """Workers and memory for these plans.
@@ -60,7 +60,7 @@ def share_resources(
         room: devices that merge items; as many threads as the host has workers feed them.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of the free memory.
         threads: workers; default: one per core that this process may use.
-        observers: of a run that is measured, which takes memory too.
+        observed: whether the run is measured, which takes memory too.
         buffer_bytes: what each worker takes to read inputs ahead.
 
     Raises:
@@ -71,9 +71,7 @@ def share_resources(
         raise RecipeError(f"--threads must be at least 1; got {threads}.")
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
     peaks = [
-        (i.cost.host_bytes + (observers.memory(i, width) if observers is not None else 0), i.name)
-        for p in plans
-        for i in p.items
+        (i.cost.host_bytes + (observing_bytes(i, width) if observed else 0), i.name) for p in plans for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
     device, on_device = room.device, math.inf if room.memory is None else room.memory

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from actmat.checkpoints.base import TensorsHandle, torch_dtype
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.resolve import open_handle as open_tensors_handle
-from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import RegionDeltas
 from actmat.engine.devices import Device, device_memory_errors, open_devices
@@ -38,7 +37,7 @@ from actmat.engine.units import Member, Unit
 from actmat.experts.deltas import DeltasHandle
 from actmat.experts.locate import open_handle
 from actmat.methods import get_method
-from actmat.planning.item import Item, MethodCall
+from actmat.planning.item import Item
 from actmat.planning.model import MergePlan
 from actmat.planning.regions import cut
 from actmat.planning.statistics import opened_statistics
@@ -137,9 +136,6 @@ class Session:
                 if folder is None:
                     writers.append(None)
                     continue
-                if plan.is_extracted:
-                    writers.append(SpoolWriter(folder, plan.shards[0].file, durable=synchronous, attached=True))
-                    continue
                 attach: Literal["cached", "synchronous"] = "synchronous" if synchronous else "cached"
                 writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end
                 stack.callback(writer.close)
@@ -174,23 +170,18 @@ class Session:
     def observe(self, item: Item, state: Any) -> None:
         """Give the deltas of an item to a state of its method's survey."""
         assert item.call is not None
-        with torch.no_grad():
-            survey = get_method(item.call.method).survey
-            assert survey is not None
-            for deltas in self._observed(item, item.call):
-                survey.observe(state, deltas, item.call.options)
-
-    def _observed(self, item: Item, call: MethodCall) -> Iterator[Sequence[Tensor]]:
-        """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
-        acts_on = get_method(call.method).acts_on
+        method = get_method(item.call.method)
+        assert method.survey is not None
         ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
         reader = self._item_reader(item, ignored, on_device=on_device)
-        regions = [module_region(item.target)] if item.is_module else cut(item.shape, item.layout, acts_on)
-        for region in regions:
-            base = reader.read_base(region) if item.has_base else None
-            deltas = RegionDeltas(reader, region, base, "held")
-            yield from observed_deltas(item, deltas, acts_on)
-            deltas.release()
+        regions = [module_region(item.target)] if item.is_module else cut(item.shape, item.layout, method.acts_on)
+        with torch.no_grad():
+            for region in regions:
+                base = reader.read_base(region) if item.has_base else None
+                deltas = RegionDeltas(reader, region, base, "held")
+                for matrices in observed_deltas(item, deltas, method.acts_on):
+                    method.survey.observe(state, matrices, item.call.options)
+                deltas.release()
 
     def _check(self, task: Task, record: Record, findings: Findings, outputs: Sequence[Task]) -> None:
         """Compare the content hashes of a tensor with its ties and with the inputs of the statistics."""
@@ -208,7 +199,7 @@ class Session:
             item=item,
             writer=self._writers[member[0]],
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
-            observer=observers.observer(item) if observers is not None else None,
+            observer=observers(item) if observers is not None else None,
         )
 
     def _item(self, member: Member) -> Item:
@@ -218,7 +209,7 @@ class Session:
         """The reader of a unit's tensor or module; bad values go to `findings`."""
         items = [self._item(member) for member in unit.members]
         reader = self._item_reader(_leader(items), findings, on_device=unit.device_bytes > 0)
-        reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.members])
+        reader.regions = shared_regions(items)
         reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
         reader.inspect_only = self.inspect_only
         return reader

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +25,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.deltas import RegionDeltas
 from actmat.engine.observer import ByteSink, Writer
 from actmat.engine.reader import BaseEntries, ItemReader
+from actmat.engine.record import Record
 from actmat.engine.size import Sample, products_of
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
@@ -71,24 +71,6 @@ def write_tensor(writer: Writer | None, spec: TensorSpec, value: Tensor) -> str:
     return sink.digest
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Outcome of a sink.
-
-    Args:
-        hashes: content hash of every tensor that was written; `digest`: of all of them.
-        stats: numbers for the record.
-        products: inner products of the experts' deltas, if the sink was given their factors.
-        unchanged: whether all of these are zero; None: not known to the sink.
-    """
-
-    hashes: Mapping[str, str]
-    digest: str
-    stats: Mapping[str, Any] = field(default_factory=dict)
-    products: tuple[float, ...] = ()
-    unchanged: bool | None = None
-
-
 class Sink(abc.ABC):
     """Receives the merged delta of one item, region by region in storage order.
 
@@ -121,8 +103,8 @@ class Sink(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} takes whole regions")
 
     @abc.abstractmethod
-    def finish(self) -> Written:
-        """Write the rest, once all regions were given.
+    def finish(self) -> Record:
+        """Write the rest, once all regions were given; returns what the sink knows of the item's record.
 
         Raises:
             NumericalError: values that the output dtype does not hold.
@@ -164,10 +146,10 @@ class Sum(Sink):
             self.sample.add(start, sum_S, self.scale)
         self._write(torch.add(base_S, sum_S, alpha=self.scale, out=sum_S), stored_S)
 
-    def finish(self) -> Written:
+    def finish(self) -> Record:
         """See `Sink`."""
         digest = "" if self._bytes is None else self._bytes.digest
-        return Written(dict.fromkeys(self._names, digest), digest)
+        return Record(self.item.name, digest, dict.fromkeys(self._names, digest))
 
     def _write(self, chunk: Tensor, stored: Tensor) -> None:
         """Cast, check and write one chunk of merged entries; `stored`: the same of the base, as stored.
@@ -178,7 +160,7 @@ class Sum(Sink):
         out_dtype = torch_dtype(self.item.out_dtype)
         cast = chunk
         if chunk.dtype != out_dtype:
-            cast = self.reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
+            cast = self.reader.scratch.take("cast", chunk.numel(), out_dtype).copy_(chunk)
         # a sum is finite only if every entry is (or it overflows): one pass in the cache, an exact one only then
         if out_dtype.is_floating_point and not math.isfinite(float(cast.sum())):
             check_range(self.item, chunk, cast, stored)
@@ -204,10 +186,10 @@ class Factors(Sink):
             return
         scaled = LowRank(value.b_OR * self.scale, value.a_RI)
         call, acts_on = self.task.call, self.task.method.acts_on
-        is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.steps
+        is_sum = self.item.is_factored and acts_on == "elementwise" and call.space == "full" and not call.post
         self._truncated = padded(scaled, rank) if is_sum and scaled.rank <= rank else truncate(scaled, rank)
 
-    def finish(self) -> Written:
+    def finish(self) -> Record:
         """See `Sink`."""
         gram_TT = inner_products(self._experts)
         stats = _norms(gram_TT, self._truncated)
@@ -217,8 +199,14 @@ class Factors(Sink):
             rank = torch.tensor(float(self.item.write.rank), dtype=torch.float64)
             values.append(rank if is_scale else _bias(self.item, self.reader))
         hashes = write_tensors(self.writer, self.item.outputs, values)
-        digest, products = hash_names(hashes.items()), products_of(gram_TT)
-        return Written(hashes, digest, stats, products, unchanged=not any(stats["expert_norms"]))
+        return Record(
+            self.item.name,
+            hash_names(hashes.items()),
+            hashes,
+            stats=stats,
+            unchanged=not any(stats["expert_norms"]),
+            products=products_of(gram_TT),
+        )
 
 
 class Svd(Sink):
@@ -254,7 +242,7 @@ class Svd(Sink):
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) * self.scale
         self._square += norm * norm
 
-    def finish(self) -> Written:
+    def finish(self) -> Record:
         """See `Sink`."""
         hashes: dict[str, str] = {}
         stats: dict[str, Any] = {"norm": math.sqrt(self._square)}
@@ -266,7 +254,7 @@ class Svd(Sink):
                 b_OR, a_RI, stats = _decomposed(delta_OI, self.item.write.rank, self.item.outputs)
                 self._delta = torch.empty(0)
                 hashes = write_tensors(self.writer, self.item.outputs, (a_RI, b_OR))
-        return Written(hashes, hash_names(hashes.items()), stats)
+        return Record(self.item.name, hash_names(hashes.items()), hashes, stats=stats)
 
 
 def sink_of(task: Task, reader: ItemReader) -> Sink:

@@ -17,7 +17,6 @@ from actmat.planning.item import Item, MethodCall
 from actmat.planning.model import MergePlan
 from actmat.planning.regions import Region
 from actmat.planning.work import regions_of
-from actmat.recipe import Postprocess
 
 
 @dataclass
@@ -51,11 +50,6 @@ class Task:
         return get_method(self.call.method)
 
     @property
-    def caps(self) -> Postprocess:
-        """Limits on merged deltas."""
-        return self.plan.recipe.postprocess
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """dtype of deltas and methods."""
         return torch_dtype(self.plan.recipe.compute_dtype)
@@ -68,7 +62,7 @@ class Task:
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """The regions that the method is called on, in storage order."""
-        return regions_of(self.item, self.caps)
+        return regions_of(self.item)
 
     def note(self, label: str, stats: Mapping[str, Any]) -> None:
         """Keep the method's numbers on the region with this label."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.engine.observer import ObserverFactory
+from actmat.engine.observer import observing_bytes
 from actmat.methods import get_method
 from actmat.planning.cost import nominal_seconds
 from actmat.planning.item import Item, Reading
@@ -40,29 +40,27 @@ class Unit:
     reading: Reading | None = None
 
 
-def plan_units(
-    plans: Sequence[MergePlan], done: Sequence[Collection[str]], observers: ObserverFactory | None
-) -> list[Unit]:
+def plan_units(plans: Sequence[MergePlan], done: Sequence[Collection[str]], *, observed: bool) -> list[Unit]:
     """All unfinished units, in the order of the plans; ties go with their tensor.
 
     Args:
         done: per plan, names of the items that an earlier run finished.
-        observers: of a run that is measured.
+        observed: whether the run is measured.
     """
     units: dict[str, list[Member]] = {}
     for p, (plan, finished) in enumerate(zip(plans, done, strict=True)):
         for n, item in enumerate(plan.items):
             if item.action != "tie" and item.name not in finished:
                 units.setdefault(item.name, []).append((p, n))
-    return [_unit(plans, tuple(unit), observers) for unit in units.values()]
+    return [_unit(plans, tuple(unit), observed=observed) for unit in units.values()]
 
 
-def _unit(plans: Sequence[MergePlan], members: tuple[Member, ...], observers: ObserverFactory | None) -> Unit:
+def _unit(plans: Sequence[MergePlan], members: tuple[Member, ...], *, observed: bool) -> Unit:
     items = [plans[plan].items[n] for plan, n in members]
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
-    observing = 0 if observers is None else sum(observers.memory(i, width) for i in items)
+    observing = sum(observing_bytes(i, width) for i in items) if observed else 0
     merging = [i for i in items if i.call is not None]
-    reading = shared_reading(items, observed=observers is not None and any(i.is_observed for i in merging))
+    reading = shared_reading(items, observed=observed and any(i.is_observed for i in merging))
     planned = max((i.cost.device_bytes for i in merging), default=0)
     together = merging[0].numel * (len(merging[0].sources) + 2) * width if len(merging) > 1 else 0
     device_bytes = _device_bytes(merging, planned, together + observing, plans[0].device_memory)

@@ -112,8 +112,8 @@ def _families(source: Source, file: Model | None) -> Iterator[tuple[str, Adapter
         signed = {n: family for n in SIGNED if (family := plugins.load(GROUP, n, AdapterFamily)) is not None}
         if not signed:
             raise CheckpointError(
-                f"{source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed "
-                f"part of actmat reads.{plugins.hint(GROUP)}"
+                f"{source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed part of "
+                "actmat reads"
             )
         yield from signed.items()
 
@@ -249,8 +249,7 @@ def in_layout(expert: Deltas, layout: AdapterLayout) -> Deltas:
     assert adapter is not None, "only adapters have layouts"
     convert = plugins.load(GROUP, "layout.image", ConvertLayout)
     if convert is None:
-        hint = plugins.hint(GROUP, prefix="layout")
-        converted, problems = adapter, [f"no installed part of actmat converts it.{hint}"]
+        converted, problems = adapter, ["no installed part of actmat converts it"]
     else:
         converted, problems = convert(adapter, layout)
     problems = [f"cannot be written as '{layout}': {p}" for p in problems]

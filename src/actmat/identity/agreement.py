@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.checkpoints.model import CONFIG, Model
+from actmat.checkpoints.untied import TIE
 from actmat.errors import AlignmentError, first_of
 from actmat.experts.deltas import Deltas
 from actmat.identity.configs import InputAgreement, agree_configs, words_of
@@ -58,12 +59,13 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) ->
     experts = every if base is None else every[1:]
     warnings = [text for expert in experts for text in expert.unread(base)]
     agreed = InputAgreement()
-    if base is not None and output.kind != "stack":
-        agreed = _agree_models(base, experts, output)
+    if base is not None:
+        agreed = agreed if output.kind == "stack" else _agree_models(base, experts, output)
+        agreed = _agree_heads(agreed, base, experts)
     of_files = InputAgreement()
-    if output.kind != "file" and (base is None or base.folder.files):
+    if output.kind != "file" and (base is None or base.folder.files or base.folder.texts):
         owner, coded = output.files_from, output.config_from or "base"
-        by_label = {i.label: i for i in every if i.source is not None}
+        by_label = {i.label: i for i in every if i.source is not None or i.folder.texts}
         is_model = output.kind == "model"
         of_files = agree_files(by_label, owner, coded, is_new=output.has_vocabulary, is_model=is_model)
     problems, notes = ([], []) if output.has_vocabulary else _tokens(every, output)
@@ -105,15 +107,31 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
     head = _label_head(base, (base.config, *dict(configs).values()), output)
     agreed = agree_configs(written, configs, output.config_from, output.fix, head)
     full = [e for e in experts if not e.is_adapter and e.folder.files and base.folder.files]
-    untied = [e for e in full if e.config and may_have_head(e.config) and not ties_embeddings(e.config)]
-    headless = [f"'{e.label}'" for e in untied if not any(map(is_output_head, e.model.specs))]
     notes = [*agreed.notes]
-    if headless and ties_embeddings(base.config):
-        notes.append(f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied")
     if bare := [f"'{e.label}'" for e in full if (e.config is None) != (base.config is None)]:
         whose = "the base" if base.config is None else first_of(bare)
         notes.append(f"no config.json of {whose} is there to be compared. Fix: give the folder of the model")
     return replace(agreed, notes=tuple(notes))
+
+
+def _agree_heads(agreed: InputAgreement, base: Inventory, experts: Sequence[Inventory]) -> InputAgreement:
+    """Output heads that configs untie and no file stores, which loaders would draw at random: tied as in the others."""
+    models = [i for i in (base, *experts) if not i.is_adapter and i.folder.files]
+    headless = [words_of(i.label) for i in models if _lacks_head(i)]
+    if not (headless and any(ties_embeddings(i.config) for i in models)):
+        return agreed
+    configs = dict(agreed.configs)
+    if base in models and _lacks_head(base):
+        configs[CONFIG] = {**configs.get(CONFIG, base.folder.written.get(CONFIG, base.config or {})), TIE: True}
+    note = f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied"
+    return replace(agreed, notes=(*agreed.notes, note), configs=configs)
+
+
+def _lacks_head(of_input: Inventory) -> bool:
+    """True if a config unties an output head that is not stored."""
+    config = of_input.config
+    is_untied = bool(config) and may_have_head(config) and not ties_embeddings(config)
+    return is_untied and not any(map(is_output_head, of_input.model.specs))
 
 
 def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:

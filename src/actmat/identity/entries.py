@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from actmat.checkpoints.untied import TIE
+
 Place = tuple[str, ...]
 """Keys that lead to an entry."""
 ABSENT: Final = "absent"
@@ -14,13 +16,13 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Entries with the number of layers."""
 ROPE: Final = "rope_parameters"
 HARMLESS = re.compile(
-    r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype|vocab_size|\w*vocab_size"
+    r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype|(?!type_)\w*vocab_size"
     r"|id2label|label2id|num_labels|finetuning_task|is_composition|quantization_config"
     r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(attentions|hidden_states|scores|past|loading_info|retrieved|segmentation|\w*logits)"
     r"|chunk_size_feed_forward|pretraining_tp|gradient_checkpointing|use_\w*kernels?|disable_custom_kernels|use_mambapy"
     r"|attn_implementation|compression_config|unsloth_\w+|tf_legacy_loss|pruned_heads|torchscript|use_bfloat16"
     r"|sep_token|mask_token|vocab_list|langs"
-    r"|scale_attn_weights_init|rescale_prenorm_residual|fp32|freeze\w*|stop_gradient\w*|has_lora_adapter)$"
+    r"|scale_attn_weights_init|fp32|freeze\w*|stop_gradient\w*|has_lora_adapter)$"
     r"|token_indices$|_token_(?!id)\w*id$|(bos|eos|pad|unk|mask|sep|cls)_index$"
     r"|init(ializer)?_(?!target|option|trk)|initializer|_init$|(?<!^token_)dropout|_pdrop|layer_?drop|drop_path|drop_rate|drop_connect"
     r"|(^|_)loss(_|$)|coef(ficient)?(_|$)|_cost$|^matcher_|label_noise|box_noise|label_smoothing|jitter|^mask_(time|feature)_"
@@ -32,9 +34,10 @@ _USAGE = re.compile(
     r"^(problem_type|task_specific_params|prefix|min_length|max_length|max_new_tokens|do_sample|early_stopping|num_beams"
     r"|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|bad_words_ids"
     r"|encoder_no_repeat_ngram_size|num_return_sequences|diversity_penalty|num_beam_groups|remove_invalid_values"
-    r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens)$"
+    r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|tie_word_embeddings)$"
 )
-"""Entries by which a library uses what a model computes: in pipelines, and in generation without a file of its own."""
+"""Entries by which a library uses what a model computes: in pipelines, and in generation without a file of its own. And
+ties of a part, whose tensors are compared."""
 _COUNTS = {("tapas", "temperature"), ("phimoe", "router_jitter_noise"), ("audio-spectrogram-transformer", "max_length"),
            ("flava_image_model", "mask_token")}  # fmt: skip
 """Type of model and entry that changes what it computes, though its name is one of the harmless."""
@@ -62,7 +65,8 @@ def unequal_entries(
     ours, theirs = (c if ROPE in at else _spelled(c) for c in (base, expert))
     for key in dict.fromkeys((*ours, *theirs)):
         a, b = ours.get(key), theirs.get(key)
-        if ROPE not in at and is_harmless(key, base.get("model_type")):
+        is_of_part = bool(at) and key == TIE  # the output's own is compared with its heads
+        if ROPE not in at and is_harmless(key, base.get("model_type")) and not is_of_part:
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from unequal_entries(a, b, (*at, str(key)))

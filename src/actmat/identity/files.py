@@ -35,6 +35,7 @@ def agree_files(
         is_model: the output is a model, for which `files_from` chooses.
     """
     can_choose = is_model and "base" in files
+    has_tables = any(f.is_adapter or f.tables() for f in files.values())
     whole = {top for of_input in files.values() for top in of_input.side.modules}
     paths = sorted({path for of_input in files.values() for path in of_input.contents})
     of_tokenizer = [p for p in paths if p == TEMPLATES or matches(p, _OF_TOKENIZER)]
@@ -51,13 +52,18 @@ def agree_files(
         source = None if fixed or all(key == "not" for _, key, _ in rows) else _agreed(files, group)
         if source is not None:
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=is_whole), source)
-            shown = first_of(list(dict.fromkeys(f"{p}: {key}" if key else p for p, key, _ in rows)), SHOWN)
+            by_path: dict[str, dict[str, None]] = {}
+            for path, key, _ in rows:
+                by_path.setdefault(path, {})[key] = None
+            shown = "; ".join(f"{p}: {first_of(list(keys), SHOWN)}".removesuffix(": ") for p, keys in by_path.items())
             fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
             continue
         for path in group:
             labels: dict[str, list[str]] = {}
-            for _, key, label in (row for row in rows if row[0] == path and row[1] != "tokens"):  # see `tokens`
+            for _, key, label in (row for row in rows if row[0] == path):
+                if key == "tokens" and has_tables:  # rows of tables, see `compare_tokens`
+                    continue
                 labels.setdefault(key or "only", []).append(words_of(label))
             entries = [f"{key} in {first_of(of_key)}" for key, of_key in labels.items()]
             whose = f"that of {words_of(written)} is written" if path in ours else "none is written"

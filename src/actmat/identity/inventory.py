@@ -13,7 +13,7 @@ from typing import Any
 from actmat.bounds import parse_json, read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, may_be_weights
 from actmat.checkpoints.hashing import hash_file
-from actmat.checkpoints.model import CONFIG, Model, ModelFolder
+from actmat.checkpoints.model import CONFIG, GENERATION, Model, ModelFolder
 from actmat.checkpoints.side_files import MODULES, PIPELINE, SCHEDULER_CONFIG, SideFiles, is_weights
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError, first_names
@@ -42,6 +42,7 @@ _WHOLE = re.compile(
 """Beginnings of files and folders that hold the whole model again."""
 _EARLIER = re.compile("checkpoint|global_step")
 """Beginnings of folders that hold an earlier state of it."""
+_NUMBER = re.compile(r"\d+")
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -113,12 +114,13 @@ class Inventory:
     def contents(self) -> dict[str, dict[str, Any]]:
         """Path -> its entries that count, or a hash of what is no JSON object; templates of all files together."""
         out: dict[str, dict[str, Any]] = {}
-        if self.source is None:
-            return out
-        for path in filter(self._counts, self.side.kept):
-            out[path] = {DAMAGED: True}
-            with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
-                out[path] = self._read(self.source, path)
+        if (source := self.source) is not None:
+            for path in filter(self._counts, self.side.kept):
+                out[path] = {DAMAGED: True}
+                with contextlib.suppress(OSError, CheckpointError, ValueError, TypeError):
+                    out[path] = self._read(source, path)
+        if GENERATION in self.folder.texts:  # of a model in memory, whatever the file says that it was loaded from
+            out[GENERATION] = _counted(self.folder.object(GENERATION))
         templates = {p: out.pop(p) for p in [*out] if "chat_template" in p}
         templates = {p: c for p, c in templates.items() if "/" in p}
         if self.template is not None:
@@ -156,9 +158,7 @@ class Inventory:
             return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in value]}
         if not isinstance(value, Mapping):
             return {"its code" if path.endswith(".py") else "its content": value or hash_file(file)}
-        plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in value.items()}
-        kinds = {k: v.removesuffix("Fast") for k, v in plain.items() if k.endswith(_KINDS) and isinstance(v, str)}
-        return {k: v for k, v in {**plain, **kinds}.items() if not HARMLESS.search(k)}
+        return _counted(value)
 
     def tables(self) -> list[str]:
         """Token embeddings by name; else output heads, as of speech recognition; else matrices with a row per token."""
@@ -195,7 +195,8 @@ class Inventory:
         left_out = {} if self.source is None else self.source.side_files(self.folder.merged).left_out
         left = [p for p, why in left_out.items() if why.code == "weights" and p not in known and not _EARLIER.match(p)]
         if stored is None:
-            left = [p for p in left if p in ADAPTER_WEIGHTS or not _WHOLE.match(p)]
+            shards = {_NUMBER.sub("", p) for p in self.folder.merged}  # another one belongs to no other form of them
+            left = [p for p in left if p in ADAPTER_WEIGHTS or not _WHOLE.match(p) or _NUMBER.sub("", p) in shards]
         warnings = []
         if others := [p for p in left if may_be_weights(p) or (stored is None and p in ADAPTER_WEIGHTS)]:
             warnings = [
@@ -221,6 +222,13 @@ class Inventory:
                 f"expert '{self.label}': modules_to_save lists {first_names(lost)}, and its file has no tensor of "
                 "them: their training is lost, the base's stay. Likely cause: a trainer that saved the factors only"
             )
+
+
+def _counted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries by which something is computed."""
+    plain = {k: v["content"] if isinstance(v, Mapping) and "content" in v else v for k, v in settings.items()}
+    kinds = {k: v.removesuffix("Fast") for k, v in plain.items() if k.endswith(_KINDS) and isinstance(v, str)}
+    return {k: v for k, v in {**plain, **kinds}.items() if not HARMLESS.search(k)}
 
 
 def _parts(names: Iterable[str]) -> set[str]:

@@ -125,13 +125,19 @@ def head_of(table: str) -> str | None:
     return ("language_model." if table.startswith("language_model.model.") else "") + UNTIED_HEAD
 
 
-_HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining")
+_HEADLESS = re.compile(
+    "For(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|(?<!LMHead)(?<!DoubleHeads)Model$|Encoder$"
+)
+"""Classes of another task, or of none."""
 
 
 def may_have_head(config: Config | None) -> bool:
-    """False for a config whose first architecture is one without an output head over the vocabulary."""
-    named = next(iter((config or {}).get("architectures") or ()), "")
-    return not named or str(named).endswith(_HEADED)
+    """False for a config whose first architecture is one without an output head over the vocabulary.
+
+    >>> [may_have_head({"architectures": [name]}) for name in ("BertGenerationDecoder", "BertForMaskedLM", "BertModel")]
+    [True, True, False]
+    """
+    return not _HEADLESS.search(str(next(iter((config or {}).get("architectures") or ()), "")))
 
 
 def is_output_head(name: str) -> bool:

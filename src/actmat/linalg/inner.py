@@ -119,12 +119,17 @@ def inner_products(tensors: Sequence[Tensor]) -> Tensor:
 
     Angles between fine-tuned models are small: `1 - cos` near 1e-7 is lost in a float32 sum.
     """
-    gram_TT = torch.zeros((len(tensors), len(tensors)), dtype=torch.float64)
-    if tensors:
-        products = Products(*shape_and_dtype(tensors))
-        for _, chunks_TP in walk(tensors):
-            for parts_TS in products.parts(chunks_TP):
-                gram_TT += products.of(parts_TS)
+    if not tensors:
+        return torch.zeros((0, 0), dtype=torch.float64)
+    return chunk_products(len(tensors), *shape_and_dtype(tensors), (chunks_TP for _, chunks_TP in walk(tensors)))
+
+
+def chunk_products(count: int, shape: Sequence[int], dtype: torch.dtype, chunks: Iterable[Sequence[Tensor]]) -> Tensor:
+    """`inner_products` of `count` tensors of this shape and dtype, given as the chunks of one walk."""
+    gram_TT, products = torch.zeros((count, count), dtype=torch.float64), Products(shape, dtype)
+    for chunks_TP in chunks:
+        for parts_TS in products.parts(chunks_TP):
+            gram_TT += products.of(parts_TS)
     return gram_TT
 
 

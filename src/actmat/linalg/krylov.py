@@ -118,49 +118,35 @@ class _Ritz:
 
 
 @dataclass(frozen=True, slots=True)
-class Above:
-    """All eigenvalues above `share` times the largest, of which at least `known` exist.
+class Wanted:
+    """Eigenvalues above `floor` and above `share` times the largest: all of them, or the `most` largest of them.
 
-    How large a basis they take was measured on power laws: their number is an estimate itself, so that more than that
-    would be in vain.
+    At least `known` exist. How large a basis all of them take was measured on power laws: their number is an estimate
+    itself, so that more than that would be in vain.
     """
 
     share: float
     known: int = 0
-
-    def of(self, values_J: Tensor) -> tuple[int, float]:
-        """Number of these (descending) that are wanted, and the bound above which they lie."""
-        bound = self.share * float(values_J[0])
-        return int((values_J > bound).sum()), bound
-
-    def basis(self, ritz: _Ritz, dtype: torch.dtype, limit: float) -> tuple[float, float]:
-        """Expected size of the basis, and the size at which to look again."""
-        count, _ = self.of(ritz.values_J)
-        estimate = float(ritz.counts_J[:count].sum())
-        return _expected(max(estimate, count)), 1.3 * estimate
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """Those of the `known` largest eigenvalues that are above `floor` and above `share` times the largest."""
-
-    known: int
-    share: float
+    most: int | None = None
     floor: float = 0.0
 
     def of(self, values_J: Tensor) -> tuple[int, float]:
         """Number of these (descending) that are wanted, and the bound at or above which they lie."""
         lowest = self._lowest(values_J)
         above = int((values_J > lowest).sum())
-        return (self.known, float(values_J[self.known - 1])) if above >= self.known else (above, lowest)
+        if self.most is None or above < self.most:
+            return above, lowest
+        return self.most, float(values_J[self.most - 1])
 
     def basis(self, ritz: _Ritz, dtype: torch.dtype, limit: float) -> tuple[float, float]:
         """Expected size of the basis (infinity above `limit`), and the size at which to look again."""
         lowest = self._lowest(ritz.values_J)
-        above = float(ritz.counts_J[ritz.values_J > lowest].sum())
-        count, bound = float(self.known), quantile(ritz.values_J, ritz.counts_J, self.known)
-        if above < count:
-            count, bound = above, lowest
+        is_above_J = ritz.values_J > lowest
+        count, bound = float(ritz.counts_J[is_above_J].sum()), lowest
+        if self.most is None:
+            return _expected(max(count, int(is_above_J.sum()))), 1.3 * count
+        if count >= self.most:
+            count, bound = float(self.most), quantile(ritz.values_J, ritz.counts_J, self.most)
         expected = basis_for(ritz.values_J, ritz.counts_J, count, _tolerance(ritz, bound, dtype), BLOCK, limit)
         return expected, SECOND_LOOK * expected
 
@@ -234,7 +220,7 @@ def largest(sym_NN: Tensor) -> tuple[float, float]:
     return float(ritz.values_J[0]), float(ritz.residuals_J[0])
 
 
-def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Leading | None:
+def leading(sym_NN: Tensor, wanted: Wanted, dtype: torch.dtype) -> Leading | None:
     """The wanted eigenpairs, proven to be all of them; None if that is not worth it, or not proven.
 
     Args:
@@ -247,7 +233,7 @@ def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Lead
     basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
     basis.grow(EARLY_CHECK * BLOCK)
     values_J = basis.ritz().values_J
-    if isinstance(wanted, Above) and wanted.of(values_J)[0] == len(values_J):
+    if wanted.most is None and wanted.of(values_J)[0] == len(values_J):
         return None  # all directions of a first look are kept
     look, before = FIRST_LOOK * BLOCK, None
     while True:

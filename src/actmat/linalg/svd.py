@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.gram import add_gram, mirror
-from actmat.linalg.krylov import SMALLEST, Largest, leading
+from actmat.linalg.krylov import SMALLEST, Wanted, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 
@@ -192,7 +192,7 @@ def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | flo
     is_large = matrix_OI.dim() == 2 and len(gram_SS) >= SMALLEST
     is_sound = is_large and bool(gram_SS.diagonal().isfinite().all())  # else the whole decomposition says what is wrong
     if k is not None and is_sound:
-        pairs = leading(gram_SS, Largest(k, rtol**2, float(floor) ** 2), torch.float32)
+        pairs = leading(gram_SS, Wanted(rtol**2, k, k, float(floor) ** 2), torch.float32)
         if pairs is not None:
             # zeros beyond the numerical rank, as everywhere
             missing = min(k, len(gram_SS)) - pairs.values_K.numel()

@@ -20,7 +20,7 @@ from actmat.methods.regmean import REGMEAN
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
 from actmat.methods.user import GROUP, AnyMethod, hold_method, is_user_method, load_installed_method, load_user_method
-from actmat.plugins import entries, hint
+from actmat.plugins import entries
 
 __all__ = [
     "METHODS",
@@ -82,7 +82,7 @@ def get_method(name: AnyMethod) -> MergeMethod:
     near, listed = did_you_mean(name, known), ", ".join(known)
     if ".py" in name or ":" in name:
         near = " A function of your own is named with its file: FILE.py:NAME."
-    raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.{hint(GROUP, name)}")
+    raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.")
 
 
 def name_of_method(method: AnyMethod) -> str:

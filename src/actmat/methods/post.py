@@ -63,15 +63,19 @@ class PostStep:
         return overlay_options(f"post-processing '{self.name}'", self.options, chosen)
 
 
-Step = tuple[PostStep, Mapping[str, Any]]
-"""A step with all its options."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of post-processing with all its options."""
+
+    name: str
+    options: Mapping[str, Any]
 
 
 def apply_steps(value: Tensor, deltas: Sequence[Tensor], steps: Sequence[Step]) -> Merged:
     """Apply the steps in order, and join their records."""
     stats: dict[str, Any] = {}
-    for step, options in steps:
-        changed = step.apply(value, deltas, **options)
+    for step in steps:
+        changed = get_step(step.name).apply(value, deltas, **step.options)
         value, stats = changed.value, {**stats, **changed.stats}
     return Merged(value, stats)
 
@@ -79,8 +83,8 @@ def apply_steps(value: Tensor, deltas: Sequence[Tensor], steps: Sequence[Step]) 
 def apply_steps_lowrank(value: LowRank, deltas: Sequence[LowRank], steps: Sequence[Step]) -> MergedLowRank:
     """The same on factors, in float64."""
     stats: dict[str, Any] = {}
-    for step, options in steps:
-        changed = step.apply_lowrank(value, deltas, **options)
+    for step in steps:
+        changed = get_step(step.name).apply_lowrank(value, deltas, **step.options)
         value, stats = changed.value, {**stats, **changed.stats}
     return MergedLowRank(value, stats)
 

@@ -13,7 +13,7 @@ from actmat.errors import RecipeError
 from actmat.layout.patterns import compile_pattern
 from actmat.methods import MergeMethod
 from actmat.planning.item import MethodCall
-from actmat.recipe.values import Entry, Gradient, Value, is_varying, leaves
+from actmat.recipe.values import Entry, Value, is_entries, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,6 @@ def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     return {n: TensorPlace(layer, deepest[stack] + 1) for n, (stack, layer) in layers.items()}
 
 
-def depth_factors(names: list[str], first: float, last: float) -> dict[str, float]:
-    """LiNeS: factor of each tensor, linear in the depth of its layer from `first` to `last`.
-
-    Tensors outside any stack (see `places_of`) are not listed.
-    K. Wang et al., "LiNeS: Post-training Layer Scaling Prevents Forgetting and Enhances Model Merging", ICLR 2025.
-    """
-    return {
-        n: first + (last - first) * (p.layer / (p.count - 1) if p.count > 1 else 1.0)
-        for n, p in places_of(names).items()
-        if p.layer is not None
-    }
-
-
 def resolved(value: Value, name: str, place: TensorPlace) -> Any:
     """Resolve a value of a recipe to the scalar for the tensor `name`.
 
@@ -67,8 +54,6 @@ def resolved(value: Value, name: str, place: TensorPlace) -> Any:
     Raises:
         LookupError: no entry matches.
     """
-    if isinstance(value, Gradient):
-        return interpolated(value.gradient, place)
     if not isinstance(value, tuple):
         return value
     if not isinstance(value[0], Entry):
@@ -191,7 +176,7 @@ class CallTemplate:
 
     def __post_init__(self) -> None:
         self._own_names = list(dict.fromkeys(n for mine in self.own for n in mine))
-        varying = (n for n, v in self.options.items() if is_varying(v) or _is_gradient(self.method, n, v))
+        varying = (n for n, v in self.options.items() if is_entries(v) or _is_gradient(self.method, n, v))
         self._varying = [n for n in varying if n not in self._own_names]
 
     @cached_property
@@ -239,7 +224,7 @@ class CallTemplate:
         Raises:
             RecipeError: options that do not fit the method, all of them.
         """
-        flat = {n: next(leaves(v), v) if is_varying(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
+        flat = {n: next(leaves(v), v) if is_entries(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
         complete = method.resolve_options(flat) | dict(options)
         template = cls(method, complete, tuple(own), scale, weights if method.is_weighted else None)
         if problems := template.problems():
@@ -279,7 +264,6 @@ class CallTemplate:
             value = self.options[option]
             return self._one(tuple(value) if isinstance(value, list) else value, f"option '{option}'", name, place)
         common = self.options[option]
-        common = common.gradient if isinstance(common, Gradient) else common
         out = []
         for k, mine in enumerate(self.own):
             value = mine.get(option, common[k] if isinstance(common, list) else common)

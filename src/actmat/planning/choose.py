@@ -16,10 +16,10 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.methods.facets import MEAN
-from actmat.methods.post import get_step
+from actmat.methods.post import Step, get_step
 from actmat.methods.spaces import space_problems
 from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, places_of
-from actmat.planning.item import Action, MethodCall, PostCall
+from actmat.planning.item import Action, MethodCall
 from actmat.recipe import Recipe
 from actmat.recipe.values import Value
 
@@ -35,11 +35,6 @@ class Decision:
     reason: str
     layout: TensorLayout
     call: MethodCall | None = None
-
-    def scaled(self, factor: float) -> Decision:
-        """The same with the merged delta scaled for its depth."""
-        call = self.call and dataclasses.replace(self.call, scale=self.call.scale * factor)
-        return dataclasses.replace(self, call=call, reason=f"{self.reason}, scaled by {factor:.3g} for its depth")
 
 
 class Chooser:
@@ -289,13 +284,13 @@ def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
     return [f"{first_names(names)}: {problem}" for problem, names in by_problem.items()]
 
 
-def post_calls(recipe: Recipe, problems: list[str]) -> tuple[PostCall, ...]:
+def post_calls(recipe: Recipe, problems: list[str]) -> tuple[Step, ...]:
     """The recipe's steps with all their options; `problems` receives their problems."""
     calls = []
     for named in recipe.post:
         try:
             step = get_step(named.name)
-            calls.append(PostCall(step.name, step.resolve_options(named.options)))
+            calls.append(Step(step.name, step.resolve_options(named.options)))
         except MergeError as error:
             problems.extend(f"post: {problem}" for problem in error.problems)
     return tuple(calls)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.deltas import DeltaSource
 from actmat.experts.lora.modules import ModuleKind
 from actmat.layout.types import Block, TensorLayout
-from actmat.methods.post import PostStep, Step, get_step
+from actmat.methods.post import Step
 from actmat.methods.spaces import Space
 
 Action = Literal["merge", "average", "copy", "tie"]
@@ -39,15 +39,8 @@ nothing      not at all: of an extracted adapter, whose delta is only measured; 
 """
 
 
-class Plain:
-    """Data that is read back from JSON: an unknown field is an error."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-
 @dataclass(frozen=True, slots=True)
-class Reading(Plain):
+class Reading:
     """Reading of the deltas of one item.
 
     Args:
@@ -72,7 +65,7 @@ class Reading(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleForm(Plain):
+class ModuleForm:
     """Factors of a module of adapters, by which a target is known without a base.
 
     Args:
@@ -95,7 +88,7 @@ class ModuleForm(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Target(Plain):
+class Target:
     """A tensor to be made: one that the base stores, or one that adapters imply.
 
     Args:
@@ -128,20 +121,7 @@ class Target(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class PostCall(Plain):
-    """One step of post-processing with all its options."""
-
-    name: str
-    options: Mapping[str, Any]
-
-    @property
-    def step(self) -> PostStep:
-        """Declaration of the step."""
-        return get_step(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class MethodCall(Plain):
+class MethodCall:
     """One method with all its options: `W* = W_0 + scale * D*`.
 
     Args:
@@ -154,12 +134,7 @@ class MethodCall(Plain):
     scale: float = 1.0
     weights: tuple[float, ...] | None = None
     space: Space = "full"
-    post: tuple[PostCall, ...] = ()
-
-    @property
-    def steps(self) -> list[Step]:
-        """Declarations of the steps, with their options."""
-        return [(p.step, p.options) for p in self.post]
+    post: tuple[Step, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -174,7 +149,7 @@ class MethodCall(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Write(Plain):
+class Write:
     """The form of a target in the output.
 
     Args:
@@ -195,7 +170,7 @@ class Write(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ItemCost(Plain):
+class ItemCost:
     """Estimated cost of one item, for one worker.
 
     Args:
@@ -211,7 +186,7 @@ class ItemCost(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Item(Plain):
+class Item:
     """One output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
     Args:
@@ -298,11 +273,6 @@ class Item(Plain):
         return self.outputs[0].dtype if self.outputs else self.base_dtype
 
     @property
-    def obeys_scale(self) -> bool:
-        """True if the merged delta is proportional to the recipe's scale, as the method makes it."""
-        return self.action == "merge" and self.write.kind != "nothing"
-
-    @property
     def tied_to(self) -> str | None:
         """Name of the tensor whose bytes a tie gets; None for any other item."""
         return self.target.tied[0] if self.action == "tie" else None
@@ -314,8 +284,8 @@ class Item(Plain):
 
     @property
     def is_observed(self) -> bool:
-        """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
-        return self.write.kind != "mean"
+        """True if a diagnosis measures it: matrices, and modules of adapters."""
+        return self.is_module or (self.has_base and self.layout.role.is_matrix)
 
     @property
     def is_chunkable(self) -> bool:

@@ -1,4 +1,4 @@
-"""The plan: what will happen to every output and why, decided from headers. Frozen, reloadable, fingerprinted."""
+"""The plan: what will happen to every output and why, decided from headers. Frozen, fingerprinted."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.errors import Note, RecipeError, format_size
+from actmat.errors import Note, format_size
 from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
-from actmat.planning.item import Item, ItemCost, MethodCall, Plain
+from actmat.planning.item import Item, ItemCost, MethodCall
 from actmat.recipe import Recipe
 
 __all__ = ["InputSummary", "Item", "ItemCost", "MergePlan", "MethodCall", "count_actions"]
@@ -33,7 +33,7 @@ SHOWN_GROUPS = 25
 
 
 @dataclass(frozen=True, slots=True)
-class InputSummary(Plain):
+class InputSummary:
     """One input as the plan saw it.
 
     Args:
@@ -67,7 +67,7 @@ class InputSummary(Plain):
 
 
 @dataclass(frozen=True, repr=False)
-class MergePlan(Plain):
+class MergePlan:
     """Plan of one merge, for any inputs and any output.
 
     Args:
@@ -196,11 +196,6 @@ class MergePlan(Plain):
         """Items that a device merges."""
         return tuple(i for i in self.items if i.cost.device_bytes)
 
-    @property
-    def peak_device_bytes(self) -> int:
-        """Estimated peak of a device's memory: its largest item; bytes on their way to it come on top."""
-        return max((i.cost.device_bytes for i in self.items), default=0)
-
     def fingerprint(self) -> str:
         """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device."""
         files = [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs]
@@ -217,30 +212,13 @@ class MergePlan(Plain):
         return content.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes the same plan."""
+        """Plain data, without the fields at their default."""
         fields: dict[str, Any] = PLAN.dump_python(self, mode="json", exclude_defaults=True)
         return {"actmat_plan": FORMAT, **fields}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            RecipeError: not a plan of this version, names the invalid fields.
-        """
-        layout = data.get("actmat_plan") if isinstance(data, Mapping) else data
-        if layout != FORMAT:
-            raise RecipeError(f"expected a plan of layout {FORMAT}, found {layout!r}")
-        fields = {k: v for k, v in data.items() if k != "actmat_plan"}
-        try:
-            return PLAN.validate_python(fields)
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
-            raise RecipeError("The plan is damaged.", problems) from None
-
 
 PLAN = TypeAdapter(MergePlan)
-"""Validator of plans."""
+"""Plans as plain data: fields of JSON and their types."""
 _ITEMS = TypeAdapter(tuple[Item, ...])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from actmat.checkpoints.model import Model
 from actmat.errors import Note, NoteSeverity
 from actmat.experts.deltas import Deltas
+from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.methods.spaces import KEEP_ROWS
 from actmat.planning.choose import WHOLE
@@ -33,6 +34,28 @@ def all_notes(
     of_methods = _method_notes(items, len(experts))
     notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions, *of_storage, *of_methods)
     return (*(Note("warning", "", text) for text in warnings), *(Note("note", "", text) for text in notes))
+
+
+def adapter_notes(recipe: Recipe, adapters: Sequence[Adapter], modules: Sequence[Item]) -> list[str]:
+    """Notes on merged adapters: zero deltas, copies, truncations and padding."""
+    notes = []
+    for label, adapter in zip(recipe.labels, adapters, strict=True):
+        missing = [m.name for m in modules if m.name not in adapter.modules]
+        if missing:
+            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            notes.append(f"expert '{label}' does not change {len(missing)} modules (a zero delta there): {shown}")
+        if adapter.copies:
+            notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
+    dense = [m for m in modules if not m.is_factored]
+    if dense:
+        notes.append(
+            f"{len(dense)} modules are merged on dense deltas and cut to rank {max(m.write.rank for m in dense)}: "
+            "'relative_error' in the records is the share that is lost"
+        )
+    widths = {m.write.rank for m in modules}
+    if recipe.adapter.ranks == "uniform" and widths and any(m.write.rank > m.write.exact_rank for m in modules):
+        notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
+    return notes
 
 
 def _remarks(inputs: Iterable[tuple[str, Note]], severity: NoteSeverity) -> list[str]:

@@ -30,7 +30,6 @@ from actmat.layout.types import LayoutMap, Role
 from actmat.methods import METHODS, get_method
 from actmat.methods.spaces import space_words
 from actmat.methods.user import method_version
-from actmat.planning.calls import depth_factors
 from actmat.planning.choose import Chooser, Decision, weight_problems
 from actmat.planning.full_tensors import mean_items, problems_of_full_tensors
 from actmat.planning.implied import (
@@ -45,7 +44,7 @@ from actmat.planning.implied import (
 from actmat.planning.item import Item, MethodCall, Reading, Target, Write
 from actmat.planning.model import InputSummary, MergePlan
 from actmat.planning.module_names import in_one_form
-from actmat.planning.notes import all_notes
+from actmat.planning.notes import adapter_notes, all_notes
 from actmat.planning.problems import (
     base_problems,
     check,
@@ -55,7 +54,6 @@ from actmat.planning.problems import (
     integer_problems,
 )
 from actmat.planning.regions import cut
-from actmat.planning.serving import plan_notes
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
 from actmat.planning.storage import files_left_out, left_out_note, merged_metadata, output_dtypes, stems_of
 from actmat.planning.targets import resolve_roles, targets_of
@@ -302,14 +300,8 @@ def _of_touched(target: Target, decision: Decision, chooser: Chooser, experts: S
 
 def _items(recipe: Recipe, decided: Sequence[tuple[Target, Decision]]) -> list[Item]:
     """One item per target, each followed by those tied to it; not written yet."""
-    depth: dict[str, float] = {}
-    if recipe.postprocess.lines is not None:
-        merged = [t.name for t, d in decided if d.action == "merge"]
-        depth = depth_factors(merged, *recipe.postprocess.lines)
     out: list[Item] = []
     for target, decision in decided:
-        if decision.call is not None and target.name in depth:
-            decision = decision.scaled(depth[target.name])
         out.append(_item(recipe, target, decision))
         for alias in target.tied:
             spec = dataclasses.replace(target.spec, name=alias)
@@ -359,7 +351,7 @@ def _write(recipe: Recipe, base: Model | None, items: Sequence[Item], scope: _Sc
         stem, config = STEMS[scope.form], None
         if stem == STEMS["peft"]:
             config = output_config(recipe, scope.adapters, modules, scope.whole)
-        notes = plan_notes(recipe, scope.adapters, [m.name for m in modules], modules, config)
+        notes = adapter_notes(recipe, scope.adapters, modules)
         specs = [s for item in written for s in item.outputs]
         return _Written(modules, specs, stem=stem, config=config, notes=notes)
     dtypes, of_dtypes = output_dtypes(recipe, base)

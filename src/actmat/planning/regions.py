@@ -10,21 +10,14 @@ A region is a contiguous range of the stored bytes, so that every byte is read o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from actmat.layout.types import Role, TensorLayout
-from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
-from actmat.methods.spaces import Space
-from actmat.recipe import Postprocess
 
 CHUNK = 1 << 19
 """Entries of a chunk: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
-
-HELD_BYTES = 1 << 28
-"""Deltas of a region that are held for a method that takes several passes over them, rather than read in each pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +37,6 @@ class Region:
     def numel(self) -> int:
         """Number of entries."""
         return self.stop - self.start
-
-
-def granularity(method: MergeMethod, postprocess: Postprocess, *, space: Space = "full", post: bool = False) -> ActsOn:
-    """Granularity of one call: caps and steps measure whole tensors, factors are those of single matrices.
-
-    Args:
-        space: in which the method works.
-        post: whether steps of post-processing follow.
-    """
-    if space != "full":
-        return "matrix"
-    looked_at = post or postprocess.norm_cap is not None
-    return "tensor" if method.acts_on == "elementwise" and looked_at else method.acts_on
-
-
-def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:
-    """True if a method takes deltas of `numel` entries chunk by chunk, if they can be read so.
-
-    A method with several passes receives them whole if that costs at most `HELD_BYTES`: a chunk that is read again
-    is also converted and subtracted again.
-    """
-    held = method.access.walks_again and n_experts * numel * itemsize <= HELD_BYTES
-    return method.streams(options) and not held
 
 
 def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Region]:

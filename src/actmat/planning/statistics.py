@@ -137,9 +137,7 @@ def with_statistics(
         chooser: of averages.
         problems: receives those of files that do not fit.
     """
-    if not uses_statistics(decision, statistics):
-        return decision  # kinds that an expert lacks are a problem of the whole recipe, noted by the chooser
-    assert decision.call is not None
+    assert decision.call is not None, "a method that needs statistics, which all experts have"
     method, rows, name = get_method(decision.call.method), 0, target.spec.name
     for label, file, source in zip(statistics.labels, statistics.complete, measured_names(target), strict=True):
         if source is None:

@@ -34,18 +34,25 @@ from actmat.planning.cost import (
     svd_bytes,
 )
 from actmat.planning.item import Item, ItemCost, MethodCall, Reading, Target
-from actmat.planning.regions import CHUNK, Region, cut, granularity, streams
-from actmat.recipe import Postprocess, Recipe
+from actmat.planning.regions import CHUNK, Region, cut
+from actmat.recipe import Recipe
+
+HELD_BYTES = 1 << 28
+"""Deltas of a region that are held for a method that takes several passes over them: a chunk that is read again is also
+converted and subtracted again."""
 
 
-def regions_of(item: Item, caps: Postprocess) -> tuple[Region, ...]:
+def regions_of(item: Item) -> tuple[Region, ...]:
     """The regions that the method of an item is called on, in storage order; chunks of a copy; a module as a whole."""
     if item.is_module:
         return (module_region(item.target),)
     if item.call is None:
         return tuple(cut(item.shape, item.layout, "elementwise"))
-    method = get_method(item.call.method)
-    acts_on = granularity(method, caps, space=item.call.space, post=bool(item.call.post))
+    acts_on = get_method(item.call.method).acts_on
+    if item.call.space != "full":
+        acts_on = "matrix"  # of which factors are
+    elif item.call.post and acts_on == "elementwise":
+        acts_on = "tensor"  # which steps measure
     return tuple(cut(item.shape, item.layout, acts_on))
 
 
@@ -59,12 +66,12 @@ def module_region(target: Target) -> Region:
     return Region(0, math.prod(target.shape), target.shape, layout)
 
 
-def shared_regions(items: Sequence[Item], caps: Sequence[Postprocess]) -> tuple[Region, ...]:
+def shared_regions(items: Sequence[Item]) -> tuple[Region, ...]:
     """Regions for all outputs of a tensor: the whole tensor if they differ; chunks if it is only copied."""
-    wanted = {regions_of(i, of): None for i, of in zip(items, caps, strict=True) if i.call is not None}
+    wanted = {regions_of(i): None for i in items if i.call is not None}
     if len(wanted) > 1:
         return (Region(0, items[0].numel, items[0].shape, items[0].layout),)
-    return next(iter(wanted), regions_of(items[0], caps[0]))
+    return next(iter(wanted), regions_of(items[0]))
 
 
 def works_on_factors(call: MethodCall, target: Target) -> bool:
@@ -96,7 +103,7 @@ def reading_of(
         itemsize: bytes per entry of the compute dtype.
         chunkable: deltas can be read chunk by chunk: all are stored, and the method computes on the CPU. Products of
             factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
-        observed: the deltas are also read by others: steps of post-processing, caps, or a diagnosis.
+        observed: the deltas are also read by others: steps of post-processing, or a diagnosis.
     """
     if observed or not chunkable or not method.streams(options):
         by_matrix = method.acts_on == "matrix"
@@ -105,9 +112,9 @@ def reading_of(
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=False)
     numel = max(region.numel for region in regions)
-    streamed = streams(method, options, numel, n_experts, itemsize)
-    base_held = not (streamed and numel > CHUNK) or method.uses_base(options)
-    return Reading("chunks" if streamed else "held", base_held)
+    if method.access.walks_again and n_experts * numel * itemsize <= HELD_BYTES:
+        return Reading("held")
+    return Reading("chunks", base_held=numel <= CHUNK or method.uses_base(options))
 
 
 def shared_reading(items: Sequence[Item], *, observed: bool) -> Reading | None:
@@ -157,20 +164,20 @@ def place(item: Item, recipe: Recipe, room: DeviceRoom) -> tuple[Reading, ItemCo
 
     `item.reading` says whether it is merged from factors.
     """
-    caps, width = recipe.postprocess, torch_dtype(recipe.compute_dtype).itemsize
-    regions = distinct_regions(regions_of(item, caps))
+    width = torch_dtype(recipe.compute_dtype).itemsize
+    regions = distinct_regions(regions_of(item))
     if item.is_factored:
         assert item.reading is not None
         on_host, peak = item.reading, max(factored_region_bytes(region, item, width) for region in regions)
     else:
-        on_host = _dense_reading(item, regions, caps, width, on_device=False)
+        on_host = _dense_reading(item, regions, width, on_device=False)
         peak = max(region_peak_bytes(region, item, on_host, width) for region in regions)
     cost = ItemCost(host_bytes=peak)
     if room.device == "cpu":
         return on_host, cost, ""
     if why := _why_on_host(item, room):
         return on_host, cost, f", on the host: {why}"
-    reading = _dense_reading(item, regions, caps, width, on_device=True)
+    reading = _dense_reading(item, regions, width, on_device=True)
     need = max(region_peak_bytes(r, item, reading, width) + _eigensolver_bytes(r, item) for r in regions)
     need -= library_bytes(item)
     if room.memory is not None and need > room.memory:
@@ -219,7 +226,7 @@ class Costs:
         return self._known[key]
 
 
-def _dense_reading(item: Item, regions: Sequence[Region], caps: Postprocess, width: int, *, on_device: bool) -> Reading:
+def _dense_reading(item: Item, regions: Sequence[Region], width: int, *, on_device: bool) -> Reading:
     call = call_of(item)
     return reading_of(
         get_method(call.method),
@@ -228,7 +235,7 @@ def _dense_reading(item: Item, regions: Sequence[Region], caps: Postprocess, wid
         len(item.sources),
         width,
         chunkable=item.is_chunkable and not on_device,
-        observed=caps.norm_cap is not None or bool(call.post),
+        observed=bool(call.post),
     )
 
 

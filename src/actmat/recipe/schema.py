@@ -35,14 +35,11 @@ from actmat.recipe.output import (
 )
 from actmat.recipe.text import UnreadableError, parse_yaml
 from actmat.recipe.values import (
-    FLOAT32_MAX,
-    Factor,
     Patterns,
     Strict,
     Value,
     Weight,
     WeightOrNone,
-    leaves,
     listed,
 )
 from actmat.recipe.vocabulary import Vocabulary
@@ -92,20 +89,6 @@ class RoleRule(Strict):
     )
     blocks: dict[str, tuple[int, int]] = Field(
         default_factory=dict, description="name -> [start, stop] rows of a packed tensor, along its output axis"
-    )
-
-
-class Postprocess(Strict):
-    """Changes to every merged delta after its method, in this order."""
-
-    lines: tuple[Factor, Factor] | None = Field(
-        default=None,
-        description="LiNeS: factors of the first and the last layer, linear in between; 1 outside the layers",
-    )
-    norm_cap: Literal["mean", "sum", "average"] | Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="largest ||D*||_F: the mean or the sum of the experts' norms, a multiple of the mean, or the "
-        "norm of their average",
     )
 
 
@@ -200,7 +183,6 @@ class Recipe(Strict):
         description="post-processing of every merged matrix, in the given order: subspace_boosting, "
         "isotropize, mean_norm",
     )
-    postprocess: Postprocess = Field(default=Postprocess(), description="caps of every merged delta, after 'post'")
     dtype: Annotated[OutputDtype | None, Flag()] = Field(
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
@@ -281,18 +263,6 @@ class Recipe(Strict):
             raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {files}'")
         return self
 
-    @model_validator(mode="after")
-    def _held_products(self) -> Recipe:
-        depth = max(map(abs, self.postprocess.lines or (1.0, 1.0)))
-        scales = (self.scale, *(r.scale for r in self.rules if r.scale is not None))
-        for scale in (s for value in scales for s in leaves(value)):
-            if abs(scale) * depth > FLOAT32_MAX:
-                raise ValueError(
-                    f"the scale {scale:g} times the factor {depth:g} of 'postprocess.lines' is beyond float32's range "
-                    f"({FLOAT32_MAX:g}): lower one of them"
-                )
-        return self
-
     @property
     def model(self) -> ModelOutput:
         """Settings of a full model; the defaults for another kind of output."""
@@ -368,7 +338,6 @@ _MODELS: dict[str, type[BaseModel]] = {
     "rules": Rule,
     "roles": RoleRule,
     "post": PostRef,
-    "postprocess": Postprocess,
 }
 
 

@@ -5,6 +5,8 @@ A value is one of
     0.5                                              the same for all tensors
     [0, 0.5, 1]                                      a gradient: interpolated from the first layer to the last
     [{match: "*.mlp.*", value: [0, 1]}, {value: 0.5}]   entries: the first that matches a tensor decides
+
+Of an option that takes one number per expert, a plain list is these numbers, and `[{value: [0, 1]}]` a gradient.
 """
 
 from __future__ import annotations
@@ -52,10 +54,6 @@ def _held_by_float32(value: float) -> float:
     return value
 
 
-Factor = Annotated[float, AfterValidator(_held_by_float32)]
-"""A factor of weights or deltas."""
-
-
 class Strict(BaseModel):
     """A frozen part of a recipe: an unknown field is an error, and a text stands for the field `TEXT`, if any."""
 
@@ -66,12 +64,6 @@ class Strict(BaseModel):
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return {cls.TEXT: value} if cls.TEXT and isinstance(value, str) else value
-
-
-class Gradient(Strict):
-    """An option's value that is interpolated over depth, if a plain list would mean one number per expert."""
-
-    gradient: tuple[Any, ...] = Field(min_length=1, description="values from the first layer to the last")
 
 
 class Entry(Strict):
@@ -96,19 +88,17 @@ class Entry(Strict):
 
 
 Value: TypeAlias = Any
-"""A scalar, a tuple of scalars (a gradient), a `Gradient`, or a tuple of `Entry`."""
+"""A scalar, a tuple of scalars (a gradient), or a tuple of `Entry`."""
 
 
-def is_varying(value: Value) -> bool:
-    """True for a gradient that is marked as one, and for entries."""
-    return isinstance(value, Gradient) or _is_entries(value)
+def is_entries(value: Value) -> bool:
+    """True for a list of entries."""
+    return isinstance(value, tuple) and bool(value) and all(isinstance(v, Entry) for v in value)
 
 
 def leaves(value: Value) -> Iterator[Any]:
     """Every scalar in a value."""
-    if isinstance(value, Gradient):
-        yield from value.gradient
-    elif isinstance(value, tuple | list):
+    if isinstance(value, tuple | list):
         for inner in value:
             yield from leaves(inner.value if isinstance(inner, Entry) else inner)
     else:
@@ -121,8 +111,6 @@ def read_value(value: Any) -> Value:
     Raises:
         ValueError: neither a number, nor a list of numbers, nor entries.
     """
-    if isinstance(value, Mapping) and set(value) == {"gradient"}:
-        value = value["gradient"]
     read = _entries(value) if _may_be_entries(value) else tuple(value) if isinstance(value, list | tuple) else value
     if isinstance(read, tuple) and not read:
         raise ValueError("expected a number, or a list that is a gradient over depth; found an empty list")
@@ -141,15 +129,9 @@ def read_value(value: Any) -> Value:
 
 def read_option(value: Any) -> Value:
     """A method's option from plain data: a list of plain values stays a list, as some options take one per expert."""
-    if isinstance(value, Mapping) and set(value) == {"gradient"}:
-        return Gradient.model_validate(value)
     if _may_be_entries(value):
         return _entries(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _is_entries(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(isinstance(v, Entry) for v in value)
 
 
 def _may_be_entries(value: Any) -> bool:

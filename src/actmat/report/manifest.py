@@ -21,7 +21,6 @@ from actmat.diagnostics.totals import Totals
 from actmat.engine.record import Record
 from actmat.errors import CheckpointError
 from actmat.experts.deltas import Deltas
-from actmat.layout.types import Block
 from actmat.planning.item import WriteKind
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
@@ -120,15 +119,9 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         "dtype": item.base_dtype,
         "out_dtype": item.out_dtype,
     }
-    row |= _blocks(item.layout.blocks)
-    if item.layout.orientation != "OI":
-        row["orientation"] = item.layout.orientation
     if item.call is not None:
         row |= item.call.to_json()
         row["sources"] = [s.name for s in item.sources if s is not None]
-        row["expert_dtypes"] = list(item.expert_dtypes)
-    if item.is_factored:
-        row["factored"] = True
     if item.tied_to is not None:
         row["tied_to"] = item.tied_to
     row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite}
@@ -150,17 +143,11 @@ def _module_row(item: Item, record: Record) -> dict[str, Any]:
         row |= {"unchanged": record.unchanged, "nonfinite": record.nonfinite}
         row |= {} if record.size is None else {"size": dict(record.size)}
     elif item.is_module:
-        row |= {"kind": item.module.kind, "expert_ranks": list(item.module.ranks), "exact_rank": write.exact_rank}
-        row |= {"factored": item.is_factored} | _blocks(item.module.blocks)
+        row["kind"] = item.module.kind
     if write.rank:
         row["rank"] = write.rank
     row |= {"outputs": [s.name for s in item.outputs], "stats": record.stats}
     return row | (item.call.to_json() if item.call is not None else {})
-
-
-def _blocks(blocks: Sequence[Block]) -> dict[str, Any]:
-    """The packed maps of a layer, as an entry of its row; empty without any."""
-    return {"blocks": {b.name: [b.start, b.stop] for b in blocks}} if blocks else {}
 
 
 def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:

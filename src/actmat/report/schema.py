@@ -79,6 +79,7 @@ class _Recipe(_StrictRow):
     experts: list[_Expert] = []
     method: str = "actmat"
     options: dict[str, Any] = {}
+    output: dict[str, Any] = {}
 
 
 class _Output(_StrictRow):

@@ -9,7 +9,6 @@ from actmat.errors import RecipeError
 from actmat.methods import METHODS, get_method
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput, ExtractedOutput, ModelOutput
-from actmat.recipe.schema import Postprocess
 from actmat.recipe.values import leaves
 from actmat.run.automatic import AUTO, with_method
 from actmat.run.locate import Located
@@ -105,7 +104,7 @@ def base_problems(recipe: Recipe) -> list[str]:
         problems.append("'scale' is a factor of the delta from a base")
     if recipe.keep or any(r.keep for r in recipe.rules):
         problems.append("'keep' copies tensors of a base")
-    if recipe.post or recipe.postprocess != Postprocess():
+    if recipe.post:
         problems.append("post-processing changes the delta from a base")
     if recipe.model.vocabulary is not None and recipe.model.vocabulary.source == "base":
         problems.append("'vocabulary: base' takes the tokens of a base")

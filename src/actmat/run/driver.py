@@ -20,18 +20,21 @@ from actmat.run.resume import MergeReport
 from actmat.run.run import Run
 
 
-def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
+def execute(outputs: Sequence[Output], run: Run, progress: Progress, doing: str = "merging") -> None:
     """Merge everything that is not done yet; keep the journal, judge the findings.
 
     Raises:
         CheckpointError: NaN or Inf in the inputs (all of them listed), or a file that changed or ended early.
         StatisticsError: statistics of another model than the one that was read.
     """
-    inputs, observers, resources = run.inputs, run.observers, run.resources
-    progress.started([o.plan for o in outputs], sum(o.resumed for o in outputs), resources.workers)
-    check_values(inputs)
+    inputs, resources = run.inputs, run.resources
     plans = tuple(o.plan for o in outputs)
-    units = plan_units(plans, [o.done for o in outputs], observers)
+    total, resumed = sum(item.action != "tie" for item in plans[0].items), sum(o.resumed for o in outputs)
+    progress.doing(doing, total)
+    if resumed:
+        progress.note(f"Continuing an interrupted merge: {resumed} tensors are done and intact.")
+    check_values(inputs)
+    units = plan_units(plans, [o.done for o in outputs], observed=run.observers is not None)
     if not units:
         return
     shared = run.places.executor == THREADS  # they use the open inputs; tensors in memory have no address
@@ -40,7 +43,7 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
         base=None if inputs.base is None or shared else inputs.base.tensors.handle(),
         experts=() if shared else tuple(e.handle() for e in inputs.experts),
         outputs=tuple(o.folder for o in outputs),
-        observers=observers,
+        observers=run.observers,
         device=resources.device,
     )
     make = find_executor(run.places.executor, resources.device)
@@ -48,12 +51,12 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress) -> None:
     spec = replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
     with contextlib.closing(executor.run(spec, units)) as results:
-        for result in results:
+        for parts, result in enumerate(results, 1 + min(resumed // len(outputs), total)):
             findings.add(result.findings)
             if not findings.fatal:
                 for p, record in result.records:
                     outputs[p].keep(record)
-            progress.tensor(result.unit.name, result.unit.traffic)
+            progress.done(parts)
             for note in result.notes:
                 progress.note(note)
     _judge(findings)
@@ -80,9 +83,6 @@ def _judge(findings: Findings) -> None:
         raise error
 
 
-def finish(
-    outputs: Sequence[Output], run: Run, progress: Progress, draw: DrawPage | None
-) -> dict[Path | str, MergeReport]:
+def finish(outputs: Sequence[Output], run: Run, draw: DrawPage | None) -> dict[Path | str, MergeReport]:
     """Write the reports and other files of merged outputs; `stage` renames the outputs afterwards."""
-    progress.finishing()
     return {output.out: output.finish(run, draw) for output in outputs}

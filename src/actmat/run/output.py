@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 import time
@@ -17,7 +16,7 @@ from actmat.checkpoints.model import Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, disk_errors
-from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.diagnostics.totals import totals_of
@@ -47,21 +46,13 @@ DrawPage = Callable[[Diagnosis, Path], object]
 """Writes the page of a diagnosis to a file."""
 
 
-KEPT_RECORDS = 256
-"""Records in memory, about 8 kB each, at most: all those of a small model."""
-
-
 class JournalRecords(Mapping[str, Record]):
-    """Records of finished items, read from the journal on request: a merge keeps a few in memory."""
+    """Records of finished items, read from the journal on request: of each, about 8 kB."""
 
     def __init__(self, journal: Entries) -> None:
         self._journal = journal
-        self._read = functools.lru_cache(KEPT_RECORDS)(self._read_from_journal)  # to finish reads each several times
 
     def __getitem__(self, name: str) -> Record:
-        return self._read(name)
-
-    def _read_from_journal(self, name: str) -> Record:
         record = Record.from_json(self._journal[name])
         if record is None:
             raise OutputError(f"The journal was changed while its merge ran: its entry of '{name}' is damaged.")
@@ -93,11 +84,6 @@ class Output:
     stage: Staging | None = None
     done: frozenset[str] = frozenset()
     resumed: int = 0
-
-    @classmethod
-    def measured(cls, plan: MergePlan) -> Output:
-        """An output that is only measured; copies need no measurement."""
-        return cls(plan, None, done=frozenset(i.name for i in plan.items if i.call is None))
 
     @property
     def out(self) -> Path | str:
@@ -133,15 +119,13 @@ class Output:
             OutputError: writing failed.
         """
         staging, settings, seconds = self._staging, run.places.settings, time.perf_counter() - run.inputs.began
-        diagnosis = self._write_report(seconds, draw) if settings.diagnose else None
-        if isinstance(self.writer, SpoolWriter):
+        diagnosis = self._write_report(draw) if settings.diagnose else None
+        assert isinstance(self.writer, ShardWriter), "a merge into a folder"
+        if self.plan.is_extracted:
             changed = {n for n, r in self.records.items() if not r.unchanged and r.stats.get("norm") != 0.0}
             self.plan = settled_plan(self.plan, changed)
-            (shard,) = self.plan.shards
-            self.writer.join(shard)
-        else:
-            assert isinstance(self.writer, ShardWriter)
-            self.writer.finish(self.plan.specs)
+            self.writer.keep_only(*self.plan.shards)
+        self.writer.finish(self.plan.specs)
         with disk_errors(staging.path):
             copied = self._write_files(run.inputs, staging.path)
             totals = totals_of(self.plan, self.records)
@@ -174,7 +158,9 @@ class Output:
             return copy_sidecars(*[ModelFolder()] * 3, out=folder, dtype=None, taken=taken)
         assert inputs.base is not None, "a model is merged into a base"
         base, output, dtype = inputs.base.folder, self.plan.recipe.model, self.plan.recipe.dtype
-        template, texts = output.chat_template, base.texts
+        texts = {path: text for path, text in base.texts.items() if path not in taken}
+        texts |= {path: folder.texts[path] for path, folder in taken.items() if path in folder.texts}
+        template = output.chat_template
         if template == "auto":
             template = most_frequent_template((inputs.base, *inputs.experts))
         if template is not None:
@@ -191,10 +177,10 @@ class Output:
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
         return copied
 
-    def _write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
+    def _write_report(self, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output before the manifest, which has its hash."""
         folder = self._staging
-        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
+        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out))
         with disk_errors(folder.path):
             write_diagnosis(diagnosis, folder.path)
             if draw is not None:
@@ -224,7 +210,7 @@ def stage(run: Run) -> Iterator[list[Output]]:
             check_room([(staging.out, staging.path) for staging in stages], plans)
             outputs = []
             for staging, plan, journal in zip(stages, plans, journals, strict=True):
-                writer = _writer(staging.path, plan, settings)
+                writer = ShardWriter(staging.path, plan.shards, durable=settings.durable)
                 stack.callback(writer.close)
                 intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
                 for name in journal.keys() - intact:
@@ -236,13 +222,6 @@ def stage(run: Run) -> Iterator[list[Output]]:
         except BaseException as error:  # Ctrl-C and bugs too: finished items are kept whatever stops a run
             _leave(stages, plans, error)
             raise
-
-
-def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter | SpoolWriter:
-    """Writer of an output; tensors of an extraction have no known sizes before they are merged."""
-    if plan.is_extracted:
-        return SpoolWriter(folder, plan.shards[0].file, durable=settings.durable)
-    return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
 def _staging(out: Path | str, plan: MergePlan, settings: RunSettings) -> Staging:
@@ -265,13 +244,7 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
         error.add_note(f"{n_kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
-def intact_items(
-    plan: MergePlan,
-    journal: Entries,
-    writer: ShardWriter | SpoolWriter,
-    *,
-    observed: bool,
-) -> Iterator[str]:
+def intact_items(plan: MergePlan, journal: Entries, writer: ShardWriter, *, observed: bool) -> Iterator[str]:
     """Items that an earlier run finished and whose bytes are unchanged; measured ones if requested.
 
     Args:
@@ -316,7 +289,7 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     """
     by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
     for (out, folder), plan in zip(places, plans, strict=True):
-        needs = plan.write_bytes * (2 if plan.is_extracted else 1)  # its tensors are joined while they lie there
+        needs = plan.write_bytes * (2 if plan.is_extracted else 1)  # copied without the tensors that no expert changes
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
     for rows in by_disk.values():
         reusable = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())

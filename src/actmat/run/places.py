@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from actmat.bounds import is_url
 from actmat.checkpoints.remote import check_upload_url
@@ -107,14 +106,9 @@ def has_manifest_of(recipe: Recipe, out: Path | str) -> bool:
     try:
         with present_output(out) as folder:
             fields = recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True)
-            return bool(read_manifest(folder).get("recipe") == plain(fields))
+            return bool(read_manifest(folder).get("recipe") == fields)
     except (MergeError, OSError):
         return False
-
-
-def plain(data: Any) -> Any:
-    """Data as it comes back from JSON."""
-    return json.loads(json.dumps(data))
 
 
 @contextlib.contextmanager

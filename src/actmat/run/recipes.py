@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from actmat.diagnostics.build import build_diagnosis
@@ -27,6 +26,7 @@ def run_recipes(
     progress: Progress | None = None,
     *,
     draw: DrawPage | None = None,
+    doing: str = "merging",
 ) -> list[MergeReport]:
     """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
@@ -38,6 +38,7 @@ def run_recipes(
         settings: how to run them.
         progress: receives callbacks.
         draw: writes the page of a measured merge into its output; None: no page.
+        doing: what the callbacks call the merge.
 
     Raises:
         MergeError: an `out` exists only if that output was finished. Finished parts of the others are kept for the
@@ -49,8 +50,8 @@ def run_recipes(
         reports = resume(run)
         if run.unfinished:
             with stage(run) as outputs:
-                execute(outputs, run, progress)
-                reports |= finish(outputs, run, progress, draw)
+                execute(outputs, run, progress, doing)
+                reports |= finish(outputs, run, draw)
         return [reports[out] for out in places.outs]
 
 
@@ -78,9 +79,9 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     Raises:
         MergeError: as merging it would.
     """
-    began = time.perf_counter()
     with open_inputs([recipe], settings) as (inputs, places):
         run = prepare(inputs, places, measured=True)
-        output = Output.measured(run.plans[0])
-        execute([output], run, progress or Progress())
-        return build_diagnosis(output.plan, output.records, out=None, seconds=time.perf_counter() - began)
+        copies = frozenset(i.name for i in run.plans[0].items if i.call is None)  # which need no measurement
+        output = Output(run.plans[0], None, done=copies)
+        execute([output], run, progress or Progress(), "measuring")
+        return build_diagnosis(output.plan, output.records, out=None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 from actmat.diagnostics.checks import check_codes
-from actmat.diagnostics.observer import Observers
+from actmat.diagnostics.observer import ItemObserver
 from actmat.engine.inputs import Inputs
+from actmat.engine.observer import ObserverFactory
 from actmat.engine.resources import Resources, share_resources
 from actmat.planning import MergePlan, build_plan
 from actmat.planning.work import DeviceRoom
@@ -23,14 +25,14 @@ class Run:
         plans: of all recipes.
         places: of the run.
         resources: workers and memory.
-        observers: of a run that is measured.
+        observers: makes those of a run that is measured.
     """
 
     inputs: Inputs
     plans: tuple[MergePlan, ...]
     places: Places
     resources: Resources
-    observers: Observers | None
+    observers: ObserverFactory | None
 
     @property
     def unfinished(self) -> list[tuple[Path | str, MergePlan]]:
@@ -56,14 +58,14 @@ def prepare(inputs: Inputs, places: Places, *, measured: bool | None = None) -> 
         with inputs.problems.noted():
             check_codes([code for recipe in inputs.recipes for code in recipe.mute])
     plans = plan_all(inputs, places.room)
-    observers = Observers(plans[0].recipe.seed) if measured else None
+    observers = functools.partial(ItemObserver, seed=plans[0].recipe.seed) if measured else None
     unfinished = [p for out, p in zip(places.outs, plans, strict=False) if out not in places.finished]
     resources = share_resources(
         unfinished or plans,
         places.room,
         settings.max_memory,
         settings.threads,
-        observers,
+        measured,
         inputs.buffer_bytes,
     )
     return Run(inputs, plans, places, resources, observers)

@@ -30,7 +30,7 @@ class Candidate:
         method: the rule.
         options: of the rule; others have their defaults.
         scale: `W* = W_0 + scale * D*`.
-        fields: further fields of the recipe (`scope`, `postprocess`, ...).
+        fields: further fields of the recipe (`scope`, `post`, ...).
     """
 
     name: str

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 LOADING = threading.RLock()
@@ -70,17 +69,6 @@ def add_adapter(
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
             parameter.data.mul_(size)
     return adapted
-
-
-def draw_alike(adapter: Path, out: Path, generator: torch.Generator) -> None:
-    """Write an adapter with Gaussian factors and the given adapter's norm of every `B A`."""
-    trained = load_file(adapter / "adapter_model.safetensors")
-    drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in trained.items()}
-    for b in (name for name in drawn if ".lora_B." in name):
-        a = b.replace(".lora_B.", ".lora_A.")
-        drawn[b] *= (trained[b] @ trained[a]).norm() / (drawn[b] @ drawn[a]).norm()
-    save_file(drawn, out / "adapter_model.safetensors")
-    shutil.copyfile(adapter / "adapter_config.json", out / "adapter_config.json")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

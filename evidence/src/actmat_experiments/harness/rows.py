@@ -53,29 +53,6 @@ def more_rows(regime: str) -> tuple[Candidate, ...]:
     return (*POSTPROCESSED, *(SPACES if regime == "lora" else ()))
 
 
-def choose_methods(
-    wanted: Sequence[str] | None, n_experts: int, statistics: Sequence[str] = ()
-) -> tuple[list[str], dict[str, str]]:
-    """Names of the rules to run, and the reasons why others are left out.
-
-    Args:
-        wanted: names in the order of the table, or None for every rule that can run.
-        statistics: kinds of statistics that are there.
-
-    Raises:
-        RecipeError: a wanted rule is unknown or cannot run here.
-    """
-    chosen = all_methods() if wanted is None else list(map(get_method, wanted))
-    reasons = {m.name: _why_not(m, n_experts, statistics) for m in chosen}
-    left_out = {name: reason for name, reason in reasons.items() if reason}
-    if wanted is not None and left_out:
-        raise RecipeError(
-            "Some methods cannot run here: all experts are merged at once, with the available statistics.",
-            [f"'{name}' {reason}" for name, reason in left_out.items()],
-        )
-    return [name for name in dict.fromkeys(reasons if wanted is None else wanted) if name not in left_out], left_out
-
-
 def _why_not(method: MergeMethod, n_experts: int, statistics: Sequence[str]) -> str | None:
     """Reason why the rule cannot merge that many experts with these kinds of statistics; None if it can."""
     if missing := [kind for kind in method.needs_statistics if kind not in statistics]:
@@ -97,26 +74,22 @@ def candidates(
     Raises:
         RecipeError: a wanted row is unknown or cannot run here.
     """
-    missing = {
-        c.name: f"needs statistics measured on data: {', '.join(kinds)}"
-        for c in _VARIANTS[regime]
-        if (kinds := [k for k in get_method(c.method).needs_statistics if k not in statistics])
-    }
-    variants = {c.name: c for c in _VARIANTS[regime] if c.name not in missing}
+    rules = [m.name for m in all_methods()]
+    rows = [*(Candidate(n, n) for n in rules if n not in _NOT_COMPARED), *_VARIANTS[regime]]
     if wanted is not None:
-        known = {*(m.name for m in all_methods()), *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
-        unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
-        if unknown:
+        known = {*rules, *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
+        if unknown := [w for w in wanted if w not in known and ".py" not in w]:
             raise RecipeError(
                 "Unknown methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
             )
-        if cannot := [f"'{w}' {missing[w]}" for w in wanted if w in missing]:
-            raise RecipeError("Some methods cannot run here.", cannot)
-    rules = None if wanted is None else [w for w in wanted if w in {m.name for m in all_methods()} or ".py:" in w]
-    names, left_out = choose_methods(rules, n_experts, statistics)
-    if wanted is None:
-        names = [n for n in names if n not in _NOT_COMPARED]
-        left_out |= _NOT_COMPARED | missing
-    rows = [Candidate(n.rpartition(":")[2], n) for n in names]
-    rows += [c for n, c in variants.items() if wanted is None or n in wanted]
-    return rows + [c for c in more_rows(regime) if c.name in (wanted or ())], left_out
+        rows = [Candidate(w.rpartition(":")[2], w) for w in dict.fromkeys(wanted) if w in rules or ".py" in w]
+        rows += [c for c in (*_VARIANTS[regime], *more_rows(regime)) if c.name in wanted]
+    reasons = {c.name: _why_not(get_method(c.method), n_experts, statistics) for c in rows}
+    left_out = {name: reason for name, reason in reasons.items() if reason}
+    if wanted is not None and left_out:
+        raise RecipeError(
+            "Some methods cannot run here: all experts are merged at once, with the available statistics.",
+            [f"'{name}' {reason}" for name, reason in left_out.items()],
+        )
+    rows = [c for c in rows if c.name not in left_out]
+    return rows, left_out if wanted is not None else left_out | _NOT_COMPARED

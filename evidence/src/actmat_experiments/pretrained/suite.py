@@ -177,7 +177,7 @@ def variants(
                 }
 
 
-_NAMED = ("base", "ranks", "mixed", "alpha", "start", "drawn")
+_NAMED = ("base", "ranks", "mixed", "alpha", "start")
 """Settings that the model's name has, or the digest of the base."""
 
 

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.extras.demo.model import Head
-from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment, Made
 from actmat_experiments.harness.heads import ClipHead, counted, fitted_head, load_head
 from actmat_experiments.harness.measuring import Batch
-from actmat_experiments.harness.models import draw_alike
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
@@ -59,14 +57,12 @@ class TextSettings(AdapterSettings):
         length: longest input, in tokens.
         head_examples: training examples that the heads are fitted on; few, so that experts have something to learn.
         mixed: one experiment with adapters of all these ranks: a task after the other gets the next.
-        drawn: a control: adapters drawn at random with the norms of the trained ones.
         ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
     """
 
     length: int = 40
     head_examples: int = 200
     mixed: bool = False
-    drawn: bool = False
     ridge: float = 0.3
     logit_scale: float = 10.0
 
@@ -81,7 +77,6 @@ class PretrainedText(Experiment):
         mixed: ranks of the tasks, in turn; none: all have `rank`.
         alpha: of LoRA; 0: the rank.
         start: of LoRA's `A`.
-        drawn: random factors with the norms of the trained ones.
     """
 
     reader: Reader
@@ -92,7 +87,6 @@ class PretrainedText(Experiment):
     mixed: tuple[int, ...] = ()
     alpha: int = 0
     start: Start = "apart"
-    drawn: bool = False
 
     def training(self, task: TextSet) -> Mapping[str, Any]:
         """See `Experiment`."""
@@ -103,7 +97,7 @@ class PretrainedText(Experiment):
             "alpha": self.alpha or None,
             "start": self.start if self.regime == "lora" else None,
             "schedule": self.schedule,
-        } | ({"drawn": True} if self.drawn else {})
+        }
 
     def steps(self, task: TextSet) -> int:
         """See `Experiment`."""
@@ -111,10 +105,6 @@ class PretrainedText(Experiment):
 
     def train(self, task: TextSet, out: Path, stage: Stage) -> None:
         """See `Experiment`."""
-        if self.drawn:
-            trained = replace(self, drawn=False).experts()[task.name].path
-            draw_alike(trained, out, generator_for(self.seed, f"drawn {task.name}"))
-            return
         lora: dict[str, Any] = {"rank": self._rank(task), "alpha": self.alpha, "start": self.start}
         how = Training(task.name, self.seed, self.schedule, self.regime, device=self.device, **lora)
         finetune(self.reader, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
@@ -197,9 +187,7 @@ def _variants(request: RunRequest, watch: Watch, settings: TextSettings, base: M
             yield fields
             continue
         model = f"{name}, r = {', '.join(map(str, mixed))}" if mixed else fields["model"]
-        how = settings.adapters(model)
-        model = f"{how['model']}, drawn at random" if settings.drawn else how["model"]
-        yield fields | how | {"model": model, "mixed": mixed, "drawn": settings.drawn}
+        yield fields | settings.adapters(model) | {"mixed": mixed}
 
 
 def _head(cache: Cache, reader: Reader, settings: TextSettings, base: Made, task: TextSet, device: str) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from actmat.extras.tune.progress import MergingProgress, TuneProgress
+from actmat.progress import Progress
 from actmat_app.form import SUFFIX
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Job = Mapping[str, Any]
 Result = dict[str, Any]
 
 
-class Stages(TuneProgress):
+class Stages(Progress):
     """Reports the stage of a job: when it begins, and then at intervals."""
 
     def __init__(self, tell: Tell) -> None:
@@ -118,8 +118,7 @@ def _merge(job: Job, stages: Stages) -> Result:
     from actmat_app.view import merged_html, notes_html
 
     fields, is_file = _fields(job), job["out"].endswith(SUFFIX)  # a file holds no report
-    progress = stages if fields.get("data") else MergingProgress(stages, "merging")
-    report = actmat.merge(**{"diagnose": not is_file, **fields, "out": job["out"]}, progress=progress)
+    report = actmat.merge(**{"diagnose": not is_file, **fields, "out": job["out"]}, progress=stages)
     page, code = Path(report.out) / "report.html", _loading_commands(str(report.out))
     return {
         "html": merged_html(report, stages.spent),

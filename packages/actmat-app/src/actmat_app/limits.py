@@ -21,7 +21,7 @@ PLACE = re.compile(rf"(?:https://huggingface\.co/|hf://)?(?P<repo>{NAME}/{NAME})
 
 FIELDS = {
     *("base", "experts", "method", "options", "normalize", "scale", "scope", "rules", "keep", "space", "post"),
-    *("postprocess", "dtype", "compute_dtype", "seed", "output", "to", "rank"),
+    *("dtype", "compute_dtype", "seed", "output", "to", "rank"),
 }
 """Recipe fields that visitors may set: except for base and experts, none contains a location or a run setting."""
 

@@ -74,17 +74,15 @@ def format_named(name: str) -> Format:
             return candidate
     known = {candidate.name: candidate for candidate in all_formats()}
     if name not in known:
-        raise CheckpointError(
-            f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.{plugins.hint(GROUP)}"
-        )
+        raise CheckpointError(f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.")
     return known[name]
 
 
 def _absent(names: Sequence[str]) -> str:
     """One sentence, with the fix, on a file of a format that is not installed; may be empty."""
     lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
-    lost = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
-    return f"no installed part of actmat reads '{lost[1]}'.{plugins.hint(GROUP, lost[0])}" if lost else ""
+    lost = next((n for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
+    return f"no installed part of actmat reads '{lost}'." if lost else ""
 
 
 def _unclaimed(source: Source) -> CheckpointError:
@@ -98,6 +96,12 @@ def _unclaimed(source: Source) -> CheckpointError:
         return CheckpointError(
             f"{location}: no weights in a supported format: {'; '.join(foreign[:3])}. Fix: load it with its own "
             "library and save it as safetensors (save_pretrained)."
+        )
+    if MODULES in names:
+        return CheckpointError(
+            f"{location}: expected the encoder of a sentence-transformers model at the top of the folder, found none. "
+            "Likely cause: an earlier version of the library saved it in a folder of its own. Fix: load and save it "
+            "again, SentenceTransformer(PATH).save(OTHER), and give that folder."
         )
     if absent := _absent(names):
         return CheckpointError(f"{location}: {absent}")

@@ -43,11 +43,7 @@ def check_sidecars(*folders: ModelFolder) -> None:
             not a regular file; names all of them.
     """
     problems: list[str] = []
-    places = {
-        place: [f.files[0].below(name) for name in f.side_files.kept]
-        for f in folders
-        if (place := f.directory) is not None and f.side_files.kept
-    }
+    places = {place: f.side_files.kept for f in folders if f.side_files.kept and (place := f.directory) is not None}
     for place, names in places.items():
         for name in names:
             if not os.path.lexists(place / name):  # not downloaded yet
@@ -84,7 +80,7 @@ def copy_sidecars(
     for name, chosen in _chosen(base, files_from, code, taken).items():
         place, target = chosen.directory, out / name
         assert place is not None, "a folder with files"
-        path = place / chosen.files[0].below(name)
+        path = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
         written = None
         if name in configs or (PurePosixPath(name).name == "config.json" and dtype is not None):

@@ -1,22 +1,17 @@
-"""Writer of safetensors shards: headers first, then tensors to their offsets from several threads, hashed.
-
-Where sizes are not known yet, each tensor goes to a file of its own; all are joined at the end (`SpoolWriter`). A run
-that stops keeps the tensors that it finished, also while they are joined. Their files are removed when the joined one
-is on the disk; a step that fails after that makes them again.
-"""
+"""Writer of safetensors shards: headers first, then tensors to their offsets from several threads, hashed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.hashing import ContentHash, hash_file
+from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.writing.shards import Shard, index_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
@@ -136,14 +131,11 @@ class ShardWriter:
         spec = self._specs.get(name)
         if spec is None:  # a damaged journal
             return False
-        seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(spec.nbytes, 1))))
+        seen = ContentHash()
         with _read_handle(self.directory / spec.file) as handle:
             # from the disk, not from memory: after a failed flush, pages in memory no longer show what is missing
             _forget_pages(handle, spec.offset, spec.nbytes)
-            while seen.size < spec.nbytes:
-                chunk = buffer[: min(len(buffer), spec.nbytes - seen.size)]
-                if read_at(handle, chunk, spec.offset + seen.size) != len(chunk):
-                    return False
+            for chunk in _stored_chunks(handle, spec):
                 seen.update(chunk)
         return seen.hexdigest() == digest
 
@@ -176,6 +168,31 @@ class ShardWriter:
         with disk_errors(self.directory):
             for name, text in index_files(self.shards, specs).items():
                 (self.directory / name).write_text(text, encoding="utf-8", newline="\n")
+
+    def keep_only(self, shard: Shard) -> None:
+        """Leave tensors out of the only file, which is replaced when the one without them is on the disk.
+
+        Args:
+            shard: the file with the tensors that stay.
+
+        Raises:
+            OutputError: writing failed.
+        """
+        (written,) = self.shards
+        if shard == written:
+            return
+        part = f"{shard.file}.part"
+        specs = {name: replace(spec, file=part) for name, spec in shard.specs.items()}
+        copy = ShardWriter(self.directory, [replace(shard, file=part, specs=specs)], durable=self.durable)
+        with contextlib.closing(copy), disk_errors(self.directory):
+            for name in shard.specs:
+                sink = copy.sink(name)
+                for chunk in _stored_chunks(self._handles[written.file], written.specs[name]):
+                    sink.write(chunk)
+            copy.sync()
+            self.close()
+            replace_file(self.directory / part, self.directory / written.file)
+        self.shards = (shard,)
 
     def close(self) -> None:
         """Close the files; may be called twice."""
@@ -214,6 +231,14 @@ def _read_handle(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
+def _stored_chunks(handle: int, spec: TensorSpec) -> Iterator[memoryview]:
+    """The bytes of a tensor as they are stored, in order; fewer if the file ends before."""
+    buffer, done = memoryview(bytearray(min(_CHECK_BYTES, spec.nbytes))), 0
+    while count := read_at(handle, buffer[: spec.nbytes - done], spec.offset + done):
+        yield buffer[:count]
+        done += count
+
+
 def _start(handle: int, length: int) -> bytes:
     """The first bytes of a file, fewer if it is shorter."""
     start = bytearray(length)
@@ -224,97 +249,3 @@ def _forget_pages(handle: int, offset: int, nbytes: int) -> None:
     """Drop clean pages of a range from memory; of the whole file from `offset` on where `nbytes` is 0."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-SPOOL = ".spool"
-"""Folder of the tensors' files, in that of the output."""
-
-_CHUNK = 1 << 22
-
-
-class SpoolSink:
-    """Receives the bytes of one tensor and writes them to files, which appear when they are whole."""
-
-    def __init__(self, paths: Sequence[Path], *, durable: bool) -> None:
-        self._paths, self._durable = paths, durable
-        with disk_errors(paths[0].parent):
-            self._parts = [p.with_suffix(".part") for p in paths]
-            self._files = [p.open("wb") for p in self._parts]
-        self._hash = ContentHash()
-
-    def write(self, data: memoryview) -> None:
-        """Append bytes to the tensor."""
-        self._hash.update(data)
-        with disk_errors(self._paths[0].parent):
-            for file in self._files:
-                file.write(data)
-
-    @property
-    def digest(self) -> str:
-        """Content hash of the complete tensor, whose files are then complete as well."""
-        with disk_errors(self._paths[0].parent):
-            while self._files:
-                file, part, path = self._files.pop(), self._parts.pop(), self._paths[len(self._parts)]
-                file.flush()
-                if self._durable:
-                    sync_file(file.fileno())
-                file.close()
-                replace_file(part, path)
-        return self._hash.hexdigest()
-
-
-class SpoolWriter:
-    """The tensors of one output file, each in a file of its own.
-
-    Args:
-        directory: of the output; exists.
-        file: name of the joined file, of an earlier attempt.
-        durable: wait for the disk.
-        attached: another process made the folder.
-    """
-
-    def __init__(self, directory: Path, file: str, *, durable: bool = True, attached: bool = False) -> None:
-        self.directory, self.durable = directory, durable
-        self._folder = directory / SPOOL
-        if attached:
-            return
-        with disk_errors(directory):
-            (directory / file).unlink(missing_ok=True)
-            self._folder.mkdir(exist_ok=True)
-
-    def sink(self, name: str, aliases: Sequence[str] = ()) -> SpoolSink:
-        """Sink of tensor `name`; `aliases` get the same bytes."""
-        return SpoolSink([self._path(n) for n in (name, *aliases)], durable=self.durable)
-
-    def holds(self, name: str, digest: str) -> bool:
-        """True if the bytes now on disk for `name` have this content hash (to resume a run)."""
-        path = self._path(name)
-        return path.is_file() and hash_file(path) == digest
-
-    def join(self, shard: Shard) -> None:
-        """Write the output's file, and remove those of its tensors.
-
-        Raises:
-            OutputError: writing failed.
-        """
-        writer = ShardWriter(self.directory, [shard], durable=self.durable)
-        buffer = memoryview(bytearray(_CHUNK))
-        try:
-            for name in shard.specs:
-                sink = writer.sink(name)
-                with disk_errors(self.directory), self._path(name).open("rb") as file:
-                    while count := file.readinto(buffer):
-                        sink.write(buffer[:count])
-            writer.sync()
-        finally:
-            writer.close()
-        with disk_errors(self.directory):
-            shutil.rmtree(self._folder)
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
-    def _path(self, name: str) -> Path:
-        seen = ContentHash()  # a tensor's name may hold characters that a file name may not
-        seen.update(name.encode())
-        return self._folder / seen.hexdigest()

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, shown
 from actmat.checkpoints.keys import Keys
 from actmat.experts.lora.fields import LORA, StackWord
@@ -136,11 +135,10 @@ def parse_adapter_config(
 def _refusals(fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each setting under which the delta is not `scaling * B A`."""
     problems: list[str] = []
-    removed = plugins.hint("actmat.experts", prefix="reader")
     kind = fields.get("peft_type")
     if kind != "LORA":
         problems.append(
-            f"peft_type is {kind!r}: only LoRA adapters have factors that are merged here.{removed} Fold it "
+            f"peft_type is {kind!r}: only LoRA adapters have factors that are merged here. Fold it "
             "into its base (PeftModel.merge_and_unload, save_pretrained) and merge the full models"
         )
     problems += field_refusals(LORA, fields)
@@ -156,9 +154,8 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
 
 def field_refusals(keys: Keys, fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each field that is set and that these lists refuse."""
-    removed = plugins.hint("actmat.experts", prefix="reader")
     return [
-        f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
+        f"{name} is set: {why}. Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
         "models, where PEFT can do that"
         for name, why in keys.judge(fields).items()
         if why

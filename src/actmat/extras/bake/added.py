@@ -148,8 +148,6 @@ def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: 
     recipe = manifest["recipe"]
     if recipe.get("output", {}).get("vocabulary") is not None:
         problems.append("the merge aligned vocabularies, so rows of the output and of the base do not correspond")
-    if "norm_cap" in recipe.get("postprocess", {}):
-        problems.append("the merge limited its delta (norm_cap)")
     forms: Counter[str] = Counter()
     for row in manifest["tensors"]:
         forms.update([f"merged by {row['method']}" for _ in [0] if row.get("method") and _shares(row, given) is None])

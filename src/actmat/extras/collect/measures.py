@@ -32,7 +32,7 @@ from torch.nn import functional
 from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch, call_model, named_tensors
 from actmat.extras.collect.binding import Binding
-from actmat.extras.collect.inputs.masks import MaskScope, RoutedTokens, Scopes
+from actmat.extras.collect.inputs.masks import RoutedTokens, Scopes
 from actmat.extras.collect.inputs.observer import InputObserver
 from actmat.extras.collect.inputs.sums import GramSum, InputSums, LinearMap
 from actmat.statistics.header import GramInfo, GramOf, content_hash
@@ -42,9 +42,6 @@ Labels = Literal["drawn", "given"]
 
 LogLikelihood = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 """`(model, batch of one sample) -> scalar log-likelihood`."""
-
-TokenMask = Callable[[Any], Tensor | None]
-"""Batch -> mask `B S`, True for tokens; None: no padding."""
 
 FLOATS = {"float32": torch.float32, "float64": torch.float64}
 """dtypes of products and of stored sums."""
@@ -58,7 +55,6 @@ class Settings:
     fisher: bool = False  # measure the diagonal Fisher, one backward pass per sample
     fisher_labels: Labels = "drawn"  # "drawn" from the model's predictions, or "given" with the batches
     loss: LogLikelihood | None = None  # log-likelihood of one sample, in place of the built-in one
-    mask: TokenMask | None = None  # mask of a batch, for models whose calls do not carry one
     compute_dtype: str = "float32"  # dtype of the products, "float32" or "float64"; sums are float64
     dtype: str = "float32"  # dtype of the stored sums, "float32" or "float64"
     share: bool = True  # store one sum for layers that read the same input
@@ -95,7 +91,7 @@ class GramMeasure:
 
     def __init__(self, run: Measurement) -> None:
         settings = run.settings
-        self._model, self._binding, self._mask = run.model, run.binding, settings.mask
+        self._model, self._binding = run.model, run.binding
         self._dtype = FLOATS[settings.dtype]
         weights = {n: w for n, w in run.binding.weights().items() if settings.only is None or n in settings.only}
         places = {p.device for p in run.binding.weights().values()}  # several: layers wait on the host for their turn
@@ -108,10 +104,6 @@ class GramMeasure:
 
     def add(self, batch: Batch) -> None:
         """Run the model on a batch."""
-        if self._mask is not None:
-            mask = self._mask(batch)
-            sizes = frozenset(t.shape[0] for t in named_tensors(batch).values())
-            self._scopes.push(MaskScope(None if mask is None else mask.bool(), sizes))
         try:
             with torch.no_grad(), self._observer:
                 call_model(self._model, batch)

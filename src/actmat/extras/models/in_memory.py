@@ -12,15 +12,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.model import CONFIG
+from actmat.checkpoints.model import CONFIG, GENERATION
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
 from actmat.engine.record import Record
-from actmat.errors import Note, OutputError, RecipeError, first_of, format_size, memory_errors
+from actmat.errors import OutputError, RecipeError, format_size, memory_errors
 from actmat.extras.models.layered import ON_CPU, Placement
-from actmat.extras.models.loading import Loaded, load_tensors
+from actmat.extras.models.loading import Loaded, extra, load_tensors
 from actmat.foreign import terminal
+from actmat.identity.inventory import matches
+from actmat.identity.tokens import TOKENIZERS
 from actmat.planning import MergePlan
 from actmat.progress import Progress
 from actmat.recipe import Recipe
@@ -71,7 +73,7 @@ class MemoryMerge:
         seconds: wall time.
         records: of every item, by name.
         module: the base as it was given; may be a module.
-        generation: the settings of generation that the experts have in common, where the base has others.
+        generation: `generation_config.json` of the model; empty without one.
     """
 
     plan: MergePlan
@@ -80,7 +82,7 @@ class MemoryMerge:
     seconds: float
     records: Mapping[str, Record] = field(default_factory=dict)
     module: object = None
-    generation: object = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         size = format_size(sum(t.nbytes for t in {id(t): t for t in self.tensors.values()}.values()))
@@ -106,8 +108,13 @@ class MemoryMerge:
                 new = self.tensors[name].to(old.device)
                 merged[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         model = copy.deepcopy(base, merged)
-        if self.generation is not None:
-            model.generation_config = copy.deepcopy(self.generation)  # type: ignore[assignment]
+        return self._generating(model)
+
+    def _generating(self, model: nn.Module) -> nn.Module:
+        """The model with its settings of generation."""
+        if self.generation:
+            kind = extra("transformers").GenerationConfig
+            model.generation_config = kind.from_dict(dict(self.generation))
         return model
 
     def load(self, *, model_class: str | None = None, place: Placement = ON_CPU) -> Loaded:
@@ -121,8 +128,10 @@ class MemoryMerge:
             StatisticsError: transformers or PEFT cannot load it.
         """
         recipe, base = self.plan.recipe, self.base
-        files = {"base": base, **{e.label: e.path for e in recipe.experts}}[recipe.model.files_of]
-        return load_tensors(
+        of_tokenizer = (label for path, label in self.plan.files.items() if matches(path, TOKENIZERS))
+        label = next(of_tokenizer, recipe.model.files_of)
+        files = {"base": base, **{e.label: e.path for e in recipe.experts}}[label]
+        loaded = load_tensors(
             self.tensors,
             base,
             files,
@@ -131,6 +140,7 @@ class MemoryMerge:
             model_class=model_class,
             place=place,
         )
+        return replace(loaded, model=self._generating(loaded.model))
 
 
 @memory_errors()
@@ -140,7 +150,6 @@ def run_in_memory(
     progress: Progress | None = None,
     *,
     module: object = None,
-    modules: Sequence[nn.Module] = (),
 ) -> MemoryMerge:
     """Run a recipe in memory; its `out` is ignored.
 
@@ -149,7 +158,6 @@ def run_in_memory(
     Args:
         recipe, settings, progress: as for `run_recipes`.
         module: the base as it was given; may be a module.
-        modules: experts that were given as modules.
 
     Raises:
         MergeError: the errors of `run_recipes`.
@@ -174,30 +182,13 @@ def run_in_memory(
         writer = _MemoryWriter(plan.specs)
         output = Output(plan, writer)
         execute([output], run, progress or Progress())
-        base = inputs.base
+        base, source = inputs.base, plan.files.get(GENERATION, recipe.model.files_of)
+        folders = {label: e.model.folder for label, e in zip(inputs.labels, inputs.experts, strict=True)}
+        folders |= {} if base is None else {"base": base.folder}
+        generation = folders[source].object(GENERATION) if plan.output == "model" else {}
         config = {} if base is None else base.folder.written.get(CONFIG, base.config or {})
         config = dict(plan.configs.get(CONFIG, config))
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
-    generation, notes = _generation(module, modules)
-    plan = replace(plan, notes=(*plan.notes, *notes))
     return MemoryMerge(plan, tensors, config, time.perf_counter() - inputs.began, output.records, module, generation)
-
-
-def _generation(base: object, experts: Sequence[nn.Module]) -> tuple[object, Sequence[Note]]:
-    """Settings of generation by the rule of files: the experts' where they agree and the base's differ; and a note."""
-    configs: list[Any] = [getattr(m, "generation_config", None) for m in (base, *experts)]
-    if len(configs) < 2 or any(config is None for config in configs):
-        return None, ()
-    ours, first, *others = [
-        {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version"} for config in configs
-    ]
-    keys = {k for theirs in (first, *others) for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)}
-    if not keys:
-        return None, ()
-    agree = all(theirs == first for theirs in others)
-    whose = "the experts agree, and the model has theirs" if agree else "the model has the base's"
-    return configs[1] if agree else None, [
-        Note("note", "", f"generation_config differs in {first_of(sorted(keys))}: {whose}")
-    ]

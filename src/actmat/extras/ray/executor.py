@@ -104,7 +104,8 @@ class RayExecutor:
 
         places = {id(item): (p, n) for p, plan in enumerate(spec.plans) for n, item in enumerate(plan.items)}
         units = [_observed(item, places[id(item)]) for item in items]
-        workers = self._opened(spec, plan_units(spec.plans, [()] * len(spec.plans), spec.observers))
+        whole = plan_units(spec.plans, [()] * len(spec.plans), observed=spec.observers is not None)
+        workers = self._opened(spec, whole)
         state = ray.put(fork())
 
         def send(handle: Any, batch: UnitBatch) -> Any:

@@ -127,8 +127,7 @@ def _steps(post: str | Sequence[str | Mapping[str, Any]]) -> list[Step]:
             ref = PostRef.model_validate(entry)
         except ValueError as error:
             raise RecipeError(f"merge_matrices: post={entry!r} is no step: {error}") from None
-        step = get_step(ref.name)
-        out.append((step, step.resolve_options(ref.options)))
+        out.append(Step(ref.name, get_step(ref.name).resolve_options(ref.options)))
     return out
 
 
@@ -189,7 +188,7 @@ def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor], steps: Sequence
     if method.acts_on == "matrix" and deltas[0].ndim < 2:
         raise AlignmentError(f"'{method.name}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
     if steps and deltas[0].ndim < 2:
-        raise AlignmentError(f"'{steps[0][0].name}' changes matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
+        raise AlignmentError(f"'{steps[0].name}' changes matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
 
 
 def _checked(value: Tensor, method: str, deltas: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,16 @@
-"""Commands that load a finished output in transformers or PEFT, and in vLLM if supported."""
+"""Commands that load a finished output in transformers or PEFT, and in vLLM if supported.
+
+Adapters are judged by the demands of vLLM's loader; vLLM is not needed.
+
+| demand | source in vLLM |
+|---|---|
+| `r`, `lora_alpha`, `target_modules`; no `modules_to_save`, no `bias`, no DoRA | `lora/peft_helper.py` |
+| `r <= --max-lora-rank`, which is one of a few numbers, 16 by default | `lora/peft_helper.py`, `config/lora.py` |
+| one `lora_alpha / r` for all modules: `rank_pattern` and `alpha_pattern` are not read | `lora/peft_helper.py` |
+| nothing but factors, called `[base_model.model.]MODULE.lora_A.weight` and so on | `lora/utils.py` |
+
+Source: vLLM (https://github.com/vllm-project/vllm), versions 0.6 to 0.22.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +28,6 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.locate import open_file_of_factors
 from actmat.experts.lora.names import first_factor
-from actmat.planning.serving import vllm_flags, vllm_problems
 
 TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -29,6 +40,10 @@ TASKS = {
 DECODERS = ("ForCausalLM", "LMHeadModel")
 """Suffixes of decoder-only text generation classes."""
 PACKAGE = re.compile(r"[A-Za-z_]\w*")
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that every version of vLLM since 0.9 takes for `--max-lora-rank`; recent ones take 1 as well."""
+
+VLLM_DEFAULT_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +159,37 @@ def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
         f"model = PeftModel.from_pretrained(model, {place!r})",
     )
     notes = [] if config.get("base_model_name_or_path") else ["the adapter does not name its base: replace BASE by it"]
-    problems = vllm_problems(config)
+    problems = _vllm_problems(config)
     if kind != "AutoModelForCausalLM":
         problems.append("its task is not causal language modelling")
     if problems:
         return Serving(python, "", (*notes, f"vLLM cannot serve it as an adapter: {'; '.join(problems)}"))
     name = Path(place).name or "merged"
-    flags = vllm_flags(config)
+    flags = _vllm_flags(config)
     vllm = shlex.join(["vllm", "serve", base, "--enable-lora", *flags, "--lora-modules", f"{name}={place}"])
     return Serving(python, vllm, (*notes, f"request the model '{name}'"))
+
+
+def _vllm_problems(config: Mapping[str, Any]) -> list[str]:
+    """Why vLLM would refuse, or misread, an adapter with this `adapter_config.json`; empty when it can serve it."""
+    problems = []
+    if config.get("modules_to_save") or config.get("bias", "none") != "none" or config.get("lora_bias"):
+        problems.append("it has full tensors or biases (write a full model)")
+    if config.get("target_parameters"):
+        problems.append("it adapts bare parameters (write a full model)")
+    if config.get("rank_pattern"):
+        problems.append("it has several ranks (write it with --set ranks=uniform)")
+    if (rank := _largest_rank(config)) > VLLM_RANKS[-1]:
+        problems.append(f"its rank {rank} exceeds vLLM's maximum, {VLLM_RANKS[-1]} (merge with --rank)")
+    return problems
+
+
+def _largest_rank(config: Mapping[str, Any]) -> int:
+    """Largest rank of an adapter."""
+    return max([int(config.get("r") or 0), *map(int, (config.get("rank_pattern") or {}).values())])
+
+
+def _vllm_flags(config: Mapping[str, Any]) -> list[str]:
+    """Flags with which vLLM serves an adapter that it can serve; empty for its default settings."""
+    rank = _largest_rank(config)
+    return ["--max-lora-rank", str(next(n for n in VLLM_RANKS if n >= rank))] if rank > VLLM_DEFAULT_RANK else []

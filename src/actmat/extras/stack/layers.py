@@ -52,11 +52,12 @@ _RESAVE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Layers `start` to `stop - 1` of the model with this config."""
+    """Layers `start` to `stop - 1` of the model with this config, whose names begin so."""
 
     config: Mapping[str, Any]
     start: int
     stop: int
+    prefix: str = ""
 
 
 class _CannotStackError(Exception):
@@ -97,11 +98,12 @@ def _is_list(key: str, value: Any, depth: int | None) -> bool:
     return bool(_PER_LAYER.search(key)) and not _NUMBERS.search(key) and (isinstance(value, list) or "pattern" in key)
 
 
-def _text_key(config: Mapping[str, Any]) -> str:
-    """Key of the nested config that has the layers; empty if the config itself has them."""
+def _key_of_layers(config: Mapping[str, Any], prefix: str) -> str:
+    """Key of the nested config of layers whose names begin so; empty if the config itself has them."""
     inner = [k for k, v in config.items() if isinstance(v, Mapping) and depth_of(v) is not None]
-    first = [k for k in ("text_config", "llm_config", "language_config") if k in inner]
-    return next(iter(first + inner), "") if depth_of(config) is None else ""
+    named = [k for k in inner if k.removesuffix("_config") in prefix]
+    texts = [k for k in ("text_config", "llm_config", "language_config") if k in inner]
+    return next(iter(named + texts + inner), "") if depth_of(config) is None else ""
 
 
 class _Part:
@@ -121,7 +123,8 @@ class _ConfigStack:
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.whole, self.slices = slices[0].config, slices
-        self.name = _text_key(self.whole)
+        self.prefix = slices[0].prefix
+        self.name = _key_of_layers(self.whole, self.prefix)
         self.first: Mapping[str, Any] = self.whole[self.name] if self.name else self.whole
         self.size = sum(s.stop - s.start for s in slices)
 
@@ -151,10 +154,18 @@ class _ConfigStack:
         values = [r.values or s.config for r, s in zip(readings, self.slices, strict=True)]
         self.is_known = bool(readings[0].release)
         if not self.name and depth_of(self.whole) is None:
-            self.name = _text_key(values[0])
+            self.name = _key_of_layers(values[0], self.prefix)
             self.first = self.whole.get(self.name, {}) if self.name else self.whole
-        self.parts = [_Part(s, v[k] if (k := _text_key(v)) else v) for s, v in zip(self.slices, values, strict=True)]
+        self.parts = [
+            _Part(s, v[k] if (k := _key_of_layers(v, self.prefix)) else v)
+            for s, v in zip(self.slices, values, strict=True)
+        ]
         self.lead = self.parts[0]
+
+    def _of_layers(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config or the nested config that has the layers."""
+        key = _key_of_layers(values, self.prefix)
+        return values[key] if key else values
 
     def _checked(self, candidates: Sequence[dict[str, Any]], entries: Mapping[str, Any]) -> dict[str, Any]:
         """The first of some configs of which the class makes the layers of the stack."""
@@ -163,7 +174,7 @@ class _ConfigStack:
             return configs[-1]
         made: Mapping[str, Any] = {}
         for config, reading in zip(configs, read_configs(configs), strict=True):
-            made = reading.values[k] if (k := _text_key(reading.values)) else reading.values
+            made = self._of_layers(reading.values)
             if all(made.get(key) == value for key, value in entries.items()):
                 return config
         key = next(key for key, value in entries.items() if made.get(key) != value)

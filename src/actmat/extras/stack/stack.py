@@ -16,10 +16,11 @@ from actmat.checkpoints.composed import Composed, whole
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer, stack_parts
 from actmat.checkpoints.model import CONFIG, Model, ModelFolder
 from actmat.checkpoints.resolve import commit_of
+from actmat.checkpoints.untied import TIE
 from actmat.errors import CheckpointError, first_of
 from actmat.extras.stack.layers import Slice, depth_of, restacked, without_layers
 from actmat.identity.agreement import OutputChoice, agree
-from actmat.identity.configs import compare_configs, listed
+from actmat.identity.configs import InputAgreement, compare_configs, listed
 from actmat.identity.entries import label_names
 from actmat.layout.ties import is_output_head
 
@@ -79,6 +80,11 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
         address=" + ".join(str(replace(part, location=_pinned(model, part.location))) for model, part in parts),
     )
     config = None if first.config is None else restacked(_slices(parts))[0]
+    agreed, last = InputAgreement(), parts[-1][0]
+    if len(models) > 1:
+        agreed = agree([("base", first), (last.location, last)], OutputChoice("stack", files_from="base"))
+    if config is not None and CONFIG in agreed.configs:
+        config = {**config, TIE: True}
     folder = ModelFolder(
         config,
         written={} if config is None else {CONFIG: config},
@@ -86,15 +92,12 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
         merged=first.folder.merged,
         absent=tuple(dict.fromkeys(name for model in models for name in model.folder.absent)),
     )
-    warnings = (
-        [*_compare_parts(first, parts[-1][0]), *_lost_tensors(models, parts[-1][0], origins)] if len(models) > 1 else ()
-    )
+    warnings = [*_of_parts(agreed, first, last), *_lost_tensors(models, last, origins)]
     return Model(tensors, folder.noted(*warnings, severity="warning").noted(*_notes(models)))
 
 
-def _compare_parts(first: Model, last: Model) -> list[str]:
+def _of_parts(agreed: InputAgreement, first: Model, last: Model) -> list[str]:
     """Warnings on a stack, whose token table and files are those of its first part, and whose head is the last's."""
-    agreed = agree([("base", first), (last.location, last)], OutputChoice("stack", files_from="base"))
     warnings = [*agreed.warnings, *agreed.notes]
     words = f"table and files are those of the first part, and the output head is that of the last, '{last.location}'"
     if agreed.problems:
@@ -106,14 +109,30 @@ def _compare_parts(first: Model, last: Model) -> list[str]:
 
 
 def _lost_tensors(models: Sequence[Model], last: Model, origins: Mapping[str, tuple[Model, str]]) -> list[str]:
-    """Warnings on tensors of no layer that the stack does not take, and on those that its first part lacks."""
+    """Warnings on tensors that the stack does not take, and on those that its first part lacks or has alone."""
     lost = [f"{n} ({m.location})" for m in models for n in m.specs if split_layer(n) is None and n not in origins]
     added = [n for n in last.specs if n in origins and n not in models[0].specs and split_layer(n) is None]
+    first, unlike = _layers(models[0]), []
+    for model in models[1:]:
+        taken = {layer[1] for m, n in origins.values() if m is model and (layer := split_layer(n)) is not None}
+        layers = _layers(model)
+        names = sorted(set().union(*(first[k] ^ layers[k] for k in taken & first.keys())))
+        unlike += [f"{n} ({'only' if n in model.specs else 'not'} in {model.location})" for n in names]
     rows = {
         "tensors that are neither in layers nor in the part that gives them are left out": lost,
         f"tensors that the first part does not have are those of {last.location}": added,
+        "layers of one number have other tensors than in the first part": unlike,
     }
     return [f"{text}: {first_of(names)}" for text, names in rows.items() if names]
+
+
+def _layers(model: Model) -> dict[int, set[str]]:
+    """Names of tensors by the number of their layer."""
+    out: dict[int, set[str]] = {}
+    for name in model.specs:
+        if (layer := split_layer(name)) is not None:
+            out.setdefault(layer[1], set()).add(name)
+    return out
 
 
 def _pinned(model: Model, location: str) -> str:
@@ -122,7 +141,8 @@ def _pinned(model: Model, location: str) -> str:
 
 
 def _slices(parts: Sequence[tuple[Model, StackPart]]) -> list[Slice]:
-    return [Slice(c.config or {}, p.start, p.stop) for c, p in parts]
+    prefix = next((layer[0] for n in parts[0][0].specs if (layer := split_layer(n)) is not None), "")
+    return [Slice(m.config or {}, p.start, p.stop, prefix) for m, p in parts]
 
 
 def _origins(parts: Sequence[tuple[Model, StackPart]]) -> dict[str, tuple[Model, str]]:

@@ -41,9 +41,9 @@ from actmat.extras.tune.inputs import (
     takes_columns,
 )
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.progress import TuneProgress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.written import check_written, write_own
+from actmat.progress import Progress
 from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.run.automatic import AUTO
@@ -68,7 +68,7 @@ Samples = DataRows | Sequence[InputBatch]
 
 
 def read_written(
-    recipe: Recipe, settings: InputSettings, run: RunSettings, progress: TuneProgress
+    recipe: Recipe, settings: InputSettings, run: RunSettings, progress: Progress
 ) -> dict[str, tuple[Sequence[str], float]]:
     """Expert -> prompts that it writes, and by how many nats per token they are more probable than under the base."""
     loader = settings.loader(recipe.base, run)
@@ -151,7 +151,7 @@ class Asking:
         progress: receives callbacks.
     """
 
-    def __init__(self, loader: Loader, settings: InputSettings, progress: TuneProgress) -> None:
+    def __init__(self, loader: Loader, settings: InputSettings, progress: Progress) -> None:
         self.loader, self.settings, self.progress = loader, settings, progress
         self.notes: list[str] = []  # some more than once
         self.questions: dict[str, Question] = {}  # judge the merge itself
@@ -350,7 +350,7 @@ def plain_merge(recipe: Recipe, method: str) -> Recipe:
     plain = Recipe(experts=(ExpertRef(path="x"),))
     left = {"weight", "statistics", "options"}
     experts = tuple(ExpertRef.model_validate(e.model_dump(exclude=left, exclude_unset=True)) for e in recipe.experts)
-    names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
+    names = ("rules", "post", "options", "scale", "space", "notes")
     fields = {n: getattr(plain, n) for n in names} | {"method": method, "experts": experts}
     return recipe.model_copy(update=fields)
 
@@ -438,7 +438,7 @@ def measure_agreement(
     *,
     base: str | Path | None = None,
     run: RunSettings,
-    progress: TuneProgress,
+    progress: Progress,
 ) -> tuple[AgreementRow, ...]:
     """Rows of `actmat.agreement`."""
     place = Path(directory)

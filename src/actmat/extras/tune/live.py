@@ -138,7 +138,7 @@ def fixed_tensors(plan: MergePlan) -> set[str]:
     fixed: set[str] = set()
     for item in plan.items:
         has_own = next((scale for patterns, scale in rules if any(matches(item.name) for matches in patterns)), False)
-        if not item.obeys_scale or has_own:
+        if item.action != "merge" or item.write.kind == "nothing" or has_own:
             fixed.update(spec.name for spec in item.outputs)
         if item.tied_to in fixed:
             fixed.add(item.name)

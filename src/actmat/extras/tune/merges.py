@@ -16,9 +16,9 @@ from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
 from actmat.experts.locate import OpenInput, has_factors, locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.models.loading import named_base
-from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.space import MergeChoice
 from actmat.planning.model import MergePlan
+from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.run import run_recipes
 from actmat.run.automatic import check_options, with_method
@@ -47,7 +47,7 @@ class Merges:
         mark: hash of the recipe, and of sizes and times of its local files.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings, progress: TuneProgress) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings, progress: Progress) -> None:
         self.recipe = recipe
         self._folder, self._settings, self._progress = folder, settings, progress
         self.plans: dict[str, MergePlan] = {}
@@ -73,7 +73,7 @@ class Merges:
             fields = {"out": str(self.folder_of(choice)), "dtype": "float32"}
             recipe = recipe_of(self.recipe, choice).model_copy(update=fields)
             try:
-                (report,) = run_recipes([recipe], self._settings, MergingProgress(self._progress, f"merging {choice}"))
+                (report,) = run_recipes([recipe], self._settings, self._progress, doing=f"merging {choice}")
             except (OutputError, CheckpointError):  # a disk or a file that fails is no reason against a choice
                 raise
             except MergeError as error:
@@ -140,7 +140,7 @@ def _has_plain_factors(expert: OpenInput) -> bool:
 def _is_plain(recipe: Recipe) -> bool:
     """True if the recipe treats no tensor in a way of its own."""
     plain = Recipe(experts=recipe.experts)
-    fields = ("rules", "roles", "keep", "ties", "scope", "space", "post", "postprocess")
+    fields = ("rules", "roles", "keep", "ties", "scope", "space", "post")
     return all(getattr(recipe, n) == getattr(plain, n) for n in fields) and recipe.model.vocabulary is None
 
 

@@ -121,29 +121,28 @@ def named_score(score: Any) -> ScoreName:
     return score if score in get_args(ScoreName) else "divergence"
 
 
-def compare_finally(comparisons: Mapping[str, Mapping[str, AnswerComparison]], score: Any, seed: int) -> list[Rival]:
+def compare_finally(comparisons: Mapping[str, Mapping[str, AnswerComparison]], score: Any) -> list[Rival]:
     """The final comparison; the first merge is the chosen one.
 
     Args:
         comparisons: name -> expert -> comparison on inputs that the search did not see.
         score: a named score; merges chosen by any other are compared by their divergence.
-        seed: of the resampling.
     """
     chosen, named = next(iter(comparisons.values())), named_score(score)
     rivals = []
     for name, merge in comparisons.items():
         losses = {label: loss_of(c, named) for label, c in merge.items()}
         agreement = {label: 1.0 - loss_of(c, "disagreement") for label, c in merge.items()}
-        low, high = (None, None) if merge is chosen else _interval(merge, chosen, named, seed)
+        low, high = (None, None) if merge is chosen else _interval(merge, chosen, named)
         rivals.append(Rival(name, losses, agreement, sum(losses.values()) / len(losses), low, high))
     return rivals
 
 
 def _interval(
-    other: Mapping[str, AnswerComparison], chosen: Mapping[str, AnswerComparison], score: Any, seed: int
+    other: Mapping[str, AnswerComparison], chosen: Mapping[str, AnswerComparison], score: Any
 ) -> tuple[float, float]:
     """95 % interval of the difference of mean losses; inputs are drawn again within each expert, the same for both."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     usable = {label: [n for n, count in enumerate(counts_of(c, score)) if count] for label, c in chosen.items()}
     differences = []
     for _ in range(RESAMPLES):

@@ -25,7 +25,6 @@ class TuneSettings:
             each expert by its name, if they have heads of their own.
         load: from a location to a model, in place of `extras.models.loading.load_model`.
         average: compare the chosen merge with the average in the end.
-        bootstrap_seed: of the intervals.
         keep_work: keep the merges that were tried in the work folder.
     """
 
@@ -39,7 +38,6 @@ class TuneSettings:
     predict: Predict | Mapping[str, Predict] = default_predict
     load: Callable[[str], Loaded] | None = None
     average: bool = True
-    bootstrap_seed: int = 0
     keep_work: bool = False
 
     def predict_of(self, label: str) -> Predict:

@@ -23,7 +23,6 @@ from actmat.extras.tune.live import Live, LiveAdapter, LiveModel, fixed_tensors
 from actmat.extras.tune.memory import MemoryPlan, model_device, place_models, plan_memory
 from actmat.extras.tune.merges import Merges, SearchInputs, mark_of, recipe_of, search_inputs
 from actmat.extras.tune.page import write_tune
-from actmat.extras.tune.progress import MergingProgress, TuneProgress
 from actmat.extras.tune.report import (
     FOUND,
     PAGE,
@@ -39,6 +38,7 @@ from actmat.extras.tune.search import SearchBudget, choose, expected_trials, par
 from actmat.extras.tune.settings import TuneSettings
 from actmat.extras.tune.sources import DataRows, InputSettings, check_every_expert, with_classes
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
+from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput
 from actmat.recipe.vocabulary import Vocabulary
@@ -61,7 +61,7 @@ def tune_recipe(
     data: Any,
     settings: TuneSettings | None = None,
     run: RunSettings | None = None,
-    progress: TuneProgress | None = None,
+    progress: Progress | None = None,
 ) -> TuneReport:
     """Choose method, options and scale by the answers of the experts on unlabeled inputs, and write that merge.
 
@@ -78,7 +78,7 @@ def tune_recipe(
     Raises:
         RecipeError, StatisticsError, OutputError: inputs, data or output that cannot be used; nothing is at `out`.
     """
-    settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or TuneProgress()
+    settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or Progress()
     began = time.perf_counter()
     out = _checked_out(recipe)
     with search_inputs(recipe) as inputs, contextlib.ExitStack() as stack:
@@ -178,7 +178,7 @@ class _Search:
         space: SearchSpace,
         settings: TuneSettings,
         run: RunSettings,
-        progress: TuneProgress,
+        progress: Progress,
         work: Path,
     ) -> None:
         named = inputs.recipe
@@ -204,22 +204,20 @@ class _Search:
         memory = self._planned(len(data))
         plan_recipe(recipe_of(recipe, MergeChoice("task_arithmetic")), held=self.run.held)  # refuses before it loads
         asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
-        experts = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
+        recipe, asked, mark = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(experts.recipe, self.work / "merges", inner, self.progress)
+        merges = Merges(recipe, self.work / "merges", inner, self.progress)
         budget = SearchBudget(settings.budget, None if settings.minutes is None else 60 * settings.minutes)
         made = self._made(merges, budget)
         if (first := next(made, None)) is None:
             raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
-        evaluator = self._evaluator(merges, first, experts.asked, experts.mark)
+        evaluator = self._evaluator(merges, first, asked, mark)
         trials = self._trials(itertools.chain([first], made), evaluator, budget)
         chosen, allowed = choose(trials, settings.least_agreement)
         finals = self._finals(chosen.candidate, evaluator, merges)
-        final = final_recipe(recipe_of(experts.recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
+        final = final_recipe(recipe_of(recipe, chosen.candidate.merge, chosen.candidate.scale), self.given)
         start_ending(final, self.work)
-        (merged,) = run_recipes(
-            [final], self.run, MergingProgress(self.progress, "merging the chosen"), draw=write_html
-        )
+        (merged,) = run_recipes([final], self.run, self.progress, draw=write_html, doing="merging the chosen")
         report = TuneReport(
             out=Path(str(final.out)),
             recipe=final,
@@ -310,4 +308,4 @@ class _Search:
             if candidate.merge.key in made and candidate.key != chosen.key:
                 comparisons[name] = evaluator.final(candidate)
         comparisons["base"] = evaluator.final(None)
-        return compare_finally(comparisons, self.settings.score, self.settings.bootstrap_seed)
+        return compare_finally(comparisons, self.settings.score)

@@ -32,7 +32,6 @@ from actmat.extras.models.loading import Loaded
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.kept import ASKED, FEWEST, SMALL_BYTES, Asking, Compared, RivalMerge
 from actmat.extras.tune.memory import gram_bytes, place_models
-from actmat.extras.tune.progress import MergingProgress, TuneProgress, usual_tune_progress
 from actmat.extras.tune.sources import DataRows, InputSettings, read_sources
 from actmat.extras.tune.space import PRIOR, RIDGE, prior_of
 from actmat.foreign import markdown
@@ -53,7 +52,7 @@ def merge_with_inputs(
     check: Any,
     settings: InputSettings,
     run: RunSettings,
-    progress: TuneProgress,
+    progress: Progress,
 ) -> list[MergeReport]:
     """Merge recipes by inputs of their experts, and compare the answers of each merge with the experts'.
 
@@ -95,7 +94,7 @@ def merge_with_inputs(
         rivals = asking.rivals(judging[0], measuring.work, run.held)
         chosen = [choose(r, seen, rivals) for r, seen in zip(recipes, judged, strict=True)]
         ready = measuring.ready([r for r, _ in chosen], notes)
-        reports = run_recipes(ready, run, MergingProgress(progress, "merging"), draw=write_html)
+        reports = run_recipes(ready, run, progress, draw=write_html)
         merges = [
             (r.plan.recipe, {**seen, **asking.compare(r.out, str(r.out), asking.questions)})
             for r, (_, seen) in zip(reports, chosen, strict=True)
@@ -155,7 +154,7 @@ def _judge(recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSetting
         made = [r.model_copy(update={"out": str(measuring.work / f"merge-{n}")}) for n, r in enumerate(recipes)]
         ready = measuring.ready(made, (), without=fold)
         name = f"merging, {fold + 1} of {measuring.folds} to compare"
-        for n, report in enumerate(run_recipes(ready, quick, MergingProgress(asking.progress, name))):
+        for n, report in enumerate(run_recipes(ready, quick, asking.progress, doing=name)):
             compared = asking.compare(report.out, f"merge {fold + 1}", asking.dealt, fold)
             judged[n] = {label: judged[n][label] + compared[label] for label in asking.dealt}
             shutil.rmtree(report.out, ignore_errors=True)
@@ -211,7 +210,7 @@ def merge_by_arguments(
     data: Any,
     asked: Mapping[str, Any],
     modules: Mapping[str, nn.Module],
-    progress: Progress | None,
+    progress: Progress,
 ) -> MergeReport:
     """Merge by inputs of the experts, from the arguments of `actmat.merge`.
 
@@ -220,7 +219,7 @@ def merge_by_arguments(
         data: expert -> its inputs, or "self".
         asked: `check` and fields of `InputSettings`.
         modules: those among the inputs in memory, by their places.
-        progress: receives callbacks if it is a `TuneProgress`; None: the usual.
+        progress: receives callbacks.
 
     Raises:
         RecipeError: an expert in memory that cannot run, no output, or inputs that are not by expert.
@@ -247,9 +246,7 @@ def merge_by_arguments(
             stack.enter_context(evaluating(expert.model))
             fields.setdefault("model_dtype", str(next(expert.model.parameters()).dtype).removeprefix("torch."))
         settings = InputSettings(loaded=loaded, **fields)
-        watching = usual_tune_progress() if progress is None else progress
-        watching = watching if isinstance(watching, TuneProgress) else TuneProgress()
-        return merge_with_inputs([recipe], data, check, settings, run, watching)[0]
+        return merge_with_inputs([recipe], data, check, settings, run, progress)[0]
 
 
 def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, run: RunSettings) -> list[str]:

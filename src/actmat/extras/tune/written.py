@@ -23,7 +23,7 @@ from actmat.extras.collect.data import MESSAGES, SELF, TEXT_COLUMNS, DataOptions
 from actmat.extras.models.chats import render_chats
 from actmat.extras.models.loading import Loaded, from_files
 from actmat.extras.tune.live import Loader
-from actmat.extras.tune.progress import TuneProgress
+from actmat.progress import Progress
 
 MOST = 32
 """Prompts that an expert writes at most."""
@@ -70,7 +70,7 @@ class WrittenPrompts:
 
 
 def write_own(
-    loader: Loader, progress: TuneProgress, places: Mapping[str, str], options: Mapping[str, DataOptions], seed: int
+    loader: Loader, progress: Progress, places: Mapping[str, str], options: Mapping[str, DataOptions], seed: int
 ) -> tuple[dict[str, WrittenPrompts], dict[str, float]]:
     """Prompts of each expert, and the nats per token by which they are more probable than under the base.
 

@@ -143,7 +143,8 @@ class _Joined:
         if label == BASE:
             new = first_of([f"{self.tokens[t]} {t!r}" for t in self.added], SHOWN)
             notes = [f"{len(self.added)} tokens are new to its tokenizer: {new}"] if self.added else []
-            folder = replace(folder.with_config(self._config), texts=self._sidecars()).noted(*notes)
+            texts = {**folder.texts, **self._sidecars()}
+            folder = replace(folder.with_config(self._config), texts=texts).noted(*notes)
         return Model(tensors, folder)
 
     def _added(self) -> dict[str, str]:

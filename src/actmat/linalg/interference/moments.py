@@ -25,7 +25,7 @@ from torch import Tensor
 
 from actmat.linalg.gram import PANELLED_FROM, add_gram, column_gram, mirror
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.krylov import SMALLEST, Above, leading
+from actmat.linalg.krylov import SMALLEST, Wanted, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.scaling import scaled
@@ -99,7 +99,7 @@ class Reduced:
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         wide_NN, dtype = self._gram.double(), self._gram.dtype
-        part = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else None
+        part = leading(wide_NN, Wanted(rtol, at_least), dtype) if self.size >= SMALLEST else None
         if part is None:
             self._spectrum = self._full(wide_NN)
         else:

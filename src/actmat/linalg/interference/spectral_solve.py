@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.interference.rule import Filter, InterferenceRule, gain
-from actmat.linalg.krylov import SMALLEST, Largest, largest, leading
+from actmat.linalg.krylov import SMALLEST, Wanted, largest, leading
 from actmat.linalg.lapack import Retries
 
 Stats = dict[str, float | int | str | bool]
@@ -157,7 +157,7 @@ def _without_the_smallest(
         return None
     inverse = torch.cholesky_inverse(factor)
     del factor
-    removed = leading(inverse, Largest(dropped, 0.0, 1 / (rtol * sum(top) + shift)), reduced.dtype)
+    removed = leading(inverse, Wanted(0.0, dropped, dropped, 1 / (rtol * sum(top) + shift)), reduced.dtype)
     if removed is None or float(removed.values_K[0]) < 1 / (cutoff + shift):
         return None
     vectors_NK = removed.vectors_NK
