@@ -1,14 +1,18 @@
 """Settings of every test, and fixtures that many share."""
 
 import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.merging import Family
+
+from actmat.identity import reader
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine stalls at times
 settings.load_profile("no deadline")
@@ -32,6 +36,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_models(folder)
     return folder
+
+
+@pytest.fixture
+def configs_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs are read by their classes in this process: one of its own for each, as users have it, takes seconds."""
+
+    def ask(texts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+        return [json.loads(json.dumps(reader.answer(json.loads(text)), default=str)) for text in texts], ""
+
+    monkeypatch.setattr("actmat.identity.reading._ask", ask)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

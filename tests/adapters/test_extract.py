@@ -9,11 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.merging import actmat as run
 from torch import Tensor
-from typer.testing import CliRunner
 
 import actmat
-from actmat.cli.main import app
 from actmat.engine import sinks
 from actmat.errors import MergeError
 from actmat.report.verify import verify
@@ -70,9 +69,7 @@ def test_full_rank_gives_the_model_back(family: str, place: Path, tmp_path: Path
     report = actmat.extract(here / "base", here / "model", out=tmp_path / "out", rank=64, threads=1)
     assert report.totals.relative_error < 1e-7
     expected, found = torch.load(here / "state.pt"), reloaded(family, tmp_path / "out")
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-7, msg=name)
+    torch.testing.assert_close(found, expected, rtol=1e-07, atol=1e-07)
     assert not [n for n, r in rows_of(report).items() if r["kind"] == "left out"]
 
 
@@ -197,15 +194,12 @@ def test_models_that_do_not_fit_and_places_in_use_are_refused(place: Path, tmp_p
 def test_the_command_says_what_was_done(place: Path, tmp_path: Path) -> None:
     here = place / "llama"
     given = ["extract", "--base", str(here / "base"), "--model", str(here / "model"), "--out", str(tmp_path / "out")]
-    found = CliRunner().invoke(app, [*given, "--rank", "4", "--dtype", "bfloat16"])
-    assert found.exit_code == 0, found.output
-    said = " ".join(found.output.split())
+    said = run([*given, "--rank", "4", "--dtype", "bfloat16"], code=0).words
     assert "15 layers of rank 4" in said
     assert "saved whole: model.embed_tokens.weight" in said
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
-    again = CliRunner().invoke(app, [*given, "--rank", "4", "--dtype", "bfloat16"])
-    assert "already complete from an earlier run" in " ".join(again.output.split())
+    assert "already complete from an earlier run" in run([*given, "--rank", "4", "--dtype", "bfloat16"]).words
 
 
 def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) -> None:
@@ -232,6 +226,5 @@ def test_an_adapter_of_full_experts_needs_a_rank(place: Path, tmp_path: Path) ->
     with pytest.raises(MergeError, match=r"Give --base and --rank to extract"):
         actmat.merge(here / "base", [here / "model"], out=tmp_path / "out", to="adapter")
     given = ["merge", "-b", str(here / "base"), "-e", str(here / "model"), "--out", str(tmp_path / "out")]
-    found = CliRunner().invoke(app, [*given, "--to", "adapter", "--rank", "2", "--method", "average"])
-    assert found.exit_code == 0, found.output
-    assert "15 layers of rank 2" in " ".join(found.output.split())
+    found = run([*given, "--to", "adapter", "--rank", "2", "--method", "average"], code=0)
+    assert "15 layers of rank 2" in found.words

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.adapters.test_extract import noise, save
-from typer.testing import CliRunner
+from tests.helpers.merging import actmat as run
 
 import actmat
-from actmat.cli.main import app
 from actmat.errors import MergeError
 from actmat.report.manifest import read_manifest
 from actmat.report.verify import verify
@@ -80,28 +79,20 @@ def test_plans_say_what_is_written(place: Path) -> None:
     assert item.reason.endswith("factors of rank 3")
     model = actmat.plan(place / "base", experts, method="average").by_name[Q]
     assert item.cost.host_bytes > model.cost.host_bytes + 4 * item.numel
-    said = CliRunner().invoke(
-        app, ["plan", "-b", str(place / "base"), "-e", str(experts[0]), "--to", "adapter", "--rank", "4"]
-    )
-    assert said.exit_code == 0, said.output
-    words = " ".join(said.output.split())
+    flags = ["-b", place / "base", "-e", experts[0], "--to", "adapter", "--rank", "4"]
+    words = run(["plan", *flags], code=0).words
     assert "extracted into an adapter" in words
     assert "factors of rank 4" in words
 
 
 def test_a_diagnosis_goes_with_it(place: Path, tmp_path: Path) -> None:
     report = merged(place, tmp_path / "out", diagnose=True, method="actmat")
-    assert report.diagnosis is not None
     assert report.diagnosis.source == "merge"
     assert any(m.name == Q for m in report.diagnosis.measures)
     assert verify(tmp_path / "out").ok
-    made = CliRunner().invoke(app, ["diagnose", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")])
-    assert made.exit_code == 0, made.output
+    run(["diagnose", tmp_path / "out", "--out", tmp_path / "page.html"], code=0)
     assert (tmp_path / "out" / "report.html").is_file()
-    alone = CliRunner().invoke(
-        app, ["extract", "-b", str(place / "base"), "--model", str(place / "model1"), "--rank", "2", "--plan"]
-    )
-    assert alone.exit_code == 0, alone.output
+    run(["extract", "-b", place / "base", "--model", place / "model1", "--rank", "2", "--plan"], code=0)
 
 
 def test_an_output_at_a_url(place: Path, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

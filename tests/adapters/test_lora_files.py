@@ -72,8 +72,7 @@ def test_the_other_component_is_left_out_and_named(place: Path, tmp_path: Path) 
     assert any("the base is not a text_encoder: the adapter's 2 modules" in n for n in map(str, plan.notes))
     found = merged(place, tmp_path / "out", "kohya1.safetensors", base="text")
     expected = added(weights_of(tiny_text()), random_factors(tiny_text(), TEXT, 1, alpha=1.0))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, **EXACT)
+    torch.testing.assert_close({n: found[n] for n in expected}, expected, **EXACT)
 
 
 def test_no_component_is_left_out_of_a_file_without_a_config_unless_it_is_said(place: Path, tmp_path: Path) -> None:
@@ -85,8 +84,7 @@ def test_no_component_is_left_out_of_a_file_without_a_config_unless_it_is_said(p
     flag = str(error.value).rpartition("--drop '")[2].partition("'")[0]
     found = merged(place, tmp_path / "out", "kohya1.safetensors", base=base.relative_to(place).as_posix(), drop=(flag,))
     expected = added(weights_of(tiny_unet()), random_factors(tiny_unet(), UNET, 1, alpha=1.0))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, **EXACT)
+    torch.testing.assert_close({n: found[n] for n in expected}, expected, **EXACT)
     with pytest.raises(MergeError, match=r"'unknown\.\*' matches no tensor of the experts, such as 'lora_"):
         actmat.plan(base, [place / "kohya1.safetensors"], drop=("unknown.*",))
     with pytest.raises(MergeError, match=r"expert 'kohya1\.safetensors' changes nothing"):
@@ -100,8 +98,7 @@ def test_a_diffusers_folder_is_scaled_as_diffusers_does(with_metadata: bool, tmp
     folder = save_diffusers(tmp_path / "lora", factors, {}, **(options if with_metadata else {}))
     found = merged(place, tmp_path / "out", str(folder))
     expected = added(weights_of(tiny_unet()), factors, 3.0 if with_metadata else 1.0)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, **EXACT)
+    torch.testing.assert_close({n: found[n] for n in expected}, expected, **EXACT)
     if not with_metadata:
         for name, tensor in fused_by_diffusers(folder, tiny_unet()).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
@@ -274,7 +271,6 @@ def test_dots_are_put_back_as_diffusers_does() -> None:
             assert dots[flat] == name
             found = parse_factor(f"{'unet' if prefix == 'lora_unet_' else 'text_encoder'}."
                                  f"{convert(f'{prefix}{flat}.lora_down.weight')}")  # fmt: skip
-            assert found is not None
             assert found.path == name
 
 

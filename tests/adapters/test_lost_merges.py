@@ -26,8 +26,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(place: Path, out: Path, *flags: str) -> dict[str, str]:
     """Every text that tells of a merge; the exit code is 0."""
     inputs = [x for t in range(3) for x in ("-e", str(place / str(t)))]
-    first = run(["merge", *inputs, "--out", str(out), *flags])
-    again = run(["merge", *inputs, "--out", str(out), *flags, "--json"])
+    first = run(["merge", *inputs, "--out", out, *flags])
+    again = run(["merge", *inputs, "--out", out, *flags, "--json"])
     assert (first.code, again.code) == (0, 0), first.err + again.err
     manifest, card = (out / "actmat_manifest.json").read_text(), (out / "README.md").read_text()
     texts = {
@@ -73,8 +73,7 @@ def test_what_is_exact_is_not_warned_of(place: Path, tmp_path: Path) -> None:
 def test_a_diagnosis_judges_it_too(place: Path, tmp_path: Path) -> None:
     inputs = [x for t in range(3) for x in ("-e", str(place / str(t)))]
     argv = ["merge", *inputs, "--out", str(tmp_path / "out"), "-m", "ties", "--rank", "2", "--diagnose"]
-    done = run(argv)
-    assert done.code == 0, done.err
+    done = run(argv, code=0)
     assert "issue AM404" in done.out
     assert "AM404" in [c["code"] for c in json.loads((tmp_path / "out" / "report.json").read_text())["findings"]
                        if not c["muted"]]  # fmt: skip
@@ -88,8 +87,7 @@ def test_an_extraction_of_a_low_rank_is_warned_of(place: Path, tmp_path: Path) -
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "full")
     argv = ["extract", "-b", str(place / "base"), "--model", str(tmp_path / "full"), "--out", str(tmp_path / "out")]
-    done = run([*argv, "--rank", "1"])
-    assert done.code == 0, done.err
+    done = run([*argv, "--rank", "1"], code=0)
     assert "warning AM404" in done.out
     assert "mean norm" not in done.out
     assert "warning AM404" in (tmp_path / "out" / "README.md").read_text().replace("Warning", "warning")

@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_to_model import load
 from tests.helpers.adapters import save_adapter, tiny
 from tests.helpers.checkpoint_files import edit_config
+from tests.helpers.merging import actmat as run
 from torch import Tensor
-from typer.testing import CliRunner
 
 import actmat
-from actmat.cli.main import app
 from actmat.errors import MergeError, StatisticsError
 from actmat.experts.lora.fields import IRRELEVANT, OBEYED, REFUSED
 from actmat.extras.models.loading import load_model
@@ -76,8 +75,7 @@ def test_mixtures_of_experts_give_what_peft_merges(family: str, targets: str, tm
     merge(tmp_path, tmp_path / "adapter")
     found, base = load(tmp_path / "out", family), tiny(family).state_dict()
     assert any(".experts." in n and not torch.equal(v, base[n]) for n, v in expected.items())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(("version", "axes"), [("0.18.1", "e_i_o"), ("0.19.1", "e_o_i"), ("0.21.2", "e_o_i")])
@@ -220,8 +218,7 @@ def test_flags_say_it_for_one_expert_by_name_or_for_all_in_order(square: Path) -
     edit_config(square / "adapter", peft_version=None)
     for given in ("adapter=e_i_o,rank_major", "e_i_o"):
         flags = ["-b", str(square / "base"), "-e", str(square / "adapter"), "-m", "linear", "--set", f"stacks={given}"]
-        result = CliRunner().invoke(app, ["plan", *flags])
-        assert result.exit_code == 0, result.output
+        run(["plan", *flags], code=0)
 
 
 @pytest.mark.parametrize("method", ["actmat", "tsv"])

@@ -8,7 +8,6 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_peft, tiny
-from tests.helpers.merging import actmat as run
 from tests.tolerances import F32_ELEMENTWISE, F32_SOLVE
 from torch import Tensor
 
@@ -85,12 +84,3 @@ def test_options_and_weights_that_matter_say_nothing(
     weighted, said = merged(place, tmp_path / "b", weights, method="actmat", to="model", options=options)
     assert said == ()
     assert any(not torch.equal(alike[name], weighted[name]) for name in alike)
-
-
-def test_the_commands_say_it(place: Path, tmp_path: Path) -> None:
-    inputs = [x for t, w in enumerate(UNEQUAL) for x in ("-e", str(place / "rank2" / str(t)), "-w", str(w))]
-    for argv in (["plan", "-m", "actmat", *inputs], ["merge", "-m", "actmat", *inputs, "--out", str(tmp_path / "out")]):
-        said = " ".join(run(argv).out.split())
-        assert f"note: {SAID} 6 of 6 tensors" in said, said
-    assert "weights: where row spaces overlap" in run(["methods", "actmat"]).out
-    assert "weights: yes" in run(["methods", "ties"]).out

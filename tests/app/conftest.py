@@ -103,7 +103,6 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """A command that runs a job as `COMMAND` does, in a fork of a process that has loaded torch."""
     place = str(tmp_path_factory.mktemp("forks") / "socket")
     with subprocess.Popen([sys.executable, "-P", "-c", SERVER, place], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield [sys.executable, "-S", "-P", "-c", CLIENT, place]
         process.kill()

@@ -45,7 +45,6 @@ def page(world: World, family: Path) -> Iterator[Opener]:
     assert "\nactmat ui\n" in (ROOT / "docs" / "start.md").read_text()
     command = [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=family)
-    assert server.stdout is not None
     yield Opener(server.stdout.readline().strip())
     server.terminate()
     assert server.wait(60) in (0, 143)

@@ -87,7 +87,6 @@ def test_wide_tensors_are_decoded_window_by_window(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(700, 500))
     with open_model(save_folder(tmp_path, stored)) as checkpoint:
         same_everywhere(checkpoint.tensors, NAME, expected)
-        assert isinstance(checkpoint.tensors, QuantizedTensors)
         assert 0 < checkpoint.tensors.buffer_bytes < 8_000_000
 
 

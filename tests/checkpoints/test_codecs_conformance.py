@@ -8,7 +8,6 @@ from tests.helpers.checkpoint_files import save_folder
 from torch import Tensor
 
 from actmat.checkpoints.base import Tensors
-from actmat.checkpoints.codecs.quantized import QuantizedTensors
 from actmat.checkpoints.resolve import open_tensors
 from actmat.extras.conformance.tensors import TensorsConformance, conformance_tensors
 
@@ -46,5 +45,4 @@ class TestPackedCodes(TensorsConformance):
 def test_conformance_meets_codes(tmp_path: Path) -> None:
     for suite, coded in ((TestScaledCodes(), 3), (TestPackedCodes(), 1)):
         with suite.store(conformance_tensors(), tmp_path / suite.__class__.__name__) as checkpoint:
-            assert isinstance(checkpoint, QuantizedTensors)
             assert len(checkpoint.coded) >= coded

@@ -221,11 +221,10 @@ def test_an_average_of_distributed_checkpoints(tmp_path: Path) -> None:
 
 
 def test_inspect_recognizes_training_checkpoints() -> None:
-    shown = actmat(["inspect", str(TWO_RANKS)])
-    assert shown.code == 0
+    shown = actmat(["inspect", TWO_RANKS], code=0)
     assert "note: 10 tensors of training" in shown.out
-    one_file = actmat(["inspect", str(TWO_RANKS / "__0_0.distcp")])
-    assert "Fix: give the folder" in " ".join(one_file.err.split())
+    one_file = actmat(["inspect", TWO_RANKS / "__0_0.distcp"])
+    assert "Fix: give the folder" in one_file.words
 
 
 @pytest.mark.parametrize(
@@ -254,6 +253,5 @@ def test_other_training_checkpoints_are_refused_with_the_way_out(
 
 
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
-    found = actmat(["export", str(tmp_path), "--to", "onnx", "--out", str(tmp_path / "out")])
-    assert found.code == 1
+    found = actmat(["export", tmp_path, "--to", "onnx", "--out", tmp_path / "out"], code=1)
     assert "Formats: comfy, diffusers, gguf, kohya" in found.err

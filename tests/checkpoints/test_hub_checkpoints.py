@@ -12,21 +12,13 @@ from tests.helpers.hub import HubStandIn
 
 from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.resolve import open_model, open_tensors
-from actmat.checkpoints.source import TensorFiles
 from actmat.errors import CheckpointError
-from actmat.extras.remote.hub import HubRepository
 
 BIG = {"w.0": torch.arange(400_000.0), "w.1": torch.ones(3, 2, dtype=torch.bfloat16)}
 
 
 def open_hub(repo_id: str, revision: str = "main") -> Tensors:
     return open_tensors(f"hf://{repo_id}@{revision}" if revision != "main" else repo_id)
-
-
-def repository(checkpoint: Tensors) -> HubRepository:
-    assert isinstance(checkpoint, TensorFiles)
-    assert isinstance(checkpoint.source, HubRepository)
-    return checkpoint.source
 
 
 def publish(hub: HubStandIn, folder: Path, tensors: dict[str, torch.Tensor] = BIG, *, shards: int = 0) -> str:
@@ -45,7 +37,7 @@ def test_planning_transfers_headers_and_reading_transfers_each_shard_once(hub: H
     commit = publish(hub, tmp_path / "repo", shards=2)
     model = open_model("org/tiny")
     with model.tensors as checkpoint:
-        assert repository(checkpoint).commit == commit
+        assert checkpoint.source.commit == commit
         assert model.config == {"model_type": "tiny"}
         assert checkpoint.specs["w.0"].shape == (400_000,)
         planned = checkpoint.identity()
@@ -108,7 +100,7 @@ def test_offline_reads_the_cache_and_says_what_it_lacks(
     with open_hub("org/tiny") as offline:
         assert torch.equal(offline.read("w.0"), BIG["w.0"])
         assert offline.identity() == online_identity
-        assert repository(offline).directory is not None
+        assert offline.source.directory is not None
         assert open_model("org/tiny").config == {"model_type": "tiny"}
     assert len(hub.requests) == sent
     with pytest.raises(CheckpointError, match=f"cached commits: {commit}"):
@@ -155,7 +147,7 @@ def test_an_unreachable_hub_is_an_error_even_with_a_cache(
 def test_a_cached_file_that_is_not_what_was_announced_is_refused(hub: HubStandIn, tmp_path: Path) -> None:
     publish(hub, tmp_path / "repo")
     with open_hub("org/tiny") as checkpoint:
-        save_file({"w.0": torch.zeros(5)}, repository(checkpoint).fetch("model.safetensors"))
+        save_file({"w.0": torch.zeros(5)}, checkpoint.source.fetch("model.safetensors"))
         with pytest.raises(CheckpointError, match="not what the hub announced"):
             checkpoint.read("w.0")
 

@@ -16,6 +16,7 @@ from actmat.extras.stack import layers as stack_layers
 from actmat.extras.stack.layers import Slice, restacked
 from actmat.identity.reading import ConfigReading
 
+pytestmark = pytest.mark.usefixtures("configs_read_here")
 SMALL: dict[str, Any] = dict(  # noqa: C408
              vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=4,
              num_key_value_heads=2, head_dim=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.counting import CountingTensors
 from tests.helpers.hub import hub_stand_in
 from torch import Tensor
 
@@ -162,17 +161,3 @@ def test_the_suite_catches_tensors_that_ignore_where_a_range_begins(tmp_path: Pa
 
     with pytest.raises(AssertionError, match="bytes at 3 \\+ 50 differ"):
         Suite().test_read_into_fills_any_range(tmp_path)
-
-
-def test_counting_tells_whole_chunked_partial_and_double_reads_apart() -> None:
-    tensors = {name: torch.ones(10) for name in ("whole", "chunked", "partly", "twice", "never")}
-    counting = CountingTensors(MemoryTensors({**tensors, "empty": torch.empty(0)}))
-    counting.read("whole")
-    for start in range(0, 40, 8):
-        counting.read_into("chunked", start, memoryview(bytearray(8)))
-    counting.read_into("partly", 0, memoryview(bytearray(20)))
-    counting.read("twice")
-    counting.read("twice")
-    assert counting.read_other_than_once() == {"partly": 0.5, "twice": 2, "never": 0}
-    assert counting.read_other_than_once(["whole", "chunked"]) == {}
-    assert counting.calls["chunked"] == 5

@@ -11,8 +11,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, Outcome, act
 
 
 def refused(family: Family, *flags: str, says: tuple[str, ...]) -> Outcome:
-    outcome = actmat(family.argv(*flags))
-    assert outcome.code == 1, outcome
+    outcome = actmat(family.argv(*flags), code=1)
     assert outcome.err.count("actmat: ") == 1, "one message"
     assert "Traceback" not in outcome.err
     for words in says:
@@ -69,8 +68,7 @@ def test_problems_of_every_kind_in_one_message(family: Family) -> None:
     (family.out / "mine.txt").write_text("precious")
     rename_expert(family)
     weights(family.experts[1]).write_bytes(b"tiny")
-    outcome = actmat(family.argv("--method", "tie", "--device", "gpu"))
-    assert outcome.code == 1
+    outcome = actmat(family.argv("--method", "tie", "--device", "gpu"), code=1)
     for words in (
         "has no 'expert0'",
         "expected a safetensors file",
@@ -118,7 +116,7 @@ def test_values_that_are_not_finite_are_all_named(family: Family) -> None:
 
 def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Family) -> None:
     spoil(family)
-    assert actmat(family.argv("--set", "allow_nonfinite=true")).code == 0
+    actmat(family.argv("--set", "allow_nonfinite=true"), code=0)
     manifest = json.loads((family.out / "actmat_manifest.json").read_text())
     counts = {t["name"]: t["nonfinite"] for t in manifest["tensors"]}
     assert counts[Q0] == 16
@@ -156,8 +154,7 @@ def test_flags_that_cannot_be_carried_out(family: Family, flags: tuple[str, ...]
 @pytest.mark.parametrize("place", ["base", "expert0", "base/inside", "."])
 def test_an_output_on_an_input(family: Family, place: str) -> None:
     before = weights(family.base).read_bytes()
-    outcome = actmat(family.argv("--overwrite", "--out", str(family.root / place)))
-    assert outcome.code == 1
+    outcome = actmat(family.argv("--overwrite", "--out", str(family.root / place)), code=1)
     assert "input of this merge" in outcome.err
     assert weights(family.base).read_bytes() == before
 
@@ -170,6 +167,6 @@ def test_an_output_below_a_file(family: Family) -> None:
 def test_an_output_that_is_the_working_directory(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     family.out.mkdir()
     monkeypatch.chdir(family.out)
-    assert actmat(family.argv("--out", ".")).code == 0
+    actmat(family.argv("--out", "."), code=0)
     assert weights(family.out).is_file()
     assert hidden(family.root) == []

@@ -55,8 +55,7 @@ def test_too_little_memory(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     family = Family.make(tmp_path)
     with monkeypatch.context() as broken:
         broken.setattr(session.Session, "merge", raising(MEMORY[kind]))
-        done = run(family.argv())
-    assert done.code == 3
+        done = run(family.argv(), code=3)
     assert "Too little memory" in done.err
     assert "--max-memory" in done.err
     assert "--threads 1" in done.err
@@ -96,7 +95,7 @@ def test_a_limit_on_the_address_space(tmp_path: Path) -> None:
     assert "Too little memory" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-    assert run(argv).code == 0
-    assert run(["merge", *flags, "--out", str(tmp_path / "again")]).code == 0
+    run(argv, code=0)
+    run(["merge", *flags, "--out", tmp_path / "again"], code=0)
     one, two = contents(tmp_path / "out"), contents(tmp_path / "again")
     assert one["model.safetensors"] == two["model.safetensors"]

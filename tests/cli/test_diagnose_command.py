@@ -22,8 +22,7 @@ def scaled(family: Family) -> list[str]:
 
 
 def test_a_summary_of_eighty_columns(family: Family) -> None:
-    outcome = actmat(family.argv(command="diagnose"))
-    assert outcome.code == 0, outcome.err
+    outcome = actmat(family.argv(command="diagnose"), code=0)
     lines = outcome.out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "expert0" in outcome.out
@@ -53,12 +52,12 @@ def test_json_is_the_report(family: Family) -> None:
 
 
 def test_out_is_a_file_or_a_directory(family: Family, tmp_path: Path) -> None:
-    assert actmat(family.argv("--quiet", "--out", str(tmp_path / "mine.json"), command="diagnose")).code == 0
+    actmat(family.argv("--quiet", "--out", str(tmp_path / "mine.json"), command="diagnose"), code=0)
     (tmp_path / "folder").mkdir()
-    assert actmat(family.argv("--quiet", "--out", str(tmp_path / "folder"), command="diagnose")).code == 0
+    actmat(family.argv("--quiet", "--out", str(tmp_path / "folder"), command="diagnose"), code=0)
     one, other = read_diagnosis(tmp_path / "mine.json"), read_diagnosis(tmp_path / "folder")
     assert one.measures == other.measures
-    assert actmat(family.argv("--quiet", "--out", str(tmp_path / "mine.html"), command="diagnose")).code == 0
+    actmat(family.argv("--quiet", "--out", str(tmp_path / "mine.html"), command="diagnose"), code=0)
     told = actmat(family.argv("--out", str(tmp_path / "new" / "folder"), command="diagnose")).out  # is made
     assert told.count("report: ") == 2
     assert {p.name for p in (tmp_path / "new" / "folder").iterdir()} == {"report.json", "report.html"}
@@ -69,26 +68,24 @@ def test_out_is_a_file_or_a_directory(family: Family, tmp_path: Path) -> None:
 
 def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
     flags = scaled(family)
-    assert actmat(family.argv(*flags, command="diagnose")).code == 0
-    outcome = actmat(family.argv(*flags, "--strict", command="diagnose"))
-    assert outcome.code == 1
+    actmat(family.argv(*flags, command="diagnose"), code=0)
+    outcome = actmat(family.argv(*flags, "--strict", command="diagnose"), code=1)
     assert "issue AM403" in outcome.out
     muted = ["--set", "mute=AM402,AM403"]
-    outcome = actmat(family.argv(*flags, "--strict", *muted, command="diagnose"))
-    assert outcome.code == 0
+    outcome = actmat(family.argv(*flags, "--strict", *muted, command="diagnose"), code=0)
     assert "muted: AM403" in outcome.out
 
 
 def test_findings_of_a_merge_that_is_made_return_1(family: Family) -> None:
-    assert actmat(family.argv("--diagnose", *scaled(family))).code == 0
-    assert actmat(["diagnose", str(family.out), "--strict"]).code == 1
+    actmat(family.argv("--diagnose", *scaled(family)), code=0)
+    actmat(["diagnose", family.out, "--strict"], code=1)
     assert {p.name for p in family.out.iterdir()} >= {
         "model.safetensors",
         "actmat_manifest.json",
         "report.json",
         "report.html",
     }
-    assert actmat(["verify", str(family.out)]).code == 0
+    actmat(["verify", family.out], code=0)
     assert [c.code for c in read_diagnosis(family.out).issues] == ["AM403"]
 
 
@@ -97,20 +94,19 @@ def test_mutes_of_a_recipe_count(family: Family, tmp_path: Path) -> None:
     experts = "".join(f"  - {e}\n" for e in family.experts)
     text = f"base: {family.base}\nexperts:\n{experts}scale: 20\nmute: [AM402, AM403]\n"
     recipe.write_text(text)
-    assert actmat(["diagnose", str(recipe), "--quiet", "--strict"]).code == 0
+    actmat(["diagnose", recipe, "--quiet", "--strict"], code=0)
     recipe.write_text(text.replace("AM403", "AM999"))
-    outcome = actmat(["diagnose", str(recipe), "--quiet"])
-    assert outcome.code == 1
+    outcome = actmat(["diagnose", recipe, "--quiet"], code=1)
     assert "there is no check 'AM999'" in outcome.err
 
 
 def test_a_merged_model_shows_its_report(family: Family) -> None:
-    assert actmat(family.argv("--diagnose")).code == 0
+    actmat(family.argv("--diagnose"), code=0)
     written = read_diagnosis(family.out)
-    shown = actmat(["diagnose", str(family.out), "--json", "--full", "--quiet"])
+    shown = actmat(["diagnose", family.out, "--json", "--full", "--quiet"])
     assert Diagnosis.from_json(shown.out) == written
     (family.out / "report.json").unlink()
-    again = actmat(["diagnose", str(family.out), "--json", "--full"])
+    again = actmat(["diagnose", family.out, "--json", "--full"])
     assert Diagnosis.from_json(again.out).measures == written.measures
 
 
@@ -124,6 +120,5 @@ def test_a_merged_model_shows_its_report(family: Family) -> None:
     ],
 )
 def test_wrong_flags(family: Family, flags: list[str], code: int, says: str) -> None:
-    outcome = actmat(family.argv(*flags, "--quiet", command="diagnose"))
-    assert outcome.code == code, outcome
+    outcome = actmat(family.argv(*flags, "--quiet", command="diagnose"), code=code)
     assert says in outcome.err.replace("\n", " ")

@@ -153,7 +153,6 @@ def test_the_model_card_of_hostile_paths_has_the_structure_of_any_other(hostile:
     assert starts[0] == [s[:3] for s in starts[1]]
     assert "<b>" not in cards[1].partition("## Recipe")[0]
     block = re.search(r"^(`{3,})yaml\n(.*?)^\1$", cards[1], re.MULTILINE | re.DOTALL)
-    assert block is not None
     assert yaml.safe_load(block[2])["experts"][0]["name"] == f"0e{FORGED}```\n# owned", "the recipe can be run again"
 
 

@@ -83,7 +83,7 @@ def test_merge_verify_and_inspect(place: Path) -> None:
 
 def test_a_command_that_fails_prints_no_json(place: Path) -> None:
     for arguments, code in ((["-b", "nowhere", "-e", str(place / "base")], 1), (["--no-such-flag"], 2)):
-        failed = actmat(["merge", *arguments, "--out", str(place / "failed"), "--json"])
+        failed = actmat(["merge", *arguments, "--out", place / "failed", "--json"])
         assert (failed.code, failed.out) == (code, "")
         assert failed.err
 
@@ -110,7 +110,7 @@ def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
     assert ties["options"]
     file = place / "mergekit.yml"
     file.write_text("merge_method: linear\nmodels:\n  - model: a\n    parameters: {weight: 1}\n  - model: b\n")
-    outcome = actmat(["plan", str(file), "--json", "-q", "--as-recipe"])
+    outcome = actmat(["plan", file, "--json", "-q", "--as-recipe"])
     if outcome.code == 0:
         assert pinned(json.loads(outcome.out), "recipe")["recipe"]["method"] == "linear"
 
@@ -121,7 +121,7 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
     out = place / "quiet"
     if not out.exists():
         wanted = ["-m", "ties", "-m", "average", "--diagnose", "-q"]
-        assert actmat(list(map(str, ["merge", *inputs, *wanted, "--out", out]))).out == ""
+        assert actmat(["merge", *inputs, *wanted, "--out", out]).out == ""
     arguments = {
         "plan": inputs, "inspect": [place / "base"], "methods": [], "verify": [out / "ties"],
         "diagnose": [out / "ties"], "merge": [*inputs, "-m", "ties", "--out", out / "ties"],

@@ -33,7 +33,7 @@ FLAGS = [
 def test_a_near_miss_is_named(flags: list[str], words: str) -> None:
     result = run(["plan", "-b", "base", "-e", "one", *flags])
     assert result.code != 0
-    shown = " ".join((result.out + result.err).replace("\u2502", " ").split())
+    shown = result.words
     assert words in shown
 
 

@@ -12,16 +12,16 @@ from actmat.cli import summary
 
 def test_every_output_has_a_summary(models: Path, tmp_path: Path) -> None:
     inputs = ["-b", str(models / "base"), "-e", str(models / "experts/math"), "-e", str(models / "experts/code")]
-    done = actmat(["merge", *inputs, "-m", "average", "-m", "ties", "-m", "dc_merge", "--out", str(tmp_path / "out")])
-    assert done.code == 0, done.err
+    done = actmat(
+        ["merge", *inputs, "-m", "average", "-m", "ties", "-m", "dc_merge", "--out", tmp_path / "out"], code=0
+    )
     assert done.out.count("is it good? Not measured: ") == 3
 
 
 def test_an_error_of_rounding_is_no_number(models: Path, tmp_path: Path) -> None:
     adapters = [str(models / "adapters" / name) for name in ("math", "code")]
     flags = [f for a in adapters for f in ("-e", a)]
-    done = actmat(["merge", *flags, "-m", "average", "--rank", "8", "--out", str(tmp_path / "out")])
-    assert done.code == 0, done.err
+    done = actmat(["merge", *flags, "-m", "average", "--rank", "8", "--out", tmp_path / "out"], code=0)
     assert "exact: nothing was truncated" in done.out
     assert "e-1" not in done.out
 
@@ -35,4 +35,4 @@ def test_the_command_that_a_summary_prints_shows_the_other_notes(
     (line,) = (line for line in shown.out.splitlines() if "more notes" in line)
     notes = actmat(shlex.split(line.partition(": ")[2])[1:])
     recorded = json.loads((family.out / "actmat_manifest.json").read_text())["notes"]
-    assert " ".join(notes.out.split()) == " ".join(f"{n['severity']}: {n['text']}" for n in recorded) != ""
+    assert notes.words == " ".join(f"{n['severity']}: {n['text']}" for n in recorded) != ""

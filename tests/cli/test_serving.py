@@ -18,10 +18,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
     write_models(folder)
     experts = [x for n in ("math", "code") for x in ("-e", str(folder / "experts" / n))]
-    done = run(["merge", "-b", str(folder / "base"), *experts, "-m", "average", "--out", str(folder / "a b"), "-q"])
-    assert done.code == 0, done.err
+    run(["merge", "-b", folder / "base", *experts, "-m", "average", "--out", folder / "a b", "-q"], code=0)
     adapters = [x for n in ("math", "code") for x in ("-e", str(folder / "adapters" / n))]
-    assert run(["merge", *adapters, "-m", "average", "--out", str(folder / "adapter"), "-q"]).code == 0
+    run(["merge", *adapters, "-m", "average", "--out", folder / "adapter", "-q"], code=0)
     return folder
 
 

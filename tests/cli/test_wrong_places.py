@@ -27,8 +27,7 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     ],
 )
 def test_a_path_that_does_not_exist_is_not_called_a_missing_base(place: Path, flags: list[str]) -> None:
-    done = actmat(["merge", *flags, "--out", "out"])
-    assert done.code == 1
+    done = actmat(["merge", *flags, "--out", "out"], code=1)
     missing = [f for f in flags if "/no" in f]
     assert all(f"{name}: expected a folder" in done.err for name in missing), done.err
     assert "--base" not in done.err
@@ -36,9 +35,8 @@ def test_a_path_that_does_not_exist_is_not_called_a_missing_base(place: Path, fl
 
 @pytest.mark.parametrize("flags", [["-e", "a="], ["-e", "", "-w", "0.2,0.5"], ["-b", "base", "-e", "a="]])
 def test_an_empty_path_is_no_path(place: Path, flags: list[str]) -> None:
-    done = actmat(["merge", *flags, "--out", "out"])
-    assert done.code == 1
-    assert "expected a folder, a weight file, a hub id or a URL, found ''" in " ".join(done.err.split())
+    done = actmat(["merge", *flags, "--out", "out"], code=1)
+    assert "expected a folder, a weight file, a hub id or a URL, found ''" in done.words
 
 
 def test_a_recipe_file_with_a_missing_path_names_it_too(place: Path) -> None:
@@ -47,8 +45,7 @@ def test_a_recipe_file_with_a_missing_path_names_it_too(place: Path) -> None:
 
 
 def test_checkpoints_without_a_base_are_averaged_by_default(place: Path) -> None:
-    done = actmat(["merge", "-e", "experts/math", "-e", "experts/code", "--out", "out"])
-    assert done.code == 0, done.err
+    done = actmat(["merge", "-e", "experts/math", "-e", "experts/code", "--out", "out"], code=0)
     assert "average" in done.out
 
 
@@ -64,8 +61,7 @@ def test_a_missing_base_of_adapters_is_named_with_the_file_that_names_it(
     place: Path, base: str, command: list[str]
 ) -> None:
     (place / "q.jsonl").write_text('{"text": "hello"}\n')
-    done = actmat([*command, *_without_base(place, base)])
-    assert done.code == 1
+    done = actmat([*command, *_without_base(place, base)], code=1)
     assert f"The base '{base}' of" in done.err
     assert "it comes from adapter_config.json" in done.err
     assert "--base BASE" in done.err
@@ -77,13 +73,11 @@ def test_a_name_that_could_be_a_hub_id_is_said_to_be_no_path(place: Path) -> Non
 
 
 def test_a_dry_run_of_a_push_needs_no_hub(place: Path) -> None:
-    assert actmat(["merge", "-e", "adapters/math", "-e", "adapters/code", "--out", "out"]).code == 0
-    done = actmat(["push", "out", "org/name", "--dry-run"])
-    assert done.code == 0, done.err
+    actmat(["merge", "-e", "adapters/math", "-e", "adapters/code", "--out", "out"], code=0)
+    done = actmat(["push", "out", "org/name", "--dry-run"], code=0)
     assert "adapter_model.safetensors" in done.out
     assert "the hub was not asked" in done.out
-    refused = actmat(["push", "out", "org/name"])
-    assert refused.code == 1
+    refused = actmat(["push", "out", "org/name"], code=1)
     assert "unset it" in refused.err
 
 

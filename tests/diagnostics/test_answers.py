@@ -13,7 +13,7 @@ def a_row(
     """A row; `rivals`: answers kept, gained and lost, without inputs and by the average."""
     found = dict(zip(("without", "average"), (r and RivalAnswers(*r) for r in rivals), strict=False))
     numbers = {"predictions": 9, "disagreement": 0.1, "divergence": 0.1, "measured": measured}
-    return AgreementRow(name, "d", inputs, kept, **numbers, **found)  # type: ignore[arg-type]
+    return AgreementRow(name, "d", inputs, kept, **numbers, **found)
 
 
 @pytest.mark.parametrize(

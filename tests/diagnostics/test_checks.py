@@ -63,7 +63,6 @@ BY_CODE = {c.code: c for c in CHECKS}
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.code)
 def test_it_fires(case: Case) -> None:
     finding = BY_CODE[case.code].finding(case.fires(), muted=False)
-    assert finding is not None
     assert re.search(case.says, finding.message), finding.message
 
 
@@ -75,10 +74,6 @@ def test_it_stays_silent(case: Case) -> None:
 def test_every_check_has_a_case_and_nothing_is_wrong_with_unremarkable_experts() -> None:
     assert {c.code for c in CASES} == set(BY_CODE)
     assert run_checks(some_facts()) == ()
-
-
-def test_checks_survive_no_matrices_and_no_tensors() -> None:
-    assert run_checks(Facts(labels=["math", "code"], measures=[])) == ()
 
 
 def test_what_fires_names_its_tensors_at_most_twenty() -> None:

@@ -33,12 +33,6 @@ def test_it_comes_back_from_data_from_text_and_from_disk(tmp_path: Path) -> None
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_the_head_of_the_file_says_what_it_is() -> None:
-    data = a_diagnosis().to_json()
-    assert list(data)[:2] == ["format", "kind"]
-    assert (data["format"], data["kind"]) == (1, "diagnosis")
-
-
 AGREEMENT = {
     "expert": "math", "data": "d.jsonl", "inputs": 8, "kept": 6, "disagreement": 0.25, "divergence": 0.125,
     "predictions": 64,
@@ -120,11 +114,6 @@ def test_all_problems_come_in_one_message() -> None:
 def test_noise_is_an_error_of_the_tree(noise: bytes) -> None:
     with pytest.raises(MergeError):
         Diagnosis.from_json(noise)
-
-
-def test_no_report_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="actmat merge --diagnose"):
-        read_diagnosis(tmp_path)
 
 
 def test_issues_are_what_was_found_and_is_no_tip() -> None:

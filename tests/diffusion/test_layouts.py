@@ -87,9 +87,7 @@ def products(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def naive(kind: str, products_of_original: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,7 +129,7 @@ def test_diffusers_names_come_back_bit_by_bit(kind: str) -> None:
     for name, tensor in convert_lora(original(kind, "comfy"), "diffusers").items():
         file[name] = torch.randn(tensor.shape, generator=rng)
     for layout in ("kohya", "comfy"):
-        again = convert_lora(convert_lora(file, layout), "diffusers")  # type: ignore[arg-type]
+        again = convert_lora(convert_lora(file, layout), "diffusers")
         assert again.keys() == file.keys()
         assert [n for n in file if not torch.equal(again[n], file[n])] == []
 
@@ -236,16 +234,14 @@ def spelled(name: str) -> str:
 )  # fmt: skip
 def test_diffusers_reads_what_is_written_as_we_do(kind: str, layout: str) -> None:
     """diffusers' converters of LoRA on the written file give the deltas of ours, by the same names."""
-    file = convert_lora(original(kind, "comfy"), layout)  # type: ignore[arg-type]
+    file = convert_lora(original(kind, "comfy"), layout)
     if kind == "Flux":  # whose converter leaves these without their component
         file = {n: t for n, t in file.items() if "final_layer" not in n}
     if kind == "Wan":  # whose converter drops their alpha
         file = {n: t for n, t in file.items() if not any(x in n for x in ("time_proj", "text_emb", "head"))}
     found = {spelled(n): v for n, v in products(of_diffusers(kind, file)).items()}
     expected = products(convert_lora(file, "diffusers"))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_sd3_is_as_diffusers_converts_checkpoints() -> None:
@@ -274,8 +270,7 @@ def test_sd3_is_as_diffusers_converts_checkpoints() -> None:
     expected = {
         f"transformer.{n.removesuffix('.weight')}": t for n, t in convert(standins).items() if n.endswith("weight")
     }
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-12, atol=1e-12)
 
 
 def separate(kind: str, names: Iterable[str], scale: Mapping[str, float] | None = None, *, dtype: torch.dtype) -> Any:
@@ -341,7 +336,7 @@ def test_text_encoders_have_the_names_of_each_tool(
     file[f"{flat}.alpha"] = torch.tensor(1.0)
     names = {"kohya": flat, "diffusers": diffusers + path, "comfy": f"text_encoders.{comfy}.transformer.{path}"}
     for layout, name in names.items():
-        found = products(convert_lora(convert_lora(file, "comfy"), layout))  # type: ignore[arg-type]
+        found = products(convert_lora(convert_lora(file, "comfy"), layout))
         assert [n for n in found if n.startswith(("text_", "lora_te"))] == [name]
 
 

@@ -20,9 +20,10 @@ def anonymous():
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 def watch():
-    while not done.is_set():
+    over = False
+    while not over:  # a last look when all is done
+        over = done.wait(0.005)
         peak.append(max(peak.pop(), anonymous()))
-        time.sleep(0.005)
 
 recipe = make_recipe(json.loads(sys.argv[1]))
 start = anonymous()

@@ -88,8 +88,6 @@ def test_rule_options_add_to_those_of_the_same_method(tmp_path: Path) -> None:
     _, report = merged(tmp_path, options={"power": 0.5}, rules=rules)
     calls = {t.name: t.call for t in report.plan.items}
     inside, outside = calls[UP.format(1)], calls[UP.format(0)]
-    assert inside is not None
-    assert outside is not None
     assert (inside.options["rtol"], inside.options["power"]) == (0.5, 0.5)
     assert (outside.options["rtol"], outside.options["power"]) == (None, 0.5)
 

@@ -12,9 +12,7 @@ from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
 
 import actmat
-from actmat.methods import all_methods
 from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
-from actmat.report.verify import Verification
 
 
 class Tags(HTMLParser):
@@ -53,34 +51,9 @@ def test_a_plan_and_a_report_are_short(family: Family) -> None:
     assert Tags(plan._repr_html_()).rows <= 40
     report = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
     check(report, f"<MergeReport {family.out}:", "items by ties")
-    assert report.diagnosis is not None
     check(report.diagnosis, "<Diagnosis", "ties over 2 experts", "matrices")
     again = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
     check(again, "was finished before")
-
-
-def test_reports_of_other_kinds_are_short(family: Family) -> None:
-    """However many layers: an extraction has a row for each."""
-    inputs = {"base": family.base, "experts": family.experts}
-    one = actmat.merge(**inputs, method="actmat", scale=20, out=family.root / "actmat")
-    two = actmat.merge(**inputs, method="average", out=family.root / "average")
-    check(one, "x the norm of their sum", "warning AM40")
-    assert "warning" not in repr(two)
-    check(actmat.verify(two.out), "<Verification: intact; 51 tensors")
-    check(Verification(300, ("base",), tuple(f"tensor {n}" for n in range(300))), "300 differences")
-    check(actmat.merge(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")
-    lora = actmat.extract(family.base, family.experts[0], rank=32, out=family.root / "lora")
-    check(lora, "<MergeReport", "items by average")
-
-
-def test_checkpoints_are_short(family: Family) -> None:
-    with actmat.open_model(family.base) as checkpoint:
-        assert repr(checkpoint).startswith("<Model: <SafetensorsFiles ")
-
-
-@pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
-def test_methods_are_short(method: Any) -> None:
-    assert repr(method) == f"<MergeMethod {method.name}: {method.text.summary}>"
 
 
 def test_gradients_reach_the_modules_of_adapters(tmp_path: Path) -> None:
@@ -95,7 +68,7 @@ def test_gradients_reach_the_modules_of_adapters(tmp_path: Path) -> None:
     calls = {m.name: m.call for m in plan.modules}
     weights = {n: c.weights for n, c in calls.items() if c is not None and "q_proj" in n}
     assert sorted(weights.values()) == [(0.0, 1.0), (1.0, 1.0)]
-    assert command_line(["merge", str(file), "--out", str(tmp_path / "out"), "--quiet"]).code == 0
+    command_line(["merge", file, "--out", tmp_path / "out", "--quiet"], code=0)
 
 
 # Progress in notebooks: tqdm's bar, in kernels only.

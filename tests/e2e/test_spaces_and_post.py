@@ -83,9 +83,9 @@ def test_flags_and_plan(family: Family) -> None:
             "--json",
             "--full",
             command="plan",
-        )
+        ),
+        code=0,
     )
-    assert shown.code == 0, shown.err
     post = ["subspace_boosting:beta=0.1", "mean_norm"]
     plan = api.plan(family.base, family.experts, method="average", post=post)
     assert json.loads(shown.out)["items"] == plan.to_json()["items"]

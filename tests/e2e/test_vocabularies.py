@@ -91,7 +91,7 @@ def test_a_union_is_loaded_tokenized_and_run(family: Path, tmp_path: Path) -> No
     notes = " ".join(map(str, report.plan.notes))
     assert "base: 5 tokens are new to its tokenizer: 13 '<user>', 14 '<bot>'" in notes
     assert notes == " ".join(n["text"] for n in report.manifest["notes"])
-    assert actmat(["verify", str(report.out)]).out.startswith("intact")
+    assert actmat(["verify", report.out]).out.startswith("intact")
     again = library.merge(
         family / "base", [family / "chat", family / "tool"], method="task_arithmetic", options={"scaling": 0.5},
         scope="all", vocabulary="union", out=tmp_path / "out", durable=False,
@@ -101,14 +101,13 @@ def test_a_union_is_loaded_tokenized_and_run(family: Path, tmp_path: Path) -> No
 
 def test_the_vocabulary_of_an_expert(family: Path, tmp_path: Path) -> None:
     flags = ["-b", str(family / "base"), "-e", f"chat={family / 'chat'}", "-e", f"tool={family / 'tool'}"]
-    done = actmat(["merge", *flags, "--set", "vocabulary=tool", "--out", str(tmp_path / "out"), "--threads", "2"])
-    assert done.code == 0, done
+    actmat(["merge", *flags, "--set", "vocabulary=tool", "--out", tmp_path / "out", "--threads", "2"], code=0)
     model, tokenizer = loaded(tmp_path / "out")
     assert model.config.vocab_size == 20, "the padded table of that expert"
     own = loaded(family / "tool")[1]
     assert tokenizer.get_vocab() == own.get_vocab()
     assert bool(model(tokenizer("a<x>", return_tensors="pt").input_ids).logits.isfinite().all())
-    assert actmat(["verify", str(tmp_path / "out")]).out.startswith("intact")
+    assert actmat(["verify", tmp_path / "out"]).out.startswith("intact")
 
 
 def test_a_tied_expert_lends_its_embedding_as_head(family: Path, tmp_path: Path) -> None:
@@ -166,8 +165,7 @@ def test_recipes_name_rows_and_sizes(family: Path, tmp_path: Path) -> None:
             }
         )
     )
-    done = actmat(["merge", str(recipe), "--out", str(tmp_path / "out")])
-    assert done.code == 0, done
+    actmat(["merge", recipe, "--out", tmp_path / "out"], code=0)
     model, tokenizer = loaded(tmp_path / "out")
     assert model.config.vocab_size == 32
     assert relative_error(row(tmp_path / "out", "<user>"), row(family / "tool", "<user>")) < F32_ELEMENTWISE
@@ -186,8 +184,8 @@ def test_bytes_do_not_depend_on_workers(family: Path, tmp_path: Path) -> None:
         "--set",
         "vocabulary=union",
     ]
-    assert actmat(["merge", *flags, "--out", str(tmp_path / "one"), "--threads", "1", "-q"]).code == 0
-    assert actmat(["merge", *flags, "--out", str(tmp_path / "two"), "--threads", "2", "-q"]).code == 0
+    actmat(["merge", *flags, "--out", tmp_path / "one", "--threads", "1", "-q"], code=0)
+    actmat(["merge", *flags, "--out", tmp_path / "two", "--threads", "2", "-q"], code=0)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 

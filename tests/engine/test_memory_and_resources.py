@@ -56,39 +56,39 @@ class Holder:
     def _run(self, budget: MemoryBudget, nbytes: int) -> None:
         with budget.hold(nbytes):
             self.inside.set()
-            self.release.wait(10)
+            self.release.wait(60)
 
     def let_go(self) -> None:
         self.release.set()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 def test_the_budget_admits_what_fits_and_blocks_the_rest() -> None:
     budget = MemoryBudget(100)
     first, second = Holder(budget, 60), Holder(budget, 40)
-    assert first.inside.wait(5)
-    assert second.inside.wait(5)
+    assert first.inside.wait(60)
+    assert second.inside.wait(60)
     third = Holder(budget, 50)
     assert not third.inside.wait(0.05)
     second.let_go()
     assert not third.inside.wait(0.05), "60 + 50 is still too much"
     first.let_go()
-    assert third.inside.wait(5)
+    assert third.inside.wait(60)
     third.let_go()
 
 
 def test_an_item_above_the_budget_runs_alone() -> None:
     budget = MemoryBudget(100)
     small = Holder(budget, 1)
-    assert small.inside.wait(5)
+    assert small.inside.wait(60)
     giant = Holder(budget, 1000)
     assert not giant.inside.wait(0.05)
     small.let_go()
-    assert giant.inside.wait(5)
+    assert giant.inside.wait(60)
     late = Holder(budget, 1)
     assert not late.inside.wait(0.05)
     giant.let_go()
-    assert late.inside.wait(5)
+    assert late.inside.wait(60)
     late.let_go()
 
 

@@ -125,7 +125,6 @@ class TestCopy(MergeConformance):
 
     def test_values_beyond_the_range_stop_the_merge(self, tmp_path: Path) -> None:
         samples = self.samples(tmp_path)
-        assert samples.base is not None
         large = {n: t * 1e6 for n, t in load_file(samples.base / "model.safetensors").items()}
         save_file(large, samples.base / "model.safetensors", {"format": "pt"})
         with pytest.raises(NumericalError, match="range"):
@@ -218,7 +217,6 @@ class TestExtracted(MergeConformance):
 
     def test_unchanged_bits_stay(self, tmp_path: Path) -> None:
         samples = self.samples(tmp_path)
-        assert samples.base is not None
         base = load_file(samples.base / "model.safetensors")
         for folder in samples.experts:
             tensors = load_file(folder / "model.safetensors")

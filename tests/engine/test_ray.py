@@ -100,14 +100,6 @@ class TestRay(ExecutorConformance):
         assert {name for names in begun.values() for name in names} >= set(lost), "units of the dead are not done again"
         assert len(run.records) == len(run.units)
 
-    @pytest.mark.slow  # compares the speed of processes, which a busy machine changes
-    def test_a_slow_node_does_less(self, tmp_path: Path) -> None:
-        trouble = self.trouble(tmp_path, "slow")
-        self._assert_same(Samples.checkpoints(tmp_path), [AVERAGE], trouble)
-        begun = trouble.begun()
-        slow = begun.pop(trouble.first())
-        assert len(slow) * 2 < sum(map(len, begun.values())), "the fast workers waited for the slow one"
-
     def test_a_removed_node_is_done_without(self, tmp_path: Path, running: Any) -> None:
         trouble = self.trouble(tmp_path, "pause")
         victim = next(node for node in running.worker_nodes)
@@ -172,11 +164,9 @@ def test_a_recipe_names_its_executor_and_is_the_same_recipe(tmp_path: Path) -> N
     family = Family.make(tmp_path, layers=1)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"base: {family.base}\nexperts: {[str(e) for e in family.experts]}\nexecutor: ray\n")
-    said = actmat(["merge", str(recipe), "--out", str(family.out)])
-    assert said.code == 0, said.err
+    actmat(["merge", recipe, "--out", family.out], code=0)
     assert "executor" not in (family.out / "actmat_manifest.json").read_text()
-    again = actmat(["merge", str(recipe), "--out", str(family.out), "--set", "executor=threads"])
-    assert again.code == 0, "another executor makes another recipe"
+    actmat(["merge", recipe, "--out", family.out, "--set", "executor=threads"], code=0)
 
 
 @pytest.mark.slow
@@ -218,10 +208,8 @@ def test_an_ended_driver_goes_on(end: signal.Signals, running: Any, workers: Dis
     ended = subprocess.run(driver, capture_output=True, text=True, timeout=300, env={**os.environ, "END": f"{end:d}"})
     assert abs(ended.returncode) % 128 == end, ended.stderr
     assert not family.out.exists()
-    said = actmat(argv)
-    assert said.code == 0, said.err
+    said = actmat(argv, code=0)
     kept = re.search(r"(\d+) tensors are done and intact", said.err.replace("\n", " "))
-    assert kept is not None
     assert int(kept[1]) == 5 if end == signal.SIGKILL else int(kept[1]) >= 5
     found, expected = contents(family.out), contents(tmp_path / "expected")
     assert found["model.safetensors"] == expected["model.safetensors"]

@@ -102,7 +102,7 @@ class Files:
         out = self.folder / "out"
         actmat.merge(
             self.folder / "base", experts, method=method, out=out, scope="all", durable=False, overwrite=True,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )  # fmt: skip
         return load_file(out / "model.safetensors")["model.weight"]
 

@@ -37,7 +37,6 @@ def test_the_sample_is_the_same_for_any_chunks(chunk: int) -> None:
     for start in range(0, LARGE, chunk):
         sample.add(start, values[start : start + chunk])
     expected = torch.cat([values[a:b] for a, b in sample_runs(LARGE)]).double()
-    assert sample.entries is not None
     assert torch.equal(sample.entries, expected)
     assert sample.wanted_from == math.inf
 
@@ -73,7 +72,7 @@ def test_sums_have_the_bits_of_a_loop_over_the_experts(
     deltas[3][0] = 0.0
     item = SimpleNamespace(numel=numel, base_dtype="bfloat16")
     sources = [DeltaSource(str(t), "formed" if t == 1 else "stored", "bfloat16", 0, 1) for t in range(4)]
-    sample = InputSample(item, sources, [Formed(x) for x in experts])  # type: ignore[arg-type]
+    sample = InputSample(item, sources, [Formed(x) for x in experts])
     starts = range(0, numel, chunk)
     steps = [(t, start) for t in order for start in starts] if by_expert else [(t, s) for s in starts for t in order]
     bases = [(-1, start) for start in starts]
@@ -102,7 +101,7 @@ def norms_by_hand(models: Path, out: Path) -> tuple[float, float, list[float]]:
 
     deltas = [[e[n] - base[n] for n in merged] for e in experts]
     total = [sum(d) for d in zip(*deltas, strict=True)]
-    return norm([made[n] - base[n] for n in merged]), norm(total), [norm(d) for d in deltas]  # type: ignore[arg-type]
+    return norm([made[n] - base[n] for n in merged]), norm(total), [norm(d) for d in deltas]
 
 
 def test_totals_are_the_norms_of_what_is_on_disk(models: Path, tmp_path: Path) -> None:
@@ -114,7 +113,6 @@ def test_totals_are_the_norms_of_what_is_on_disk(models: Path, tmp_path: Path) -
         )
         merged, total, each = norms_by_hand(models, out)
         norms = report.totals.norms
-        assert norms is not None
         assert norms.merged == pytest.approx(merged, rel=1e-4)
         assert norms.total == pytest.approx(total, rel=1e-5)
         assert list(norms.experts) == pytest.approx(each, rel=1e-5)
@@ -125,8 +123,6 @@ def test_adapters_merged_into_a_model_have_sizes_too(models: Path, tmp_path: Pat
     adapters = [models / "adapters" / n for n in ("math", "code")]
     model = actmat.merge(models / "base", adapters, method="average", out=tmp_path / "model", dtype="float32")
     adapter = actmat.merge(None, adapters, method="average", out=tmp_path / "adapter")
-    assert model.totals.norms is not None
-    assert adapter.totals.norms is not None
     assert model.totals.norms.merged == pytest.approx(adapter.totals.norms.merged, rel=1e-5)
     assert model.totals.norms.experts == pytest.approx(adapter.totals.norms.experts, rel=1e-5)
 
@@ -158,7 +154,7 @@ def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: P
     def said(*more: str) -> str:
         places = ["-b", "base", "-e", "experts/math", "-e", "experts/code"]
         inputs = [w if w.startswith("-") else str(models / w) for w in places]
-        return run(["merge", "-m", "actmat", *inputs, "--out", str(tmp_path / "out"), "--overwrite", *more]).out
+        return run(["merge", "-m", "actmat", *inputs, "--out", tmp_path / "out", "--overwrite", *more]).out
 
     plain = said()
     assert "norm of" not in plain, "norms do not say whether a merge is good"

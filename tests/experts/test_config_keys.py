@@ -30,8 +30,6 @@ CONFIGS: dict[str, peft.PeftConfig] = {
 
 def keys_of(name: str) -> Keys:
     reader = reader_of(CONFIGS[name].to_dict())
-    assert reader is not None
-    assert reader.keys is not None
     return reader.keys
 
 

@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.lora_files import TEXT, UNET, random_factors, save_kohya, tiny_text, tiny_unet, weights_of
+from tests.helpers.merging import actmat as run
 from torch import Tensor
-from typer.testing import CliRunner
 
 import actmat
-from actmat.cli.main import app
 from actmat.errors import MergeError
 from actmat.report.verify import verify
 
@@ -167,9 +166,7 @@ def test_it_is_merged_beside_plain_lora_and_extracted(place: Path, mixed: Path, 
 
 
 def test_inspect_says_what_is_in_it(mixed: Path) -> None:
-    said = CliRunner().invoke(app, ["inspect", str(mixed)])
-    assert said.exit_code == 0, said.output
-    words = " ".join(said.output.split())
+    words = run(["inspect", mixed], code=0).words
     for part in (
         "LoHa",
         "LoRA with DoRA's magnitudes",
@@ -180,7 +177,7 @@ def test_inspect_says_what_is_in_it(mixed: Path) -> None:
         "hada_w1_a",
         "dora_scale",
     ):
-        assert part in words, said.output
+        assert part in words
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import actmat
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.resolve import open_model
 from actmat.errors import AlignmentError, CheckpointError
-from actmat.experts.locate import locate, open_handle
+from actmat.experts.locate import open_handle
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 BASE = {WEIGHT: torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
@@ -44,12 +44,6 @@ def test_a_new_family_is_merged_with_full_checkpoints(method: str, tmp_path: Pat
         torch.testing.assert_close(found[name], expected[name])
 
 
-def test_an_unregistered_family_is_no_adapter(tmp_path: Path) -> None:
-    save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
-    with pytest.raises(CheckpointError, match="expected weights"):
-        locate(tmp_path / "toy")
-
-
 @pytest.mark.usefixtures("toy")
 def test_a_family_without_factors_needs_a_base(tmp_path: Path) -> None:
     save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
@@ -77,13 +71,10 @@ def test_an_adapter_without_a_base_gives_its_stored_tensors(tmp_path: Path) -> N
     save_adapter(tmp_path, "llama", 1, **LLAMA)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     with open_expert(tmp_path, None) as expert, open_handle(expert.handle()) as again:
-        assert expert.adapter is not None
         assert set(expert.adapter.modules) == {n.removeprefix("base_model.model.")[: -len(".lora_A.weight")]
                                                for n in stored if ".lora_A." in n}  # fmt: skip
         assert set(expert.specs) == set(again.specs) == set(stored)
         assert len(expert.model.specs) == len(stored)
-        assert expert.stored is not None
-        assert again.stored is not None
         assert expert.stored.hashes == again.stored.hashes
         for name, tensor in stored.items():
             assert expert.source(name).kind == "stored"
@@ -100,7 +91,6 @@ def test_every_bad_value_of_an_adapter_is_counted(tmp_path: Path) -> None:
     tensors[second].view(-1)[0] = float("inf")
     save_file(tensors, file)
     with open_model(tmp_path / "base") as base, open_expert(tmp_path / "a", base) as expert:
-        assert expert.stored is not None
         assert sorted(expert.stored.check_values("math")) == [
             f"tensor '{first}' of expert 'math' has 2 values that are NaN or Inf",
             f"tensor '{second}' of expert 'math' has 1 values that are NaN or Inf",

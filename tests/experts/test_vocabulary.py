@@ -113,7 +113,6 @@ def test_a_union_lends_new_rows(folder: Path) -> None:
     assert torch.equal(
         experts["two"].tensors.read(EMBEDDING), torch.stack([*two[:18], one[18], two[18], two[19], two[20]])
     )
-    assert base.config is not None
     assert base.config["vocab_size"] == 22
     listed = json.loads(base.folder.texts["tokenizer.json"])["added_tokens"]
     assert [(e["content"], e["id"]) for e in listed[1:]] == [("<a>", 18), ("<b>", 19), ("<c>", 20), ("<d>", 21)]
@@ -188,22 +187,19 @@ def test_a_tokenizer_is_needed(folder: Path) -> None:
     with open_model("expert") as found, pytest.raises(CheckpointError, match="expected a vocabulary"):
         read_tokenizer(found)
     (folder / "expert" / "tokenizer.json").unlink()
-    refused = actmat(["plan", "-b", "base", "-e", "expert", "--set", "vocabulary=base"])
-    assert refused.code == 1
-    assert "needs it to match rows by token. Fix: save the tokenizer next" in " ".join(refused.err.split())
+    refused = actmat(["plan", "-b", "base", "-e", "expert", "--set", "vocabulary=base"], code=1)
+    assert "needs it to match rows by token. Fix: save the tokenizer next" in refused.words
 
 
 def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
     flags = ["-b", "base", "-e", "expert", "-m", "average", "--set", "scope=all", "--set", "vocabulary=base"]
-    done = actmat(["merge", *flags, "--out", "out", "--threads", "1"])
-    assert done.code == 0, done.err
+    done = actmat(["merge", *flags, "--out", "out", "--threads", "1"], code=0)
     got = load_file("out/model.safetensors")
     torch.testing.assert_close(got[EMBEDDING], wanted(folder, EMBEDDING), rtol=F32_ELEMENTWISE, atol=F32_ELEMENTWISE)
-    assert "its rows are matched by token; 2 missing tokens" in " ".join(done.out.split())
-    assert actmat(["merge", *flags, "--out", "out"]).code == 0, "a finished merge is recognized"
+    assert "its rows are matched by token; 2 missing tokens" in done.words
+    actmat(["merge", *flags, "--out", "out"], code=0)
     assert actmat(["verify", "out"]).out.startswith("intact")
-    without = actmat(["plan", *flags[:4]])
-    assert without.code == 1
+    without = actmat(["plan", *flags[:4]], code=1)
     assert "another vocabulary" in without.err
 
 

@@ -1,20 +1,17 @@
 """The fuzzer keeps its promises, and a few hundred cases of every door."""
 
-import json
-import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import fuzz.doors  # noqa: F401 - registers the doors
 import pytest
 import torch
-from fuzz.harness import DOORS, Door, Files, case_of, keep_case, kept_cases, signature
+from fuzz.harness import DOORS, Door, kept_cases
 from fuzz.worker import run_batch, run_files
 
 from actmat.errors import CheckpointError
 from fuzz import __main__ as command
-from fuzz import draw, harness
+from fuzz import harness
 
 # The fuzzer sees every sort of broken promise.
 
@@ -110,34 +107,6 @@ def test_broken_promises_are_seen(what: str, toy: Door, monkeypatch: pytest.Monk
         ((number, _, said),) = batch.failures
         assert number == 1
         assert WHY[what] in said
-
-
-def test_a_case_is_a_function_of_seed_and_number() -> None:
-    for name in ("headers", "recipes", "patterns"):
-        assert case_of(DOORS[name], 3, 17) == case_of(DOORS[name], 3, 17) != case_of(DOORS[name], 3, 18)
-        assert case_of(DOORS[name], 4, 17) != case_of(DOORS[name], 3, 17)
-
-
-def test_a_batch_ends_at_its_deadline(toy: Door) -> None:
-    assert run_batch("toy", 0, 0, 10**9, deadline=time.monotonic() + 0.1).cases < 10**6
-
-
-def test_values_that_are_drawn_can_be_written() -> None:
-    rng = random.Random(0)
-    for _ in range(500):
-        mutated = draw.mutated_json(rng, {"a": [1, {"b": "c"}], "d": {}})
-        json.dumps(mutated)
-        assert isinstance(draw.json_text(rng, {"a": 1}), bytes)
-    assert draw.mutated_bytes(rng, b"") is not None
-
-
-def test_failing_cases_are_kept_and_told_apart(toy: Door, capsys: pytest.CaptureFixture[str]) -> None:
-    files: Files = {"a": b"1", "b": b"2"}
-    folder = keep_case("toy", files)
-    assert list(kept_cases("toy")) == [(folder.name, files)]
-    assert list(kept_cases("other")) == []
-    kinds = [signature(KeyError("x")), signature(ValueError("x")), signature(harness.BrokenPromise("9 s, at most"))]
-    assert len(set(kinds)) == 3
 
 
 def test_failures_are_reported_with_the_command_that_repeats_them(

@@ -63,7 +63,6 @@ def look(page: str, probe: str, folder: Path, *, width: int = 1200) -> Seen:
     value)` fills a field as a user does.
     """
     place = browser()
-    assert place is not None
     (folder / "page.html").write_text(page, encoding="utf-8", errors="replace")
     (folder / "harness.html").write_text(HARNESS.format(width=width, probe=probe), encoding="utf-8")
     command = [

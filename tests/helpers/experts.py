@@ -110,7 +110,7 @@ class Experts:
 class _Buffer(bytearray):
     """Memory whose release can be observed."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
 
 class LazyDeltas(Sequence[Tensor]):
@@ -167,7 +167,7 @@ class OnePass(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self._deltas)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):
         if index >= len(self._deltas):
             raise IndexError(index)
         assert index == self._next, f"delta {index} was asked for when {self._next} was due"

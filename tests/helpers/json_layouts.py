@@ -53,8 +53,7 @@ PINNED: dict[str, set[str]] = {
 
 def said(*arguments: object, code: int = 0) -> Any:
     """JSON that a command prints, run in this process; its exit code is checked."""
-    done = actmat([str(a) for a in arguments])
-    assert done.code == code, done.err
+    done = actmat(arguments, code=code)
     return json.loads(done.out)
 
 

@@ -11,7 +11,6 @@ def peak_bytes(function: Callable[[], object]) -> int:
     """Largest sum of live allocations made inside `function`, the result and LAPACK's work space included."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:  # torch.profiler imports the compiler
         result = function()
-    assert profile.kineto_results is not None
     events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

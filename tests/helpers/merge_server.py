@@ -1,6 +1,6 @@
 """Runs `actmat` in children that have everything imported, so that a signal falls into the merge and not into imports.
 
-Reads one JSON list of arguments per line; answers with a line `started PID`, then `ended STATUS` (negative: signal).
+Reads arguments and a moment as JSON, one line each; answers `started PID`, then `ended STATUS` (negative: signal).
 `Server` is the other end of the pipe.
 """
 
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = ("torch", "actmat.api", "actmat.cli.main", "actmat.cli.screen")
@@ -60,29 +61,39 @@ class Server:
         )
         self.answer("ready")
 
-    def start(self, argv: Sequence[str]) -> Run:
-        """Start `actmat ARGV`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(list(argv)) + "\n")
+    def start(self, argv: Sequence[str], *, at: tuple[int, int] = (0, 0)) -> Run:
+        """Start `actmat ARGV`, which sends itself a signal: `at` is the tensors recorded until then, and its number."""
+        self._process.stdin.write(json.dumps([list(argv), at]) + "\n")
         self._process.stdin.flush()
         return Run(self, int(self.answer("started")), self._said)
 
     def answer(self, word: str) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline().split()
         assert line, "the server died"
         assert line[0] == word, line
         return line[-1]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
-def _child(argv: list[str], said: str) -> None:
+def _signal_at(count: int, number: int) -> None:
+    """Let this process send itself a signal when it has recorded so many tensors."""
+    from actmat.checkpoints.writing.staging import Staging
+
+    record, moments = Staging.record, iter(range(1, count + 1))
+
+    def recording(staging: Any, entry: Any) -> None:
+        record(staging, entry)
+        if next(moments, 0) == count:
+            os.kill(os.getpid(), number)
+
+    Staging.record = recording
+
+
+def _child(argv: list[str], at: tuple[int, int], said: str) -> None:
     """What the forked process does; never returns."""
     code = 70
     for number in (signal.SIGHUP, signal.SIGTERM):  # `nohup` and background jobs of scripts ignore some
@@ -93,6 +104,8 @@ def _child(argv: list[str], said: str) -> None:
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         sys.argv = ["actmat", *argv]
+        if at[1]:
+            _signal_at(*at)
         from actmat.cli.main import main
 
         main()
@@ -114,7 +127,7 @@ def serve(said: str, *modules: str) -> None:
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            _child(json.loads(line), said)
+            _child(*json.loads(line), said)
         print("started", pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print("ended", os.waitstatus_to_exitcode(status), flush=True)

@@ -117,20 +117,25 @@ class Outcome:
     out: str
     err: str
 
+    @property
+    def words(self) -> str:
+        """All of it in one line, without wraps and frames."""
+        return " ".join(f"{self.out} {self.err}".replace("│", " ").split())
+
 
 _kept_command = functools.cache(listing._typer_command)
 """Commands with their flags, built once per process: of a small merge, building them takes most of the time."""
 
 
-def actmat(argv: Sequence[str]) -> Outcome:
-    """The command line through its entry point, in this process."""
+def actmat(argv: Sequence[object], *, code: int | None = None) -> Outcome:
+    """The command line through its entry point, in this process; `code` is the exit code that is expected."""
     from actmat.cli.main import main
 
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    made = listing._typer_command if {"-h", "--help"} & {*argv} else _kept_command  # help shortens its command
+    words, out, err, status = [*map(str, argv)], io.StringIO(), io.StringIO(), 0
+    made = listing._typer_command if {"-h", "--help"} & {*words} else _kept_command  # help shortens its command
     with (
         mock.patch.object(listing, "_typer_command", made),
-        mock.patch.object(sys, "argv", ["actmat", *argv]),
+        mock.patch.object(sys, "argv", ["actmat", *words]),
         mock.patch.dict("os.environ", {"COLUMNS": "80", "TERM": "dumb"}),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -138,14 +143,15 @@ def actmat(argv: Sequence[str]) -> Outcome:
         try:
             main()
         except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    return Outcome(code, out.getvalue(), err.getvalue())
+            status = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    outcome = Outcome(status, out.getvalue(), err.getvalue())
+    assert code in (None, status), f"exit code {status}, expected {code}:\n{outcome.out}{outcome.err}"
+    return outcome
 
 
 def actmat_command(*arguments: object, code: int = 0) -> str:
     """What `actmat` prints, errors included, of a command with this exit code."""
-    found = actmat([*map(str, arguments)])
-    assert found.code == code, f"exit code {found.code}, expected {code}:\n{found.out}{found.err}"
+    found = actmat(arguments, code=code)
     return found.out + found.err
 
 

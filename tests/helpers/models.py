@@ -185,8 +185,6 @@ def naive_actmat(deltas: Sequence[Tensor]) -> Tensor:
     """`(sum D D^T D) (sum D^T D)^+` in float64, eigenvalues up to `I * eps(float32)` of the largest dropped."""
     gram = sum(d.T @ d for d in deltas)
     right = sum(d @ d.T @ d for d in deltas)
-    assert isinstance(gram, Tensor)
-    assert isinstance(right, Tensor)
     values, vectors = torch.linalg.eigh(gram)
     kept = values > gram.shape[0] * torch.finfo(torch.float32).eps * values[-1]
     basis = vectors[:, kept]

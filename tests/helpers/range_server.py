@@ -35,25 +35,25 @@ class RangeServer:
             "500", "503", "truncate", "hang", "close", "drip" (a byte at a time), "gzip" (what was not asked for); empty
             for nothing.
         etags: path -> ETag to send in place of the content's; None: neither ETag nor Last-Modified.
-        delay: seconds before each answer.
+        together: answers about shards wait until so many have been asked for at once.
     """
 
     root: Path
     url: str = ""
     ranges: bool = True
-    delay: float = 0.0
+    together: int = 0
     fault: Callable[[str, int, int], str] = lambda path, number, start: ""
     etags: dict[str, str | None] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     running: int = 0
     most_running: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Condition = field(default_factory=threading.Condition)
 
     def reset(self) -> None:
         """Forget requests and faults."""
         self.requests, self.counts, self.most_running = [], Counter(), 0
-        self.fault, self.etags, self.delay, self.ranges = lambda path, number, start: "", {}, 0.0, True
+        self.fault, self.etags, self.together, self.ranges = lambda path, number, start: "", {}, 0, True
 
     def of(self, ending: str) -> list[Request]:
         """Requests for files whose path ends so, other than those that were not found."""
@@ -79,8 +79,10 @@ class _Handler(Handler):
         with served.lock:
             served.running += 1
             served.most_running = max(served.most_running, served.running)
+            served.lock.notify_all()
+            if "-of-" in self.path:
+                served.lock.wait_for(lambda: served.most_running >= served.together, timeout=60)
         try:
-            time.sleep(served.delay)
             self._answer(unquote(urlsplit(self.path).path).lstrip("/"))
         finally:
             with served.lock:
@@ -99,7 +101,7 @@ class _Handler(Handler):
         if fault in ("500", "503"):
             return self._send(int(fault), b"try later", {"Retry-After": "0"}, path, start)
         if fault == "hang":
-            time.sleep(0.3)
+            time.sleep(0.5)
         content, status = file.read_bytes(), 200
         etag = served.etags.get(path, f'"{hashlib.md5(content).hexdigest()}"')
         headers = {} if etag is None else {"ETag": etag}

@@ -112,7 +112,7 @@ def diagnosis(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: int = 
 
 def diagnosis_json(experts: int = 3, layers: int = 8) -> dict[str, Any]:
     """The same as plain data, to be changed."""
-    return json.loads(json.dumps(diagnosis(experts, layers).to_json()))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(diagnosis(experts, layers).to_json()))
 
 
 def hostile(data: Any) -> Any:

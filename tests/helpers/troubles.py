@@ -1,7 +1,8 @@
-"""Observers that make trouble in the processes of workers: one dies, one is slow; elsewhere they do nothing."""
+"""Observers that make trouble in the processes of workers: one dies, all are slow; elsewhere they do nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -20,14 +21,14 @@ class Trouble:
     Args:
         folder: shared by all processes; a file per item tells which process began it.
         what: `kill`: the first worker that begins an item dies, once; `kill always`: every worker that begins the item
-            `item`; `slow`: the first worker that begins an item takes `seconds` for each of its items; `pause`: all do.
+            `item`; `pause`: every item takes `seconds`.
         item: see `kill always`.
-        seconds: see `slow`.
+        seconds: see `pause`.
         driver: process that is spared.
     """
 
     folder: Path
-    what: Literal["kill", "kill always", "slow", "pause"]
+    what: Literal["kill", "kill always", "pause"]
     item: str = ""
     seconds: float = 0.25
     driver: int = field(default_factory=os.getpid)
@@ -48,12 +49,10 @@ class Trouble:
 
     def first(self) -> str:
         """The process that this worker takes for the first one; the same for all."""
-        path = self.folder / "first"
-        try:
-            with path.open("x") as file:
-                file.write(str(os.getpid()))
-        except FileExistsError:
-            time.sleep(0.05)  # it may still be writing
+        path, own = self.folder / "first", self.folder / f"own-{os.getpid()}"
+        own.write_text(str(os.getpid()))
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(own)
         return path.read_text()
 
     def _begin(self, name: str) -> None:
@@ -61,7 +60,7 @@ class Trouble:
         is_first = self.first() == str(os.getpid())
         if (self.what == "kill" and is_first) or (self.what == "kill always" and name == self.item):
             os.kill(os.getpid(), signal.SIGKILL)
-        if (self.what == "slow" and is_first) or self.what == "pause":
+        if self.what == "pause":
             time.sleep(self.seconds)
 
 

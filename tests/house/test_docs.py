@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.docs_run import Command, Run, agrees, blocks, commands, run_page, steps
+from tests.helpers.docs_run import Run, agrees, run_page, steps
 from tests.helpers.repository import ROOT, tracked_files
 
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
@@ -97,25 +97,6 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
 # The runner itself
 
 
-def test_blocks_are_found_with_their_marks() -> None:
-    page = (
-        "text\n```python\na = 1\n```\n<!-- not run: needs a network -->\n```bash\nfalse\n```\n"
-        "<!-- file: r.yaml -->\n```yaml\nx: 1\n```\n- item\n  ```console\n  $ ls \\\n  >   -a\n  out\n  ```\n"
-    )
-    python, bash, file, console = blocks(page)
-    assert (python.code, python.line) == ("a = 1\n", 3)
-    assert bash.not_run == "needs a network"
-    assert file.file == "r.yaml"
-    assert commands(console.code) == [Command("ls \\\n  -a", ("out",), 0)]
-    assert [step["line"] for step in steps(page)] == [3, 11, 15]
-
-
-@pytest.mark.parametrize("page", ["```python\n1", "```sh\nls\n```", "<!-- not run: -->\n```bash\nls\n```"])
-def test_a_block_that_would_escape_is_refused(page: str) -> None:
-    with pytest.raises(ValueError, match="line"):
-        blocks(page)
-
-
 def run_in(folder: Path, page: str) -> Run:
     folder.mkdir()
     return run_page("page.md", page, folder)
@@ -153,10 +134,3 @@ def test_a_page_that_shows_other_output_is_found(tmp_path: Path) -> None:
     done = run_in(tmp_path / "page", page)
     assert done.outputs == {2: ["one"], 4: ["1"], 6: ["unseen"]}
     assert done.differences(page) == ["line 4: $ echo 1 >&2\n1"]
-
-
-def test_actmat_itself_is_run_with_its_exit_status(tmp_path: Path) -> None:
-    for number, (command, status) in enumerate([("actmat --version", 0), ("actmat methods tsv2", 1), ("actmat x", 2)]):
-        done = run_in(tmp_path / str(number), f"```console\n$ {command}\n```\n")
-        assert (done.returncode == 0) is (status == 0), done.log
-        assert status == 0 or f"page.md:2: exit status {status} of\n{command}" in done.log

@@ -8,12 +8,10 @@ import nbformat
 import pytest
 import yaml
 from docs import generate
-from docs.equations import typeset
 from docs.markdown import PLACE, filled, pages
-from docs.record import NOTEBOOK, recorded, run
+from docs.record import NOTEBOOK, run
 from docs.site import DOCS, build, places
 from tests.helpers.docs_fixture import write_models
-from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT, SOURCES
 
 from actmat.methods import all_methods
@@ -58,13 +56,6 @@ def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
     assert filled(before, {}) == before, "of no kind that is asked for"
 
 
-def test_recorded_output_replaces_what_disagrees() -> None:
-    page = "a\n```console\n$ one\nold\n$ two\n$ three\n...\nend\n```\nb\n"
-    run = Run(0, "", {3: ["new", "er"], 5: ["unasked"], 6: ["x", "end"]})
-    assert recorded(page, run) == "a\n```console\n$ one\nnew\ner\n$ two\n$ three\n...\nend\n```\nb\n"
-    assert recorded(page, Run(0, "", {3: ["old"], 5: [], 6: ["y"]})).splitlines()[5:7] == ["$ three", "y"]
-
-
 # The documentation builds as a site: every link leads somewhere, every page is in the navigation.
 
 
@@ -84,16 +75,6 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
         assert (out / {"README.html": "pages.html"}.get(str(name), name.with_name(
             "index.html" if name.stem == "README" else name.name))).is_file(), name  # fmt: skip
     assert all((out / "methods" / f"{m.name}.html").is_file() for m in all_methods())
-
-
-def test_an_equation_is_typeset_and_the_text_around_it_kept() -> None:
-    math = typeset("text `a_b`\n\n    D^ = sum_{t in A} w_t D_t^T,   rank(S*) <= 2\n\nend\n")
-    assert math.startswith('text `a_b`\n\n<div class="equations"><div><math ')
-    assert math.endswith("</math></div></div>\n\nend\n")
-    assert math.count("<math ") == 2
-    assert '<mover accent="true"><mi>D</mi><mo stretchy="false">^</mo></mover>' in math
-    assert '<munder><mo movablelimits="false">∑</mo><mrow><mi>t</mi>' in math
-    assert "<msubsup><mi>D</mi><mrow><mi>t</mi></mrow><mrow><mi>T</mi></mrow></msubsup>" in math
 
 
 def test_the_guide_can_be_read_in_an_afternoon() -> None:
@@ -162,15 +143,3 @@ def test_the_example_merges_models_in_memory_compares_and_saves(tmp_path: Path) 
     assert [line.split()[0] for line in printed.splitlines()[:3]] == ["average", "ties", "actmat"]
     assert len(re.findall(r"^(by prompts|ties) +(math|code) +kept \d+%, 4 inputs$", printed, re.MULTILINE)) == 4
     assert "intact; 21 tensors, 5 files" in cells[-1].outputs[-1].data["text/plain"]
-
-
-def test_the_first_cell_installs_actmat_only_where_it_is_missing(tmp_path: Path) -> None:
-    """As on Colab; pip is replaced, and actmat is hidden by its name."""
-    first = next(c for c in STORED.cells if c.cell_type == "code")
-    assert first.source.startswith('import importlib.util\n\nif importlib.util.find_spec("actmat") is None:\n    %pip ')
-    heard = (
-        "from IPython.core.magic import register_line_magic as magic\n@magic\ndef pip(line):\n    print('pip', line)"
-    )
-    cells = [nbformat.v4.new_code_cell(s) for s in (heard, first.source, first.source.replace('"actmat"', '"missing"'))]
-    done = run(nbformat.v4.new_notebook(cells=cells), tmp_path)
-    assert [[o.text for o in c.outputs] for c in done.cells] == [[], [], ['pip install --quiet "actmat[demo]"\n']]

@@ -1,4 +1,4 @@
-"""Wheel, sdist and containers hold what is needed; citation and workflows fit; no file tells of a machine."""
+"""Wheel and sdist hold what is needed; citation and workflows fit; no file tells of a machine."""
 
 import os
 import re
@@ -160,20 +160,3 @@ def test_every_command_of_the_pages_on_installing_names_an_extra_that_there_is()
     named = {x for part in text.split("actmat[")[1:] for x in part.split("]")[0].split(",")}
     assert named <= set(PROJECT["optional-dependencies"])
     assert {"statistics", "remote", "ray"} <= named
-
-
-def instructions(name: str) -> list[tuple[str, str]]:
-    """Instructions of a Dockerfile: word and the rest of the line, continued lines joined, without comments."""
-    lines = (ROOT / "docker" / f"Dockerfile.{name}").read_text().splitlines()
-    text = re.sub(r"\\\n *", "", "\n".join(x for x in lines if not x.lstrip().startswith("#")))
-    return [(word, rest) for word, _, rest in (x.partition(" ") for x in text.splitlines() if x)]
-
-
-def test_the_files_for_containers_differ_by_where_torch_comes_from() -> None:
-    cpu, cuda = instructions("cpu"), instructions("cuda")
-    (of_cpu,), (of_cuda,) = ([rest for word, rest in file if word == "RUN"] for file in (cpu, cuda))
-    assert of_cpu == 'if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" torch; fi && ' + of_cuda
-    own = ("RUN", "ARG", "ENV")
-    assert [i for i in cpu if i[0] not in own] == [i for i in cuda if i[0] not in own]
-    copied = {source for word, rest in cpu if word == "COPY" for source in rest.split()[:-1]}
-    assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}  # what the sdist of this file's tests has

@@ -155,6 +155,6 @@ def test_a_merge_says_that_its_output_has_no_tokenizer(base: Path) -> None:
     (base / "tokenizer.json").unlink()
     save_checkpoint(Path("expert"), expert_of(BASE, 1), CONFIG)
     done = actmat(["merge", "-b", "base", "-e", "expert", "--out", "out", "--set", "files_from=base"])
-    assert "tokenizer.json differs (only in expert 'expert'): none is written" in " ".join(done.out.split())
-    assert actmat(["merge", "-b", "base", "-e", "expert", "--out", "o"]).code == 0
+    assert "tokenizer.json differs (only in expert 'expert'): none is written" in done.words
+    actmat(["merge", "-b", "base", "-e", "expert", "--out", "o"], code=0)
     assert Path("o/tokenizer.json").exists()

@@ -13,8 +13,8 @@ from tests.helpers.tinymodels import made
 
 from actmat.identity.configs import InputAgreement, agree_configs
 from actmat.identity.entries import is_harmless
-from actmat.identity.reading import read_configs
 
+pytestmark = pytest.mark.usefixtures("configs_read_here")
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
 SMALL = LLAMA | {"intermediate_size": 96, "num_key_value_heads": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -112,12 +112,6 @@ def changed(base: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, An
     return {k: v for k, v in {**base, **entries}.items() if v is not None or k == "sliding_window"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _read_at_once() -> None:
-    """One process reads the configs of all cases."""
-    read_configs([c for base, entries, _ in (*PROBLEMS, *NOTES) for c in (base, changed(base, entries))])
-
-
 @pytest.mark.parametrize(("base", "entries", "named"), PROBLEMS)
 def test_what_changes_the_function_is_a_problem(
     base: dict[str, Any], entries: dict[str, Any], named: list[str]
@@ -180,9 +174,8 @@ def test_code_of_the_written_config_is_in_the_output(tmp_path: Path) -> None:
         ([], "base", "modeling_encoder.py differs (its code in expert 'one'): that of the base is written"),
         (["--set", "config_from=one"], "one", "(its code in the base): that of expert 'one' is written"),
     ):
-        found = actmat([*run, f"{tmp_path}/{owner}-out", *flags])
-        assert found.code == 0, found
-        text = " ".join(found.out.split())
+        found = actmat([*run, f"{tmp_path}/{owner}-out", *flags], code=0)
+        text = found.words
         assert words in text
         assert (tmp_path / f"{owner}-out" / "modeling_encoder.py").read_text() == f"raise RuntimeError('{owner}')"
         assert (tmp_path / f"{owner}-out" / "rope.py").exists() == (owner == "one")
@@ -193,8 +186,8 @@ def test_an_experts_class_is_written_with_its_code(tmp_path: Path) -> None:
     one = with_code(tmp_path / "one", "", 1)
     edit_json(one / "config.json", architectures=["LlamaBiModel"])
     run = ["merge", "-b", f"{base}", "-e", f"{one}", "-m", "linear", "--out", f"{tmp_path}/out"]
-    assert "architectures (base Llama*; 'one' LlamaBi*)" in " ".join(actmat(run).err.split())
-    assert actmat([*run, "--set", "config_from=one"]).code == 0
+    assert "architectures (base Llama*; 'one' LlamaBi*)" in actmat(run).words
+    actmat([*run, "--set", "config_from=one"], code=0)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["architectures"], written["auto_map"]) == (["LlamaBiModel"], BIDIRECTIONAL)
     assert (tmp_path / "out" / "modeling_encoder.py").exists()
@@ -268,9 +261,8 @@ def test_the_recipe_says_whose_entries_are_written(take: str) -> None:
 def test_a_config_that_is_not_given_is_not_compared(base: str, one: str, words: str, tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "one")):
         save_checkpoint(tmp_path / name, llama_tensors(seed=seed), CONFIG)
-    found = actmat(["plan", "-b", f"{tmp_path}/{base}", "-e", f"one={tmp_path}/{one}", "-m", "linear"])
-    assert found.code == 0, found
-    assert words.replace("one/model.safetensors", "one") in " ".join(found.out.split())
+    found = actmat(["plan", "-b", f"{tmp_path}/{base}", "-e", f"one={tmp_path}/{one}", "-m", "linear"], code=0)
+    assert words.replace("one/model.safetensors", "one") in found.words
     assert ("no config.json of" in found.out) == bool(words)
 
 
@@ -284,14 +276,12 @@ def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
         models[name] = made("llama", seed=int(theta) % 7, num_hidden_layers=1, **sizes, **rope)
         models[name].save_pretrained(tmp_path / name)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/long", "-m", "linear", "--out", f"{tmp_path}/out"]
-    found = actmat(run)
+    found = actmat(run, code=1)
     text = found.out + found.err
-    assert found.code == 1
     assert "rope_theta (base 10000.0; 'long' 1000000.0)" in text
     assert "--set config_from=base" in text
-    found = actmat([*run, "--set", "config_from=long"])
+    found = actmat([*run, "--set", "config_from=long"], code=0)
     text = found.out + found.err
-    assert found.code == 0, text
     assert "rope_theta" in text
     came = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(3, 35)[None]

@@ -56,8 +56,7 @@ def test_rows_of_a_head_mean_the_same_labels(
     for i, (name, labels) in enumerate(inputs.items()):
         classifier(tmp_path / name, labels, i)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
-    found = actmat([*run, "--out", f"{tmp_path}/out", *flags])
-    assert found.code == int(refused), found
+    found = actmat([*run, "--out", f"{tmp_path}/out", *flags], code=int(refused))
     assert ("id2label" in found.out + found.err) == (refused or "--set" in flags or base == GENERIC)
 
 
@@ -79,11 +78,10 @@ def test_heads_of_all_kinds_have_labels(tmp_path: Path, head: str) -> None:
         tensors = {"model.layers.0.mlp.weight": torch.randn(8, 8), head: torch.randn(rows, 8)}
         save_folder(folder, tensors)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", "--out", f"{tmp_path}/out"]
-    found = actmat(run)
-    assert found.code == int(refused), found
+    found = actmat(run, code=int(refused))
     if refused:
         keep = found.err.split("(--keep '")[1].split("'")[0]
-        assert actmat([*run, "--keep", keep]).code == 0
+        actmat([*run, "--keep", keep], code=0)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +101,7 @@ def test_labels_are_those_of_the_head(
     for i, (name, labels) in enumerate({"base": base, "one": one, "two": two}.items()):
         classifier(tmp_path / name, labels, i)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
-    found = actmat([*run, "--out", f"{tmp_path}/out", *flags])
-    assert found.code == 0, found
+    actmat([*run, "--out", f"{tmp_path}/out", *flags], code=0)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert label_names(config) == tuple(written)
     assert config["label2id"] == {n: i for i, n in enumerate(written)}
@@ -125,9 +122,8 @@ def test_chat_templates_that_differ_are_a_note(
     for i, (name, template) in enumerate({"base": base, "one": one}.items()):
         classifier(tmp_path / name, None, i, template)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear", "--out", f"{tmp_path}/out"]
-    found = actmat([*run, *(flags or ["--set", "files_from=base"])])
-    text = " ".join(found.out.split())
-    assert found.code == 0, found
+    found = actmat([*run, *(flags or ["--set", "files_from=base"])], code=0)
+    text = found.words
     assert words in text
     assert ("chat template differs" in text) == bool(words)
 
@@ -179,9 +175,8 @@ def test_settings_beside_the_weights_that_differ_are_a_note(
         if "/" in file:
             (tmp_path / name / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
     run = ["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear"]
-    found = actmat([*run, *(flags or ["--set", "files_from=base"])])
-    text = " ".join(found.out.split())
-    assert found.code == 0, found
+    found = actmat([*run, *(flags or ["--set", "files_from=base"])], code=0)
+    text = found.words
     assert words in text
     assert (f"note: {file}" in text) == bool(words)
 
@@ -212,9 +207,8 @@ def test_settings_follow_the_rule_of_weights(tmp_path: Path, name: str, base: st
         if content is not None:
             path.write_text(content)
     run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
-    found = actmat([*run, "--out", f"{tmp_path}/out"])
-    said, path = " ".join(found.out.split()), tmp_path / "out" / name
-    assert found.code == 0, found
+    found = actmat([*run, "--out", f"{tmp_path}/out"], code=0)
+    said, path = found.words, tmp_path / "out" / name
     assert (path.read_text() if path.exists() else None) == (text if second == "equal" else texts["base"])
     assert ("the experts agree, and theirs are written" in said) == (second == "equal")
     assert ("that of the base is written" in said or "none is written" in said) == (second != "equal")
@@ -228,8 +222,7 @@ def test_adapters_keep_the_tokenizer_on_which_they_agree(tmp_path: Path) -> None
     both = {"tokenizer_config.json", "chat_template.jinja"}
     for experts, names in ((("one", "two"), both), (("one", "other"), set())):
         argv = [word for name in experts for word in ("-e", str(tmp_path / name))]
-        found = actmat(["merge", *argv, "-m", "average", "--out", f"{tmp_path}/out-{experts[1]}"])
-        assert found.code == 0, found
+        found = actmat(["merge", *argv, "-m", "average", "--out", f"{tmp_path}/out-{experts[1]}"], code=0)
         written = {p.name for p in (tmp_path / f"out-{experts[1]}").iterdir()}
         assert written & both == names
         words = (
@@ -237,7 +230,7 @@ def test_adapters_keep_the_tokenizer_on_which_they_agree(tmp_path: Path) -> None
             if names
             else "tokenizer_config.json differs (only in expert 'one', expert 'other')"
         )
-        assert words in " ".join(found.out.split())
+        assert words in found.words
 
 
 def test_a_chat_template_is_found_in_each_file(tmp_path: Path) -> None:
@@ -292,8 +285,7 @@ def test_the_chat_template_of_mergekit_is_obeyed(tmp_path: Path, given: str, wri
         f"merge_method: task_arithmetic\nbase_model: {tmp_path}/base\nchat_template: '{given}'\n"
         f"models:\n  - model: {tmp_path}/one\n  - model: {tmp_path}/two\nparameters: {{weight: 0.5}}\n"
     )
-    found = actmat(["merge", f"{tmp_path}/merge.yml", "--out", f"{tmp_path}/out"])
-    assert found.code == status, found
+    found = actmat(["merge", f"{tmp_path}/merge.yml", "--out", f"{tmp_path}/out"], code=status)
     assert "chat_template" in found.out + found.err or status == 0
     if not status:
         assert written in (chat_template(LocalSource(tmp_path / "out")) or "")

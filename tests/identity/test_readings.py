@@ -295,12 +295,10 @@ def test_a_process_that_does_not_answer(name: str, value: Any, words: str, monke
 def test_the_plan_names_the_release(tmp_path: Path) -> None:
     for seed, (name, entries) in enumerate({"base": SCALED, "one": ROPE}.items()):
         save_checkpoint(tmp_path / name, llama_tensors(seed=seed), CONFIG | entries)
-    found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear"])
-    assert found.code == 0, found
+    found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear"], code=0)
     assert "entries that differ were compared as transformers" not in found.out
     save_checkpoint(tmp_path / "one", llama_tensors(seed=1), CONFIG | ROPE | {"attention_bias": False})
-    found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear"])
-    assert found.code == 0, found
+    found = actmat(["plan", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-m", "linear"], code=0)
     assert f"entries that differ were compared as transformers {transformers.__version__} reads them" in " ".join(
         found.out.split()
     )

@@ -86,8 +86,7 @@ def test_patterns_that_cannot_be_matched_are_refused_with_the_reason(pattern: st
 def test_a_recipe_names_the_pattern_and_the_place(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
     with within(10):
-        outcome = actmat(family.argv("--keep", r"re:(.)\1", "--keep", "re:a{1000000}"))
-    assert outcome.code == 1
+        outcome = actmat(family.argv("--keep", r"re:(.)\1", "--keep", "re:a{1000000}"), code=1)
     assert r"keep.0: Name pattern 're:(.)\\1' is not valid" in outcome.err
     assert "keep.1: Name pattern 're:a{1000000}' is not valid" in outcome.err
 

@@ -29,7 +29,7 @@ def rows_of(block: Block, total: int) -> torch.Tensor:
 
 
 def packed_layouts(model: nn.Module, names: set[str]) -> dict[str, TensorLayout]:
-    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    config = model.config.to_dict()
     layouts = resolve_layout(specs_of(model.state_dict()), config).tensors
     out = {n: layout for n, layout in layouts.items() if {b.name for b in layout.blocks} == names}
     assert out, "nothing is packed"

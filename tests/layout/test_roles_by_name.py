@@ -177,20 +177,3 @@ def test_each_tower_of_a_multimodal_model_is_read_with_its_own_heads() -> None:
     assert [(b.start, b.stop) for b in text] == [(0, 16), (16, 20), (20, 24)]
     assert [(b.start, b.stop) for b in vision] == [(0, 8), (8, 16), (16, 24)]
     assert resolved.family == "phi3"
-
-
-def test_like_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import actmat.layout.resolve as module
-
-    calls = 0
-    real = module.classify
-
-    def counting(*args: object) -> TensorLayout:
-        nonlocal calls
-        calls += 1
-        return real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "classify", counting)
-    shapes = {f"layers.{i}.experts.{j}.{m}.weight": (8, 8) for i in range(20) for j in range(20) for m in ("w1", "w2")}
-    assert len(resolve_layout(specs(shapes), None).tensors) == 800
-    assert calls == 2

@@ -59,7 +59,6 @@ def arguments(method: MergeMethod, shape: Sequence[int], n_experts: int, options
 
 def ready_lowrank(method: MergeMethod, deltas: list[LowRank], **options: Any) -> Callable[[], MergedLowRank]:
     """The call with every need made beforehand."""
-    assert method.lowrank is not None
     return functools.partial(method.lowrank.merge, deltas, **arguments(method, deltas[0].shape, len(deltas), options))
 
 
@@ -176,7 +175,6 @@ def raised(call: Callable[[], Any]) -> Exception | None:
 )
 def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weights: list[float] | None) -> None:
     """`why_dense` gives the first sentence of the error that the form raises, and nothing where it merges."""
-    assert method.lowrank is not None
     deltas = factors((6, 9), [2, 1])
     given = needs_for((6, 9), 2) | {"weights": weights}
     needs = {n: v for n, v in given.items() if n in method.needs}
@@ -184,7 +182,6 @@ def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weig
         error = raised(functools.partial(method.lowrank.merge, deltas, **needs, **options))
         if isinstance(error, RecipeError):  # weights that no form takes
             assert weights is not None
-            assert method.weights_problem is not None
             assert method.weights_problem(options, weights) == str(error)
         else:
             said = None if error is None else str(error).partition(". ")[0]
@@ -216,7 +213,6 @@ def test_options_that_take_the_low_rank_form_away_are_all_known() -> None:
 
 def off_the_rows(method: MergeMethod) -> float:
     """The largest share of a merged delta outside the joint row space of the experts, over all options."""
-    assert method.lowrank is not None
     deltas, shares = factors((12, 16), [2, 3]), []
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
     for options in all_options(method):
@@ -238,7 +234,6 @@ def test_experts_with_independent_rows_are_all_met(name: str) -> None:
     method = get_method(name)
     deltas = factors((12, 40), [2, 2])
     options = method.resolve_options({"ridge": 1e-9} if "ridge" in method.options else {})
-    assert method.lowrank is not None
     merged = method.lowrank.merge(deltas, **options).value.dense()
     on_rows = [(merged @ d.dense().mT, d.dense() @ d.dense().mT) for d in deltas]
     assert max(relative_error(found, own) for found, own in on_rows) < 1e-6

@@ -81,26 +81,6 @@ def test_the_low_rank_form_applies_as_declared() -> None:
     assert dataclasses.replace(RULE, acts_on="elementwise").why_dense({}, 1) == "rule acts on single entries"
 
 
-def test_types_are_named_as_a_reader_writes_them() -> None:
-    names = {n: o.type_name for n, o in RULE.options.items()}
-    assert names["density"] == "float"
-    assert names["mode"] == '"mean" | "sum"'
-    assert names["rtol"] == "float | None"
-    assert names["flag"] == "bool"
-
-
-def test_defaults_are_overlaid() -> None:
-    assert RULE.resolve_options({}) == {
-        "density": 0.2,
-        "mode": "mean",
-        "rtol": None,
-        "steps": 10,
-        "flag": False,
-        "shares": None,
-    }
-    assert RULE.resolve_options({"steps": 3})["steps"] == 3
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -175,13 +155,6 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
 def test_a_declaration_with_an_unknown_law_or_kind_is_refused(field: str, value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said.replace("|", r"\|")):
         dataclasses.replace(RULE, **{field: value})
-
-
-def test_a_formula_is_declared_in_ten_lines() -> None:
-    assert len(dataclasses.fields(MergeMethod)) <= 17
-    plain = MergeMethod("plain", lambda deltas: Merged(sum(deltas)), "elementwise")
-    assert plain.cost.workspace((2, 3), 4, {}) == 6
-    assert not any((plain.streams({}), plain.is_baseless({}, 2), plain.uses_base({}), plain.moves_base({})))
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])

@@ -34,8 +34,8 @@ def test_relative_floor(experts: Experts) -> None:
 def test_units_of_the_loss_do_not_matter_with_the_relative_floor(experts: Experts, unit: float) -> None:
     other = {"fisher": [unit * f for f in experts.statistics["fisher"]]}
     for use in ("add", "drop"):
-        a = merge(experts.deltas, statistics=experts.statistics, floor=0.3, floor_use=use).value  # type: ignore[arg-type]
-        b = merge(experts.deltas, statistics=other, floor=0.3, floor_use=use).value  # type: ignore[arg-type]
+        a = merge(experts.deltas, statistics=experts.statistics, floor=0.3, floor_use=use).value
+        b = merge(experts.deltas, statistics=other, floor=0.3, floor_use=use).value
         assert relative_error(b, a) < 1e-12
 
 

@@ -14,7 +14,6 @@ FAMILY = [get_method(name) for name in NAMES.split()]
 def test_merge_is_finish_of_prepare(method):
     assert method.access.one_pass
     assert method.is_weighted
-    assert method.stages is not None
     deltas = random_deltas(3, 8, 6)
     grams = [g @ g.T for g in random_deltas(3, 6, 6, seed=77)]
     given = {"statistics": {"gram": grams}} if method.needs_statistics else {}

@@ -32,7 +32,6 @@ def naive_ties(coordinates, density):
 def survey(deltas_of_tensors, **options):
     resolved = KNOTS.resolve_options(options)
     hook = KNOTS.survey
-    assert hook is not None
     assert hook.applies(resolved)
     state = hook.start(len(deltas_of_tensors[0]), resolved)
     while True:
@@ -58,7 +57,6 @@ def test_trimming_is_global_over_the_model(dtype):
 
 def test_the_survey_is_asked_for_only_where_it_matters():
     hook = KNOTS.survey
-    assert hook is not None
     for options in ({"trim": "tensor"}, {"rule": "tsv"}, {"rule": "dare"}):
         assert not hook.applies(KNOTS.resolve_options(options))
 

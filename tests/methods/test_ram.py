@@ -30,7 +30,6 @@ def plain(deltas: list[Tensor], amplify: float, most: float) -> Tensor:
 def test_each_entry_is_shared_or_of_one_expert(amplify: float, most: float) -> None:
     deltas = Experts.random(3, (7, 9)).deltas
     counts = sum((d.abs() > EPSILON).int() for d in deltas)
-    assert isinstance(counts, Tensor)
     assert {0, 1, 2} <= set(counts.flatten().tolist()), "all cases occur"
     found = merge(deltas, epsilon=EPSILON, amplify=amplify, most=most)
     torch.testing.assert_close(found.value, plain(deltas, amplify, most), rtol=0, atol=1e-12)

@@ -30,7 +30,6 @@ def test_suffixes_of_every_low_rank_form(method: MergeMethod) -> None:
     experts = Experts.random(3, (7, 11))
     deltas = [LowRank(d[:, : t + 1], d[: t + 1]) for t, d in enumerate(experts.deltas)]
     given: dict[str, Any] = {"statistics": experts.statistics, "generator": torch.Generator().manual_seed(0)}
-    assert method.lowrank is not None
     with checked_suffixes() as problems:
         for variant in variants(method):
             options = method.resolve_options(variant)

@@ -322,10 +322,3 @@ def test_the_mean_norm_is_that_of_the_experts_that_change_the_matrix(shape: tupl
     found = run("mean_norm", merged, deltas).value
     mean = sum(math.sqrt(sum(float(x) ** 2 for x in d.flatten())) for d in deltas[:3]) / 3
     assert close(found, merged * (mean / float(merged.norm())))
-
-
-def test_declarations() -> None:
-    assert all(step.name == name for name, step in STEPS.items())
-    assert all(o.doc for step in STEPS.values() for o in step.options.values())
-    with pytest.raises(RecipeError, match="must lie in"):
-        get_step("subspace_boosting").resolve_options({"beta": 1.5})

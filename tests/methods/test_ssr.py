@@ -49,7 +49,6 @@ def test_factors_give_the_same_and_experts_may_share_rows() -> None:
     shared = [*pairs, LowRank(pairs[0].b_OR.flip(0), pairs[0].a_RI)]
     given = {"statistics": grams_of([*inputs, inputs[0].flip(1) * 2])}
     method = get_method("ssr")
-    assert method.lowrank is not None
     dense = method.merge([p.dense() for p in shared], **given)
     factored = method.lowrank.merge(shared, **given)
     assert relative_error(factored.value.dense(), dense.value) <= F64_ORACLE

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.merging import actmat as run
 from tests.helpers.open_merges import merge_tensors, output
-from typer.testing import CliRunner
 
 import actmat
 from actmat import plugins
-from actmat.cli.main import app
 from actmat.errors import MergeError, RecipeError
 from actmat.methods import all_methods, get_method
 from actmat.recipe import make_recipe, variants
@@ -97,13 +96,11 @@ def test_a_declaration_takes_the_place_of_a_name() -> None:
     assert get_method(average) is average
     assert actmat.merge_matrices(average, [torch.ones(2, 2)]).equal(torch.ones(2, 2))
     with pytest.raises(RecipeError, match=r"given by its name, .* got 3"):
-        get_method(3)  # type: ignore[arg-type]
+        get_method(3)
 
 
 def test_the_command_shows_a_users_rule(rule: Path) -> None:
-    shown = CliRunner().invoke(app, ["methods", f"{rule}:FIRST"])
-    assert shown.exit_code == 0
-    assert "the first expert" in shown.output
+    assert "the first expert" in run(["methods", f"{rule}:FIRST"], code=0).out
 
 
 @pytest.fixture
@@ -136,12 +133,11 @@ def test_a_broken_entry_point_is_an_error_that_names_the_distribution(installed:
         get_method("lost")
     with pytest.raises(MergeError, match="of halves"):
         all_methods()
-    assert CliRunner().invoke(app, ["methods", "average"]).exit_code == 0
+    run(["methods", "average"], code=0)
     (installed / "entry_points.txt").write_text("[actmat.methods]\nhalved = halves:FIRST\n")
     plugins.entries.cache_clear()
     assert [m.name for m in all_methods()][-1] == "halved"
-    listed = CliRunner().invoke(app, ["methods", "--json"])
-    assert '"halved"' in listed.output
+    assert '"halved"' in run(["methods", "--json"]).out
     (installed / "entry_points.txt").write_text("[actmat.methods]\nhalf = halves:FIRST\n")
     plugins.entries.cache_clear()
     with pytest.raises(RecipeError, match="expected a MergeMethod called 'half', got <MergeMethod halved"):
@@ -155,6 +151,6 @@ def test_outputs_of_a_users_rule_are_in_folders_with_plain_names(rule: Path) -> 
 
 
 def test_a_rule_without_equation_and_source_is_shown_without_gaps(rule: Path) -> None:
-    shown = CliRunner().invoke(app, ["methods", f"{rule}:FIRST"]).output
+    shown = run(["methods", f"{rule}:FIRST"]).out
     assert "source: none" in shown
     assert "\n\n\n" not in shown

@@ -18,22 +18,7 @@ def decide(found: Chooser, name: str, role: Role = Role.LINEAR, shape: tuple[int
 
 
 def method(decision: Decision) -> str:
-    assert decision.call is not None
     return decision.call.method
-
-
-def test_by_default_matrices_are_merged_and_the_rest_is_averaged() -> None:
-    found = chooser(options={"rtol": 1e-3}, scale=0.5)
-    merged = decide(found, "w")
-    assert (merged.action, method(merged)) == ("merge", "actmat")
-    assert merged.call is not None
-    assert merged.call.options["rtol"] == 1e-3
-    assert merged.call.scale == 0.5
-    averaged = decide(found, "norm", Role.VECTOR, (4,))
-    assert (averaged.action, method(averaged)) == ("average", "average")
-    assert averaged.call is not None
-    assert averaged.call.scale == 1.0, "the scale is the method's, a mean is a mean"
-    assert "mean of the deltas" in averaged.reason
 
 
 def test_the_first_rule_that_matches_decides() -> None:
@@ -45,11 +30,9 @@ def test_the_first_rule_that_matches_decides() -> None:
     found = chooser(rules=rules, options={"rtol": 1e-4})
     first = decide(found, "layers.1.mlp.w")
     assert method(first) == "ties"
-    assert first.call is not None
     assert "rtol" not in first.call.options, "options belong to the recipe's method"
     assert "chosen by the rule for '*.mlp.*'" in first.reason
     second = decide(found, "layers.1.q.w")
-    assert second.call is not None
     assert (second.call.method, second.call.scale, second.call.options["rtol"]) == ("actmat", 0.1, 1e-4)
     assert found.keeps("layers.0.norm") == "*.norm"
     assert found.keeps("layers.1.mlp.norm") is None, "an earlier rule has it"
@@ -95,17 +78,6 @@ def test_every_wrong_choice_is_collected() -> None:
     assert decide(found, "w").call is None, "and the others go on being found"
 
 
-def test_weights_go_to_rules_that_take_them() -> None:
-    experts = [{"path": "e1", "weight": 3.0}, {"path": "e2", "weight": 1.0}]
-    found = chooser(method="task_arithmetic", experts=experts)
-    for decision in (decide(found, "w"), decide(found, "norm", Role.VECTOR, (4,))):
-        assert decision.call is not None
-        assert decision.call.weights == (3.0, 1.0)
-    equal = decide(chooser(method="task_arithmetic"), "w")
-    assert equal.call is not None
-    assert equal.call.weights is None
-
-
 def test_weights_that_cancel_have_no_mean() -> None:
     experts = [{"path": "e1", "weight": 1.0}, {"path": "e2", "weight": -1.0}]
     found = chooser(method="ties", experts=experts)
@@ -114,7 +86,6 @@ def test_weights_that_cancel_have_no_mean() -> None:
     assert problem.startswith("'a', 'b', 'c' and 2 more: expected weights with a sum other than 0, found 1, -1")
     assert "scaling=1" in problem
     kept = found.average_over("a", decide(found, "a", Role.VECTOR, (4,)), [True, False])
-    assert kept.call is not None
     assert kept.call.weights == (1.0, 0.0), "of one expert there is a mean"
     assert not weight_problems({"a": kept.call})
 

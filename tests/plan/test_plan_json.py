@@ -20,7 +20,6 @@ from actmat.extras.collect.collect import collect
 from actmat.methods import all_methods
 from actmat.planning import MergePlan
 
-QV = "*.{q,v}_proj.weight"
 METHOD_NAMES = [m.name for m in all_methods() if not m.needs_statistics and m.max_experts is None]
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "scope": st.sampled_from(["linear", "paper", "all"]),

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tests.helpers.samples import Samples
 
 import actmat
@@ -69,19 +67,6 @@ def test_deltas_in_memory() -> None:
     whole = {name: read(name, LARGE).whole_deltas(5) for name in ("sce", "average", "breadcrumbs", "ties", "karcher")}
     assert whole == {"sce": 5, "average": 1, "breadcrumbs": 0, "ties": 0, "karcher": 0}
     assert read("ties", SMALL).whole_deltas(5) == 5, "the first pass keeps what it reads"
-
-
-@pytest.mark.parametrize("method", ["tsv", "breadcrumbs", "ties", "model_stock", "karcher", "slerp"])
-def test_a_single_delta_may_be_read_several_times(method: str, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in ("base", "expert"):
-        (tmp_path / name).mkdir()
-        weight = torch.randn(800, 700, generator=generator)  # more than a chunk
-        save_file({"layers.0.mlp.up_proj.weight": weight}, tmp_path / name / "model.safetensors")
-    out = tmp_path / "out"
-    actmat.merge(tmp_path / "base", [tmp_path / "expert"], method=method, out=out, scope="all", durable=False)
-    (value,) = load_file(out / "model.safetensors").values()
-    assert bool(value.isfinite().all())
 
 
 def item(method: str, reading: Reading | None) -> Item:

@@ -30,7 +30,6 @@ def decide(name: str, experts: list[Any] | None = None, **fields: Any) -> Decisi
 
 def call_of(name: str, experts: list[Any] | None = None, **fields: Any) -> Any:
     decision = decide(name, experts, **fields)
-    assert decision.call is not None
     return decision.call
 
 
@@ -100,7 +99,6 @@ def test_weights_differ_from_tensor_to_tensor_and_the_reason_says_so() -> None:
         {"path": "e2", "weight": [{"match": "*.mlp.*", "value": 2}, {"value": 0.5}]},
     ]
     found = decide("layers.3.attn.weight", experts, method="ties")
-    assert found.call is not None
     assert found.call.weights == (1.0, 0.5)
     assert found.reason == "why: ties with weights 1, 0.5"
     assert call_of("layers.1.mlp.weight", experts, method="ties").weights == (pytest.approx(1 / 3), 2.0)
@@ -114,7 +112,6 @@ def test_an_average_has_the_weights_of_its_tensor() -> None:
     recipe = make_recipe({"base": "b", "experts": experts, "method": "ties"})
     chooser = Chooser(recipe, names=NAMES)
     found = chooser.decide(TensorSpec("layers.3.mlp.weight", (4,), "float32", "f"), TensorLayout(Role.VECTOR, "why"))
-    assert found.call is not None
     assert (found.action, found.call.weights) == ("average", (1.0, 1.0))
     assert chooser.average("layers.0.mlp.weight").weights == (0.0, 1.0)
 
@@ -195,8 +192,6 @@ def test_values_survive_yaml_and_json() -> None:
     text = recipe_yaml(recipe)
     assert "weight: [0.0, 0.5, 1.0]" in text
     assert "match:\n    - '*mlp*'" in text
-    assert isinstance(recipe.experts[1].weight, tuple)
-    assert isinstance(recipe.experts[1].weight[0], Entry)
     assert [format_value(v) for v in recipe.weights] == ["0 to 0.5 to 1 over depth", "by pattern"]
 
 
@@ -219,8 +214,7 @@ out: out
 """,
         encoding="utf-8",
     )
-    done = actmat(["merge", str(file), "--threads", "1", "--quiet"])
-    assert done.code == 0, done.err
+    actmat(["merge", file, "--threads", "1", "--quiet"], code=0)
     base, one, two = (load_file(p / "model.safetensors") for p in (family.base, *family.experts))
     got = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in got.items():
@@ -231,20 +225,18 @@ out: out
         wanted = w + (2 + 2 * t) * (t * (one[name].double() - w) + second * (two[name].double() - w))
         torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
     first = contents(tmp_path / "out")
-    again = actmat(["merge", str(file), "--threads", "2", "--quiet", "--overwrite"])
-    assert again.code == 0, again.err
+    actmat(["merge", file, "--threads", "2", "--quiet", "--overwrite"], code=0)
     assert contents(tmp_path / "out")["model.safetensors"] == first["model.safetensors"]
-    shown = actmat(["plan", str(file)])
-    assert "task_arithmetic with weights 0.5, 0.3;" in " ".join(shown.out.split())
-    assert actmat(["verify", str(tmp_path / "out")]).code == 0
+    shown = actmat(["plan", file])
+    assert "task_arithmetic with weights 0.5, 0.3;" in shown.words
+    actmat(["verify", tmp_path / "out"], code=0)
 
 
 def test_zero_deltas_do_not_hide_a_method_that_moves_the_base(tmp_path: Path) -> None:
     family = Family.make(tmp_path, experts=1)
     out = tmp_path / "half"
     flags = ["-e", str(family.base), "-m", "linear", "-o", "normalize=false", "-w", "0.5", "--set", "scope=all"]
-    done = actmat(["merge", "-b", str(family.base), *flags, "--out", str(out), "--quiet"])
-    assert done.code == 0, done.err
+    actmat(["merge", "-b", family.base, *flags, "--out", out, "--quiet"], code=0)
     base, got = load_file(family.base / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(got[n], 0.5 * base[n]) for n in base)
 
@@ -254,16 +246,6 @@ def test_aliases_of_mergekit_are_methods_with_options() -> None:
     assert (recipe.method, recipe.options) == ("dare", {"rule": "ties", "rescale": "l1", "reduce": "mean"})
     rule = make_recipe({"base": "b", "experts": ["e"], "rules": [{"match": "*", "method": "della_linear"}]}).rules[0]
     assert (rule.method, rule.options["sign_election"]) == ("della", False)
-
-
-def test_aliases_on_the_command_line(tmp_path: Path) -> None:
-    family = Family.make(tmp_path)
-    one = actmat(family.argv("-m", "dare_ties", "-o", "density=0.5", command="plan"))
-    assert one.code == 0, one.err
-    assert one.out.startswith("dare over")
-    two = actmat(family.argv("-m", "dare_ties", "-m", "breadcrumbs_ties", "-o", "density=0.5"))
-    assert two.code == 0, two.err
-    assert sorted(p.name for p in family.out.iterdir()) == ["breadcrumbs_ties", "dare_ties"]
 
 
 def test_a_search_wants_plain_numbers(tmp_path: Path) -> None:

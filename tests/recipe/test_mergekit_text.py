@@ -281,13 +281,11 @@ def test_import_prints_a_recipe_that_gives_the_same_bytes(tmp_path: Path, monkey
         "merge_method: slerp\nbase_model: ./base\nmodels: [{model: ./base}, {model: ./expert0}]\n"
         "parameters: {t: [{filter: mlp, value: [0.2, 0.8]}, {value: 0.5}]}\n"
     )
-    said = actmat(["plan", "mergekit.yml", "--as-recipe"])
-    assert said.code == 0, said.err
+    said = actmat(["plan", "mergekit.yml", "--as-recipe"], code=0)
     assert "note: converted from a mergekit configuration (slerp)" in said.err
     (tmp_path / "recipe.yaml").write_text(said.out)
     for file in ("mergekit.yml", "recipe.yaml"):
-        done = actmat(["merge", file, "--out", f"out-{file}", "--threads", "1"])
-        assert done.code == 0, done.err
+        done = actmat(["merge", file, "--out", f"out-{file}", "--threads", "1"], code=0)
         assert "note: converted from a mergekit configuration (slerp)" in done.out
     one, two = ((tmp_path / f"out-{f}" / "model.safetensors").read_bytes() for f in ("mergekit.yml", "recipe.yaml"))
     assert one == two
@@ -299,7 +297,7 @@ def test_import_prints_a_recipe_that_gives_the_same_bytes(tmp_path: Path, monkey
 
 def test_a_recipe_of_ours_is_printed_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base: a\nexperts: [b]\n")
-    printed = actmat(["plan", str(tmp_path / "r.yaml"), "--as-recipe"])
+    printed = actmat(["plan", tmp_path / "r.yaml", "--as-recipe"])
     assert (printed.code, printed.out) == (0, "base: a\nexperts:\n- path: b\n")
     with pytest.raises(RecipeError, match="Cannot read"):
         read_recipe(tmp_path / "missing.yml")

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos.__main__ import kth, main
-from chaos.runs import KINDS
+from chaos.__main__ import main
 from tests.helpers.forks import in_fork
 from tests.helpers.repository import ROOT
 
@@ -30,13 +29,6 @@ def test_a_few_runs(tmp_path: Path) -> None:
     done = chaos("--runs", "8", *(flag for sort in sorts for flag in ("--sort", sort)), folder=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "8 runs, 0 problems" in done.stdout
-
-
-@pytest.mark.parametrize("count", [1, 6, 9, 10, 18])
-def test_every_sort_meets_every_kind_of_fault(count: int) -> None:
-    sorts = [f"sort {i}" for i in range(count)]
-    pairs = [kth(k, sorts) for k in range(count * len(KINDS))]
-    assert len(set(pairs)) == len(pairs)
 
 
 STRAY = """

@@ -34,8 +34,7 @@ def snapshot(family: Family) -> dict[str, bytes]:
 
 def refused(family: Family, out: Path, *flags: str, says: str) -> str:
     before = snapshot(family)
-    outcome = actmat(family.argv("--out", str(out), *flags))
-    assert outcome.code == 1, outcome
+    outcome = actmat(family.argv("--out", str(out), *flags), code=1)
     assert says in outcome.err
     assert re.search(r"\d (B|kB|MB|GB) free", outcome.err)
     assert "--out" in outcome.err
@@ -48,8 +47,7 @@ def refused(family: Family, out: Path, *flags: str, says: str) -> str:
 def stopped(family: Family, out: Path, *, says: str, code: int = 1) -> int:
     """A merge that fails on its way; number of tensors that it says are kept."""
     before = snapshot(family)
-    outcome = actmat(family.argv("--out", str(out)))
-    assert outcome.code == code, outcome
+    outcome = actmat(family.argv("--out", str(out)), code=code)
     assert says in outcome.err
     assert not out.exists()
     assert hidden(out.parent) == [".out.actmat-partial"]
@@ -62,12 +60,11 @@ def stopped(family: Family, out: Path, *, says: str, code: int = 1) -> int:
 
 def goes_on(family: Family, out: Path, kept: int) -> None:
     """The same command takes over what was kept and gives what an undisturbed one gives."""
-    outcome = actmat([a for a in family.argv("--out", str(out)) if a != "--quiet"])
-    assert outcome.code == 0, outcome
+    outcome = actmat([a for a in family.argv("--out", str(out)) if a != "--quiet"], code=0)
     assert f"interrupted merge: {kept} tensors are done" in outcome.err
     assert hidden(out.parent) == []
     undisturbed = out.parent.with_name("undisturbed") / "out"
-    assert actmat(family.argv("--out", str(undisturbed))).code == 0
+    actmat(family.argv("--out", str(undisturbed)), code=0)
     assert contents(out) == contents(undisturbed)
 
 
@@ -96,7 +93,7 @@ def test_several_outputs_must_fit_together(family: Family, monkeypatch: pytest.M
     message = refused(family, family.out, "--method", "average", "--method", "linear", says="the disk has only")
     assert "out/average" in message
     assert "out/linear" in message
-    assert actmat(family.argv("--method", "average")).code == 0
+    actmat(family.argv("--method", "average"), code=0)
 
 
 def test_a_disk_that_fills_up_meanwhile(family: Family, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +172,7 @@ def test_a_write_lost_in_the_background_is_told(family: Family, out: Path, monke
     def wait_for_the_flusher(writer: ShardWriter, specs: object) -> None:
         while writer._flush_error is None:
             pass
-        finish(writer, specs)  # type: ignore[arg-type]
+        finish(writer, specs)
 
     monkeypatch.setattr(ShardWriter, "finish", wait_for_the_flusher)
     assert stopped(family, out, says="Input/output error") == TENSORS
@@ -222,15 +219,13 @@ def test_a_bug_on_the_way_keeps_what_is_done(
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "finish", finish)
         patch.setattr(tempfile, "tempdir", str(tmp_path))  # of the report
-        outcome = actmat(family.argv("--out", str(out)))
-    assert outcome.code == 3
+        outcome = actmat(family.argv("--out", str(out)), code=3)
     assert f"{TENSORS} of {TENSORS} tensors are kept; the same command goes on where it stopped." in outcome.err
     goes_on(family, out, TENSORS)
 
 
 def test_a_name_that_is_too_long(family: Family) -> None:
-    outcome = actmat(family.argv("--out", str(family.root / ("x" * 250))))
-    assert outcome.code == 1
+    outcome = actmat(family.argv("--out", str(family.root / ("x" * 250))), code=1)
     assert "too long" in outcome.err
 
 
@@ -240,8 +235,7 @@ def test_an_export_on_a_full_disk_is_no_bug(family: Family, to: str, size: int) 
     given = lora(family.root / "kohya.safetensors", 1, "kohya")
     before = {p.name for p in family.root.iterdir()}
     with files_of_at_most(size):
-        done = actmat(["export", str(given), "--to", to, "--out", str(family.root / "out.safetensors")])
-    assert done.code == 1, done
+        done = actmat(["export", given, "--to", to, "--out", family.root / "out.safetensors"], code=1)
     assert "Cannot write to" in done.err
     assert {p.name for p in family.root.iterdir()} == before
 

@@ -69,7 +69,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert actmat(family.argv("--out", str(theirs), "--set", "max_shard_size=2kB")).code == 0
+    actmat(family.argv("--out", str(theirs), "--set", "max_shard_size=2kB"), code=0)
     argv = [*family.argv("--out", str(ours), "--set", "max_shard_size=2kB"), "--diagnose"]
     argv[argv.index("--threads") + 1] = "2"
     done = blocked(argv, ["pread", "pwrite"])
@@ -78,7 +78,7 @@ def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, t
     assert not list(tmp_path.glob(".*")), "no lock is left"
     again = blocked(argv)
     assert again.returncode == 0, again.stderr
-    assert actmat(["verify", str(ours)]).code == 0
+    actmat(["verify", ours], code=0)
 
 
 @pytest.mark.parametrize("gone", [(), ("preadv",), ("preadv", "pread", "pwrite")])
@@ -112,7 +112,6 @@ def test_temporary_folders_of_killed_processes_are_removed(
     command = [sys.executable, "-c", LEFT + ENDS[end]]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-        assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         if end == "killed":
             process.wait()
@@ -332,7 +331,7 @@ def test_a_manifest_of_two_drives_has_no_relative_path(family: Family, monkeypat
         raise ValueError("path is on mount 'D:', start on mount 'C:'")
 
     monkeypatch.setattr(os.path, "relpath", other_drive)
-    assert actmat(family.argv("--out", str(out))).code == 0
+    actmat(family.argv("--out", str(out)), code=0)
     text = (out / "actmat_manifest.json").read_text(encoding="utf-8")
     assert "from_here" not in text
-    assert actmat(["verify", str(out)]).code == 0
+    actmat(["verify", out], code=0)

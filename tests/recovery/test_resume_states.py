@@ -51,8 +51,7 @@ class Interrupted:
 
     def resumed(self, *flags: str) -> int:
         """Finish it; how many tensors were taken over."""
-        outcome = actmat(self.argv(*flags))
-        assert outcome.code == 0, outcome
+        outcome = actmat(self.argv(*flags), code=0)
         assert hidden(self.place) == []
         _, found, rest = outcome.err.partition("interrupted merge: ")
         return int(rest.split()[0]) if found else 0
@@ -176,7 +175,7 @@ def test_a_changed_input_takes_nothing_over(own: Interrupted, which: str) -> Non
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert own.resumed() == 0
     fresh = own.family.root / "fresh" / "out"
-    assert actmat(own.family.argv("--out", str(fresh))).code == 0
+    actmat(own.family.argv("--out", str(fresh)), code=0)
     assert contents(own.out) == contents(fresh)
 
 
@@ -184,8 +183,7 @@ def test_killed_between_the_renames(state: Interrupted) -> None:
     state.journal.unlink()
     previous = state.place / ".out.actmat-previous"
     shutil.copytree(state.partial, previous)
-    outcome = actmat(state.argv())
-    assert outcome.code == 1
+    outcome = actmat(state.argv(), code=1)
     assert str(previous) in outcome.err
     assert "--overwrite" in outcome.err
     assert previous.is_dir()
@@ -202,14 +200,13 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(state: Interrupted, mo
     finish = ShardWriter.finish
 
     def slow(writer: ShardWriter, specs: object) -> None:
-        finish(writer, specs)  # type: ignore[arg-type]
+        finish(writer, specs)
         state.out.mkdir()
         (state.out / "mine.txt").write_text("precious")
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "finish", slow)
-        outcome = actmat(state.argv())
-    assert outcome.code == 1
+        outcome = actmat(state.argv(), code=1)
     assert "is not empty" in outcome.err
     assert [p.name for p in state.out.iterdir()] == ["mine.txt"]
     shutil.rmtree(state.out)
@@ -224,7 +221,7 @@ def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monk
     for folder in (family.base, *family.experts):
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
         edit_json(folder / "config.json", tie_word_embeddings=True)
-    assert actmat(family.argv()).code == 0
+    actmat(family.argv(), code=0)
     expected = contents(family.out)
     assert json.loads(expected["actmat_manifest.json"])["tensors"][-1]["action"] in ("tie", "merge", "average")
     assert b'"tie"' in expected["actmat_manifest.json"]
@@ -243,8 +240,7 @@ def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monk
     data = (partial / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     flip(partial / "model.safetensors", header + json.loads(data[8:header])[damaged]["data_offsets"][1] - 1)
-    outcome = actmat([a for a in family.argv() if a != "--quiet"])
-    assert outcome.code == 0
+    outcome = actmat([a for a in family.argv() if a != "--quiet"], code=0)
     assert f"interrupted merge: {len(names) - 1} " in outcome.err
     assert contents(family.out) == expected
 
@@ -252,7 +248,7 @@ def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monk
 def test_several_outputs_resume_each_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = Family.make(tmp_path, layers=2)
     flags = ("--method", "average", "--method", "ties", "--option", "density=0.2,0.5")
-    assert actmat(family.argv(*flags)).code == 0
+    actmat(family.argv(*flags), code=0)
     names = ["average", "ties,density=0.2", "ties,density=0.5"]
     assert sorted(p.name for p in family.out.iterdir()) == names
     expected = {n: contents(family.out / n) for n in names}
@@ -268,10 +264,10 @@ def test_several_outputs_resume_each_on_its_own(tmp_path: Path, monkeypatch: pyt
         patch.setattr(Staging, "record", die)
         with pytest.raises(Stop):
             actmat(family.argv(*flags))
-    assert actmat(family.argv(*flags)).code == 0
+    actmat(family.argv(*flags), code=0)
     assert {n: contents(family.out / n) for n in names} == expected
     alone = tmp_path / "alone" / "x"
-    assert actmat(family.argv("--method", "ties", "--option", "density=0.2", "--out", str(alone))).code == 0
+    actmat(family.argv("--method", "ties", "--option", "density=0.2", "--out", str(alone)), code=0)
     assert contents(alone)["model.safetensors"] == expected[names[1]]["model.safetensors"]
 
 
@@ -282,7 +278,7 @@ def test_the_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatc
     flock, seen = fcntl.flock, []
 
     def remove_under_us(file: object, how: int) -> None:
-        flock(file, how)  # type: ignore[call-overload]
+        flock(file, how)
         if not seen:
             (tmp_path / ".out.actmat-lock").unlink()
         seen.append(file)

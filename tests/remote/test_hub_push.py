@@ -32,8 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """A family, a merge of it in several shards, and another one."""
     family = Family.make(tmp_path_factory.mktemp("models"), layers=2)
     for out, flags in (("merged", SHARDS), ("other", ["--method", "average"])):
-        done = actmat(family.argv("--out", str(family.root / out), "--quiet", *flags))
-        assert done.code == 0, done.err
+        actmat(family.argv("--out", str(family.root / out), "--quiet", *flags), code=0)
     return family, family.root / "merged", family.root / "other"
 
 
@@ -48,7 +47,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]
 
 @pytest.fixture
 def uploads(hub: HubStandIn) -> Uploads:
-    assert hub.uploads is not None
     return hub.uploads
 
 
@@ -88,13 +86,12 @@ def test_the_same_push_again_sends_nothing(hub: HubStandIn, uploads: Uploads, mo
 
 def test_an_interrupted_push_goes_on(hub: HubStandIn, uploads: Uploads, models: Models) -> None:
     uploads.breaks_after = 2
-    stopped = actmat(["push", str(models[1]), "org/merged"])
-    assert stopped.code == 1
+    stopped = actmat(["push", models[1], "org/merged"], code=1)
     assert "the same command goes on" in stopped.err
     assert head(hub) == {}, "nothing shows before the commit"
     uploads.breaks_after = None
     before = set(uploads.received)
-    assert actmat(["push", str(models[1]), "org/merged"]).code == 0
+    actmat(["push", models[1], "org/merged"], code=0)
     assert head(hub) == content(models[1])
     assert len(uploads.received) == len(set(uploads.received)), "no file was sent twice"
     assert len(before) == 2
@@ -108,14 +105,13 @@ def test_large_files_are_sent_in_parts(hub: HubStandIn, uploads: Uploads, models
 
 
 def test_a_dry_run_lists_and_sends_nothing(hub: HubStandIn, uploads: Uploads, models: Models) -> None:
-    done = actmat(["push", str(models[1]), "org/merged", "--dry-run"])
-    assert done.code == 0
+    done = actmat(["push", models[1], "org/merged", "--dry-run"], code=0)
     for name in content(models[1]):
         assert name in done.out
     assert "private, new" in done.out
     assert "nothing was sent" in done.out
     assert (hub.repositories, uploads.received) == ({}, [])
-    found = pinned(json.loads(actmat(["push", str(models[1]), "org/merged", "--dry-run", "--json"]).out), "push")
+    found = pinned(json.loads(actmat(["push", models[1], "org/merged", "--dry-run", "--json"]).out), "push")
     assert {f["name"]: f["size"] for f in found["files"]} == {n: len(b) for n, b in content(models[1]).items()}
 
 
@@ -152,7 +148,7 @@ def test_refusals_say_what_to_do(hub: HubStandIn, models: Models, monkeypatch: p
     merged = str(models[1])
     assert "your own namespace" in actmat(["push", merged, "other/merged"]).err
     assert "expected a hub repository" in actmat(["push", merged, "org/merged@main"]).err
-    assert "has no actmat_manifest.json" in actmat(["push", str(models[0].base), "org/x"]).err
+    assert "has no actmat_manifest.json" in actmat(["push", models[0].base, "org/x"]).err
     monkeypatch.setenv("HF_TOKEN", "wrong")
     assert "log in (hf auth login)" in actmat(["push", merged, "org/merged"]).err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -188,13 +184,11 @@ def test_a_merge_writes_to_the_hub_and_goes_on_after_a_stop(
 ) -> None:
     argv = [*models[0].argv("--out", "hf://org/merged"), *SHARDS]
     uploads.breaks_after = 1
-    stopped = actmat(argv)
-    assert stopped.code == 1
+    stopped = actmat(argv, code=1)
     assert "tensors are kept; the same command goes on" in stopped.err
     assert head(hub) == {}
     uploads.breaks_after = None
-    done = actmat(argv)
-    assert done.code == 0, done.err
+    actmat(argv, code=0)
     assert uploads.private == {"org/merged": True}
     assert not list((tmp_path / "cache" / "actmat").glob("**/*.safetensors")), "nothing is left here"
     ours, theirs = head(hub), content(models[1])
@@ -204,11 +198,9 @@ def test_a_merge_writes_to_the_hub_and_goes_on_after_a_stop(
     again = actmat([a for a in argv if a != "--quiet"])
     assert "already complete" in again.out
     assert len(uploads.commits) == 1
-    refused = actmat([*argv, "--method", "average"])
-    assert refused.code == 1
+    refused = actmat([*argv, "--method", "average"], code=1)
     assert "pass --overwrite" in refused.err
-    replaced = actmat([*argv, "--method", "average", "--overwrite"])
-    assert replaced.code == 0, replaced.err
+    actmat([*argv, "--method", "average", "--overwrite"], code=0)
     assert head(hub) != ours
 
 
@@ -216,8 +208,7 @@ def test_a_merge_to_a_public_repository_is_refused_before_it_begins(
     hub: HubStandIn, uploads: Uploads, models: Models, tmp_path: Path
 ) -> None:
     package.push(models[2], "org/open", public=True)
-    done = actmat(models[0].argv("--out", "hf://org/open", "--overwrite"))
-    assert done.code == 1
+    done = actmat(models[0].argv("--out", "hf://org/open", "--overwrite"), code=1)
     assert "exists and is public" in done.err
     assert not list((tmp_path / "cache" / "actmat").glob("**/*.safetensors"))
 
@@ -281,8 +272,7 @@ def test_the_commands_of_the_github_action_do_what_the_page_says(
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     for _ in range(2):  # the first run of the workflow, and one after a change
         for command in commands:
-            done = actmat(command)
-            assert done.code == 0, done.err
+            actmat(command, code=0)
         assert Path(steps[-1]["with"]["path"]).is_file()
         assert head(hub).keys() >= {"model.safetensors", "actmat_manifest.json", "README.md"}
         shutil.rmtree("merged")  # a runner begins with nothing
@@ -303,7 +293,7 @@ def test_two_first_pushes_of_different_outputs_are_not_mixed(
     with pytest.raises(OutputError, match="it has a finished output"):
         package.push(models[1], "org/merged")
     assert head(hub) == content(models[2])
-    again = actmat(["push", str(models[1]), "org/merged", "--overwrite"])
+    again = actmat(["push", models[1], "org/merged", "--overwrite"])
     assert (again.code, head(hub)) == (0, content(models[1]))
 
 

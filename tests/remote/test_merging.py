@@ -48,37 +48,33 @@ def test_a_merge_over_http_has_the_bytes_of_a_local_one(
     for flags in ([], ["--method", "ties"]):
         out = tmp_path / f"out{len(flags)}{flags[:1]}"
         near = tmp_path / f"near{len(flags)}{flags[:1]}"
-        assert actmat(family.argv("--out", str(near), *flags)).code == 0
-        done = actmat(["merge", *inputs(server, family), "--out", str(out), *THREADS, *flags])
-        assert done.code == 0, done.err
+        actmat(family.argv("--out", str(near), *flags), code=0)
+        actmat(["merge", *inputs(server, family), "--out", out, *THREADS, *flags], code=0)
         assert weights(out) == weights(near)
         ours, theirs = (json.loads((p / MANIFEST_NAME).read_text()) for p in (out, near))
         assert ours["tensors"] == theirs["tensors"]
         assert ours["base"]["files"][0]["path"] == f"{server.url}/base/model.safetensors"
-    assert actmat(["verify", str(out)]).code == 0
+    actmat(["verify", out], code=0)
     server.etags["expert0/model.safetensors"] = '"other"'
-    assert actmat(["verify", str(out)]).code == 0, "the bytes count"
+    actmat(["verify", out], code=0)
 
 
 def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, family: Family, tmp_path: Path) -> None:
     size = (family.base / "model.safetensors").stat().st_size
     server.reset()
     server.root = tmp_path
-    planned = actmat(["plan", *inputs(server, family), "--json", "--full"])
-    assert planned.code == 0, planned.err
+    planned = actmat(["plan", *inputs(server, family), "--json", "--full"], code=0)
     local = json.loads(actmat(family.argv("--json", "--full", command="plan")).out)
     assert json.loads(planned.out)["items"] == local["items"]
     for name in ("base", "expert0", "expert1"):
         found = server.of(f"{name}/model.safetensors")
         assert len(found) <= 3, "one for each family of adapters to see if it is one, one for the header"
         assert all(r.start == 0 for r in found)
-    shown = actmat(["inspect", f"{server.url}/base"])
-    assert shown.code == 0, shown.err
+    shown = actmat(["inspect", f"{server.url}/base"], code=0)
     assert "llama" in shown.out
     server.reset()
     server.root = tmp_path
-    diagnosed = actmat(["diagnose", *inputs(server, family), "--quiet", *THREADS])
-    assert diagnosed.code == 0, diagnosed.err
+    actmat(["diagnose", *inputs(server, family), "--quiet", *THREADS], code=0)
     assert sum(r.sent for r in server.of("expert0/model.safetensors")) < 4 * size
 
 
@@ -87,7 +83,7 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
     server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "ATTEMPTS", 2)
-    assert actmat(family.argv("--out", str(tmp_path / "local"))).code == 0
+    actmat(family.argv("--out", str(tmp_path / "local")), code=0)
     out, tensors = tmp_path / "out", 4 * 4 + 3
     argv = ["merge", *inputs(server, family), "--out", str(out), "--threads", "1"]
 
@@ -95,28 +91,25 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
         return "503" if path == "expert1/model.safetensors" and number > 8 else ""
 
     server.fault = fail
-    stopped = actmat(argv)
-    assert stopped.code == 1
+    stopped = actmat(argv, code=1)
     assert "expert1/model.safetensors" in stopped.err.replace("\n", "")
     assert "tensors are kept" in stopped.err
     assert not out.exists()
     server.fault = lambda path, number, start: ""
     before = len(server.requests)
-    done = actmat(argv)
-    assert done.code == 0, done.err
+    actmat(argv, code=0)
     assert len(server.requests) - before > 0
     assert weights(out) == weights(tmp_path / "local")
     shutil.rmtree(out)
 
     server.counts.clear()
     server.fault = fail
-    assert actmat(argv).code == 1
+    actmat(argv, code=1)
     server.fault = lambda path, number, start: ""
     family.change(family.experts[1], lambda t: t["lm_head.weight"].mul_(2))
-    done = actmat(argv)
-    assert done.code == 0, done.err
+    done = actmat(argv, code=0)
     assert f"{tensors} " in done.out or "merged" in done.out
-    assert actmat(family.argv("--out", str(tmp_path / "local"), "--overwrite")).code == 0
+    actmat(family.argv("--out", str(tmp_path / "local"), "--overwrite"), code=0)
     assert weights(out) == weights(tmp_path / "local")
     assert not [n for n in hidden(tmp_path) if n.startswith(".out.")]
 
@@ -127,20 +120,16 @@ def test_adapters_are_downloaded_once(server: RangeServer, tmp_path: Path) -> No
     server.reset()
     server.root = tmp_path
     urls = [x for n in ("math", "code") for x in ("-e", f"{server.url}/{n}")]
-    shown = actmat(["inspect", f"{server.url}/math"])
-    assert shown.code == 0, shown.err
+    shown = actmat(["inspect", f"{server.url}/math"], code=0)
     assert "LoRA adapter" in shown.out
-    done = actmat(["merge", *urls, "--out", str(tmp_path / "far"), "--quiet"])
-    assert done.code == 0, done.err
+    actmat(["merge", *urls, "--out", tmp_path / "far", "--quiet"], code=0)
     local = [x for n in ("math", "code") for x in ("-e", str(tmp_path / n))]
-    assert actmat(["merge", *local, "--out", str(tmp_path / "near"), "--quiet"]).code == 0
+    actmat(["merge", *local, "--out", tmp_path / "near", "--quiet"], code=0)
     assert weights(tmp_path / "far") == weights(tmp_path / "near")
-    one = actmat(["inspect", f"{server.url}/math/adapter_model.safetensors"])
-    assert one.code == 0, one.err
+    actmat(["inspect", f"{server.url}/math/adapter_model.safetensors"], code=0)
     (tmp_path / "math" / "adapter_model.safetensors").unlink()
     torch.save({}, tmp_path / "math" / "adapter_model.bin")
-    refused = actmat(["inspect", f"{server.url}/math"])
-    assert refused.code == 1
+    refused = actmat(["inspect", f"{server.url}/math"], code=1)
     assert "torch file" in refused.err
 
 
@@ -186,9 +175,8 @@ def test_the_hub_is_read_by_ranges_at_a_pinned_commit(hub: HubStandIn, tmp_path:
     hub.add("org/code", family.experts[1])
     hub.add("org/base", family.base)
     argv = ["merge", "-b", "hf://org/base", "-e", "hf://org/math", "-e", "hf://org/code", "--quiet"]
-    done = actmat([*argv, "--out", str(tmp_path / "far")])
-    assert done.code == 0, done.err
-    assert actmat(family.argv("--out", str(tmp_path / "near"))).code == 0
+    actmat([*argv, "--out", tmp_path / "far"], code=0)
+    actmat(family.argv("--out", str(tmp_path / "near")), code=0)
     assert weights(tmp_path / "far") == weights(tmp_path / "near")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 

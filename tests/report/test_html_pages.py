@@ -21,7 +21,6 @@ from tests.tolerances import F64_IDENTITY
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.extras.pages.html import render_html, write_html
-from actmat.extras.pages.html.charts import curve
 from actmat.extras.pages.html.environment import dotted, environment, listed
 from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over
 from actmat.extras.pages.html.scales import (
@@ -221,19 +220,6 @@ def test_experts_have_a_row_each() -> None:
     assert "size of the merge is off" not in text_of(page, "experts")
 
 
-def test_the_matrices_of_the_largest_residual_are_listed(page: Page) -> None:
-    worst = max(diagnosis(3, 8).measures, key=lambda m: m.contested)
-    table = [e for e in page.all("table") if "Matrices of the largest" in e.text]
-    assert worst.name in table[0].text
-    assert len(page.all("details", class_="numbers")) == 1
-
-
-def test_layers_are_rows_of_colored_residuals(page: Page) -> None:
-    cells = [e for e in page.all("td") if re.fullmatch(r"q\d|h[01]|none", e.attributes.get("class") or "")]
-    assert len(cells) == 3 * 9
-    assert cells[0].text == residual_text(residual_over(layers_of(diagnosis(3, 8).measures)[0], 0))
-
-
 def test_the_recipe_on_the_page_makes_the_same_merge(page: Page) -> None:
     texts = [e.text for e in page.all("code") if "pre" in e.parents]
     assert make_recipe(yaml.safe_load(texts[1])) == make_recipe(diagnosis(3, 8).recipe)
@@ -297,10 +283,3 @@ def test_the_overall_cosine_is_that_of_the_matrices_side_by_side() -> None:
     flat = [torch.cat([d.flatten() for d in e]) for e in experts]
     wanted = float(torch.dot(*flat) / (flat[0].norm() * flat[1].norm()))
     assert overall_cosine(replaced)[0][1] == pytest.approx(wanted, rel=F64_IDENTITY)
-
-
-# Drawing
-
-
-def test_a_curve_is_a_path() -> None:
-    assert curve([(0, 0.5), (2, 0.25)]) == "M0 0.5000L2 0.2500"

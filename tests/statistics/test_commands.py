@@ -41,10 +41,10 @@ def test_text_from_every_kind_of_file(kind: str, family: Path, tmp_path: Path) -
         (tmp_path / "texts").mkdir()
         place = place.rename(tmp_path / "texts" / "a.jsonl").parent
     done = run(
-        ["statistics", "collect", str(family / "experts" / "math"), "--data", str(place), "--out", str(tmp_path / "s"),
-         "--set", "batch_size=2"]
+        ["statistics", "collect", family / "experts" / "math", "--data", place, "--out", tmp_path / "s",
+         "--set", "batch_size=2"],
+        code=0,
     )  # fmt: skip
-    assert done.code == 0, done.err
     assert "3 samples" in done.out
     assert "9 Gram matrices for 15 tensors" in done.out
     with open_statistics(tmp_path / "s") as found:
@@ -70,15 +70,14 @@ def test_an_adapter_on_its_base_and_merging_of_files(family: Path, tmp_path: Pat
     (tmp_path / "more.txt").write_text("eight nine\n")
     for n, data in enumerate((place, tmp_path / "more.txt")):
         done = run(
-            ["statistics", "collect", str(family / "adapters" / "math"), "--base", str(family / "base"), "--data",
-             str(data), "--out", str(tmp_path / f"s{n}"), "--store-dtype", "float64", "-q"]
+            ["statistics", "collect", family / "adapters" / "math", "--base", family / "base", "--data",
+             data, "--out", tmp_path / f"s{n}", "--store-dtype", "float64", "-q"],
+            code=0,
         )  # fmt: skip
-        assert done.code == 0, done.err
         assert done.out == ""
-    done = run(["statistics", "merge", str(tmp_path / "s0"), str(tmp_path / "s1"), "--out", str(tmp_path / "all")])
-    assert done.code == 0, done.err
-    shown = run(["statistics", "show", str(tmp_path / "all")])
-    told = pinned(json.loads(run(["statistics", "show", str(tmp_path / "all"), "--json"]).out), "statistics")
+    run(["statistics", "merge", tmp_path / "s0", tmp_path / "s1", "--out", tmp_path / "all"], code=0)
+    shown = run(["statistics", "show", tmp_path / "all"])
+    told = pinned(json.loads(run(["statistics", "show", tmp_path / "all", "--json"]).out), "statistics")
     assert set(told["statistics"][0]) == PINNED["statistics statistics"]
     written = f"with the adapter {family / 'adapters' / 'math'}"
     assert "".join(written.split()) in "".join(shown.out.split()), "long lines are continued anywhere"
@@ -108,21 +107,19 @@ def test_images_from_an_array_and_from_a_folder(tmp_path: Path) -> None:
     grams = []
     for data in ("images.npz", "pictures"):
         out = tmp_path / f"s-{data}"
-        done = run(["statistics", "collect", str(place), "--data", str(tmp_path / data), "--out", str(out)])
-        assert done.code == 0, done.err
+        done = run(["statistics", "collect", place, "--data", tmp_path / data, "--out", out], code=0)
         assert "5 samples of" in done.out
         assert "tokens" not in done.out
         with open_statistics(out) as found:
             assert found.header.samples == 5
             assert len(found.header.places) == 14
             key = found.find("vit.encoder.layer.0.attention.attention.query.weight")
-            assert key is not None
             grams.append(found.gram(key))
     assert relative_error(grams[0], grams[1]) < F32_PRODUCT  # the same images, in another order
-    data = json.loads(run(["statistics", "show", str(out), "--json"]).out)["statistics"][0]
+    data = json.loads(run(["statistics", "show", out, "--json"]).out)["statistics"][0]
     assert (data["samples"], data["tokens"]) == (5, None)
     inputs = ["-b", str(place), "-e", str(place), "-m", "regmean", "--statistics", str(out)]
-    plan = " ".join(run(["plan", *inputs]).out.split())
+    plan = run(["plan", *inputs]).words
     assert "statistics of 'vit': 5 samples" in plan
 
 
@@ -133,8 +130,7 @@ def test_labels_for_the_fisher_come_from_a_column(tmp_path: Path) -> None:
     flags = ["--fisher", "--fisher-labels", "given", "--set", "label_column=labels", "--no-gram"]
     out = tmp_path / "s"
     data = ["--data", str(tmp_path / "images.npz"), "--out", str(out)]
-    done = run(["statistics", "collect", str(place), *data, *flags])
-    assert done.code == 0, done.err
+    run(["statistics", "collect", place, *data, *flags], code=0)
     with open_statistics(out) as found:
         assert found.header.kinds == {"fisher"}
         assert found.fisher("classifier.weight").shape == (5, 32)
@@ -177,9 +173,9 @@ def test_what_is_wrong_is_said(change: dict[str, str], message: str, family: Pat
     (tmp_path / "x.md").write_text("x")
     flags = {"--data": str(text_file(tmp_path, "txt")), "--out": str(tmp_path / "s")}
     flags |= {k: str(tmp_path / v) if k == "--data" and v[0] != "~" else v for k, v in change.items()}
-    done = run(["statistics", "collect", str(family / "base"), *(x for pair in flags.items() for x in pair)])
-    assert done.code == (2 if "--fisher-labels" in change else 1), done.err
-    assert message in " ".join(done.err.replace("│", " ").split())
+    given = [x for pair in flags.items() for x in pair]
+    done = run(["statistics", "collect", family / "base", *given], code=2 if "--fisher-labels" in change else 1)
+    assert message in done.words
     assert not (tmp_path / "s").exists()
 
 
@@ -232,21 +228,18 @@ def test_staged_statistics_of_two_experts(family: Path, tmp_path: Path) -> None:
     given = ["-b", str(family / "base"), *(f"--expert={e}" for e in experts)]
     data = [f"--data={n}={texts}" for n in ("math", "code")]
     command = ["statistics", "staged", *given, *data, "--out", str(tmp_path / "s")]
-    done = run(command)
-    assert done.code == 0, done.err
+    done = run(command, code=0)
     assert done.out.count("Gram matrices for") == 2
     stage = tmp_path / "s" / "stages" / "0000" / "math" / "statistics.safetensors"
     before = stage.stat().st_mtime_ns
     assert run([*command, "--quiet"]).out == ""
     assert stage.stat().st_mtime_ns == before
     statistics = [f"--statistics={n}={tmp_path / 's' / n}" for n in ("math", "code")]
-    merged = run(["merge", *given, "-m", "regmean", *statistics, "--out", str(tmp_path / "merged")])
-    assert merged.code == 0, merged.err
-    refused = run(["statistics", "staged", *given, data[0], "--out", str(tmp_path / "t")])
-    assert refused.code == 1
+    run(["merge", *given, "-m", "regmean", *statistics, "--out", tmp_path / "merged"], code=0)
+    refused = run(["statistics", "staged", *given, data[0], "--out", tmp_path / "t"], code=1)
     assert "'code' has no batches" in refused.err
     same = ["-e", "a/m", "-e", "b/m", "--data=m=d"]
-    twice = run(["statistics", "staged", "-b", "x", *same, "--out", str(tmp_path / "u")])
+    twice = run(["statistics", "staged", "-b", "x", *same, "--out", tmp_path / "u"])
     assert "two experts have the same name" in twice.err
 
 
@@ -261,8 +254,7 @@ def test_texts_are_padded_for_a_tokenizer_that_has_no_token_for_it(
     for name, more in (("padded", {"pad_token": "</s>"}), ("bare", tokens)):
         (expert / "tokenizer_config.json").write_text(json.dumps(config | more))
         out = tmp_path / name
-        done = run(["statistics", "collect", str(expert), "--data", str(text_file(tmp_path, "txt")), "--out", str(out)])
-        assert done.code == 0, done.err
+        done = run(["statistics", "collect", expert, "--data", text_file(tmp_path, "txt"), "--out", out], code=0)
         assert ("no pad token" in done.err) == (name == "bare")
         with open_statistics(out) as found:
             grams.append(found.gram(next(iter(found.header.grams))))

@@ -27,8 +27,7 @@ def stats(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def collect(place: Path, model: str, name: str, out: Path, *flags: str) -> None:
     data = str(place / f"{name}.jsonl")
-    done = run(["statistics", "collect", model, "--data", data, "--out", str(out), "-q", *flags])
-    assert done.code == 0, done.err
+    run(["statistics", "collect", model, "--data", data, "--out", out, "-q", *flags], code=0)
 
 
 def naive(folder: Path, merged: Path, name: str) -> float:
@@ -57,10 +56,8 @@ def naive(folder: Path, merged: Path, name: str) -> float:
 
 def test_rows_are_what_the_activations_say(place: Path, stats: Path, tmp_path: Path) -> None:
     flags = [x for n in TEXTS for x in ("--statistics", f"{n}={stats / n}")]
-    done = run(["diagnose", str(place / "merged"), *flags, "--out", str(tmp_path / "r.json")])
-    assert done.code == 0, done.err
+    done = run(["diagnose", place / "merged", *flags, "--out", tmp_path / "r.json"], code=0)
     rows = read_diagnosis(tmp_path / "r.json").residual_on_data
-    assert rows is not None
     assert [(r.expert, r.matrices) for r in rows] == [(n, 15) for n in TEXTS]
     for row in rows:
         assert row.residual == pytest.approx(naive(place, place / "merged", row.expert), rel=1e-4)

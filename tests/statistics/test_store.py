@@ -84,10 +84,9 @@ def test_what_is_written_comes_back_with_all_means(tmp_path: Path) -> None:
     x = torch.cat([data(1), data(2)])
     with open_statistics(written(tmp_path / "s", 1, 2)) as found:
         key = found.find("0.weight")
-        assert key is not None
         total = x.T @ x
         for mean, divisor in (("sum", 1), ("token", 12)):
-            gram = found.gram(key, mean=mean, dtype=torch.float64)  # type: ignore[arg-type]
+            gram = found.gram(key, mean=mean, dtype=torch.float64)
             assert relative_error(gram, total / divisor) < F64_IDENTITY
         assert found.header.samples == 12
         assert found.find("0.bias") is None

@@ -127,8 +127,6 @@ def test_right_answers_that_an_own_answer_begins_with_need_no_pass_of_their_own(
     )
     right = InputBatch({"ids": torch.nn.functional.pad(ids, (0, 1))}, known != none, known)
     labeled, others = labeled_by_answers(own, right)
-    assert labeled.labels is not None
-    assert others.labels is not None
     assert labeled.labels.tolist() == [[none, 3, none, none], *[[none] * 4] * 3]
     assert torch.equal(others.labels, known[1:3])
     table = Table(torch.nn.functional.one_hot(torch.tensor([0, 2, 3, 4, 1]), 5).float())
@@ -153,7 +151,6 @@ def test_answers_without_an_end_are_cut_and_a_causal_model_reads_no_further() ->
     whole = InputBatch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, counted, labels)
     cut, unended = cut_unended(whole, model)
     assert unended == [True, False]
-    assert cut.counted is not None
     assert cut.counted.sum(1).tolist() == [UNENDED, 4]
     assert cut.lengths == [1 + UNENDED, 5], "prompts of two tokens, of which the second predicts"
     short = cut.without_padding()

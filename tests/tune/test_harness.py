@@ -66,13 +66,12 @@ def test_a_search_by_a_benchmark(family: Path, tmp_path: Path, task: Path) -> No
     out = tmp_path / "best"
     command = ["tune", *model_flags(family), *data_flags(family), "--out", str(out), "--methods", "average,tsv"]
     more = ["--scales", "0.5,1", "--set", "new_tokens=2", "--budget", "6", "--dtype", "float32"]
-    done = run([*command, *more, "--score", f"lm-eval:{task}", "--set", "limit=3"])
-    assert done.code == 0, done.err
+    done = run([*command, *more, "--score", f"lm-eval:{task}", "--set", "limit=3"], code=0)
     assert "it/s" not in done.err, "no bars of lm-eval"
     told = json.loads((tmp_path / "best.tune" / "tune.json").read_text())
     assert told["score"] == f"lm-eval:{task} limit 3"
     assert told["compared"] == "divergence"
-    assert "divergence (chosen by lm-eval:" in " ".join(done.out.split())
+    assert "divergence (chosen by lm-eval:" in done.words
     assert set(told["chosen"]["losses"]) == {"words"}
     assert told["chosen"]["losses"]["words"] == pytest.approx(-naive_accuracy(out, 3))
     scored = LmEval([str(task)], str(out), limit=3)
@@ -164,9 +163,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     for name in ("lm_eval", "lm_eval.evaluator"):
         monkeypatch.setitem(sys.modules, name, None)
     command = ["tune", *model_flags(family), "--data", "x.jsonl", "--out", "x"]
-    done = run([*command, "--score", "lm-eval:gsm8k"])
-    assert done.code == 1
+    done = run([*command, "--score", "lm-eval:gsm8k"], code=1)
     assert "actmat[lm-eval]" in done.err
-    done = run([*command, "--set", "limit=3"])
-    assert done.code == 2
+    done = run([*command, "--set", "limit=3"], code=2)
     assert "limit needs" in done.err

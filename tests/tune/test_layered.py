@@ -92,7 +92,6 @@ def test_one_layer_is_wide_at_a_time_and_a_pass_that_fails_leaves_none(half: Pat
         model(**PROMPTS[0])
     assert len(wide) == len(inner) > 1
     limit = place_of(half).limit
-    assert limit is not None
     assert max(wide) <= limit
     wide += [0] * 8
     with pytest.raises(MemoryError):
@@ -103,7 +102,6 @@ def test_one_layer_is_wide_at_a_time_and_a_pass_that_fails_leaves_none(half: Pat
 
 def test_less_than_a_layer_is_refused_and_so_is_a_backward_pass(half: Path) -> None:
     place = place_of(half)
-    assert place.limit is not None
     with pytest.raises(StatisticsError, match=r"does not fit\. Fix: --set model_dtype=bfloat16"):
         load_model(str(half / "base"), place=Placement(limit=place.limit - 1, source="test"))
     loaded = load_model(str(half / "base"), place=place)
@@ -128,7 +126,7 @@ def test_commands_say_it_and_give_the_same(
             monkeypatch.setattr(memory, "_limit", lambda *_: (limit, "test"))
         to, diagnosed = ["--out", str(out)], out.with_suffix(".merged")
         if name == "diagnose":
-            assert actmat(["merge", *adapters, "-m", "average", "--out", str(diagnosed)]).code == 0
+            actmat(["merge", *adapters, "-m", "average", "--out", diagnosed], code=0)
         words = {
             "merge": ["merge", *adapters, "--to", "peft", *data_flags(half), *quick, *to],
             "merge in full": ["merge", *model_flags(half), *data_flags(half), *quick, *to],

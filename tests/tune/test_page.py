@@ -54,25 +54,6 @@ def test_it_leads_with_whether_the_winner_wins(others: list[Rival], kind: str, w
     assert len(page.all("rect", class_="bar")) == 1 + len(others)
 
 
-def test_every_scale_stands_where_it_belongs() -> None:
-    """The largest scale is no edge at which several points fall together."""
-    page = Page(render_tune(report(rival("base", 0.1, 0.2))))
-    paths = [e.attributes["d"] or "" for e in page.all("path", class_="line")]
-    lines = [path for path in paths if path.count("L") == 3]
-    assert len(lines) == 2
-    for path in lines:
-        places = [float(p.split()[0]) for p in path[1:].split("L")]
-        assert len(set(places)) == 4
-        assert places == sorted(places)
-
-
-def test_one_broken_candidate_does_not_press_the_others_together() -> None:
-    page = Page(render_tune(report(rival("base", 0.1, 0.2), worst=1e4)))
-    points = [e for e in page.all("path", class_="dot") if "mean" in e.text]
-    places = [float((e.attributes["d"] or "")[1:].split()[0]) for e in points]
-    assert len({round(p, 2) for p in places}) >= 6
-
-
 @needs_browser
 def test_nothing_sticks_out_on_a_phone(tmp_path: Path) -> None:
     probe = """

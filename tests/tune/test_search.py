@@ -125,7 +125,5 @@ def test_intervals_tell_a_clear_difference_from_noise() -> None:
     assert nearer.verdict == "better"
     assert far.low == pytest.approx(1.0)
     assert far.high == pytest.approx(1.0)
-    assert near.low is not None
-    assert near.high is not None
     assert near.low < 0 < near.high
     assert RESAMPLES >= 1000

@@ -72,12 +72,6 @@ def test_the_written_model_is_the_candidate_that_was_scored(report: TuneReport, 
             assert loss_of(found, "divergence") == pytest.approx(wanted[name], rel=1e-4)
 
 
-def test_a_search_is_short_in_a_notebook(report: TuneReport) -> None:
-    assert repr(report).startswith(f"<TuneReport {report.out}: ")
-    assert f"of {len(report.trials)} tried" in repr(report)
-    assert len(repr(report)) < 300
-
-
 def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) -> None:
     place = Path(f"{report.out}.tune")
     recipe = read_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
@@ -169,8 +163,6 @@ def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
     for half, texts in ((inputs.search, TEXTS["math"][0::2]), (inputs.final, TEXTS["math"][1::2])):
         rows = []
         for batch in half:
-            assert batch.counted is not None
-            assert batch.labels is not None
             for n, mask in enumerate(batch.arguments["attention_mask"].bool()):
                 whole = batch.arguments["input_ids"][n][mask].tolist()
                 rows.append((whole, batch.labels[n][batch.counted[n]].tolist()))
@@ -211,8 +203,6 @@ def test_batches_hold_inputs_of_similar_lengths() -> None:
     found = of_similar_lengths([whole], torch.nn.Linear(1, 1))
     assert [b.lengths for b in found] == [[8, 8, 8, 7], [3], [2]]
     for batch in found:
-        assert batch.counted is not None
-        assert batch.labels is not None
         assert {t.shape for t in (*batch.arguments.values(), batch.counted, batch.labels)} == {
             (batch.samples, max(batch.lengths))
         }
@@ -285,8 +275,8 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     with pytest.raises(StatisticsError, match="at least 2 inputs"):
         tuned(family, tmp_path / "best", data=tmp_path / "one.jsonl")
     flags = [x for n in ("math", "code") for x in ("-e", f"{n}={family / 'experts' / n}", "--data", f"{n}=one prompt")]
-    refused = run(["tune", "-b", str(family / "base"), *flags, "--out", str(tmp_path / "best")])
-    assert "the prompt given: expected at least 2 inputs" in " ".join(refused.err.split())
+    refused = run(["tune", "-b", family / "base", *flags, "--out", tmp_path / "best"])
+    assert "the prompt given: expected at least 2 inputs" in refused.words
     file = shutil.copytree(family / "experts" / "math", tmp_path / "math") / "config.json"
     edit_json(file, rms_norm_eps=0.5)
     with pytest.raises(MergeError, match="rms_norm_eps"):
@@ -296,9 +286,9 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:
     command, data = ["tune", *model_flags(family), "--out", str(tmp_path / "best")], data_flags(family)
     done = run(
-        [*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--set", "new_tokens=2", "--budget", "8"]
+        [*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--set", "new_tokens=2", "--budget", "8"],
+        code=0,
     )
-    assert done.code == 0, done.err
     assert "(chosen)" in done.out
     assert "tune.html" in done.out
     assert max(map(len, done.out.splitlines())) <= 80

@@ -42,8 +42,7 @@ def adapter_flags(family: Path) -> list[str]:
 
 
 def merged(family: Path, out: Path, *flags: str) -> Any:
-    outcome = actmat(["merge", *flags, "--out", str(out), *QUICK, "--json"])
-    assert outcome.code == 0, outcome
+    outcome = actmat(["merge", *flags, "--out", out, *QUICK, "--json"], code=0)
     return json.loads(outcome.out)["outputs"][0]
 
 
@@ -76,17 +75,17 @@ def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
     for name in TEXTS:
         place = ["--base", str(family / "base"), "--data", str(family / f"{name}.jsonl")]
         stats = ["statistics", "collect", str(family / "adapters" / name), *place, "--out", str(tmp_path / name)]
-        assert actmat([*stats, "--quiet"]).code == 0
+        actmat([*stats, "--quiet"], code=0)
     statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
     by_hand = tmp_path / "by-hand"
     how = [*adapter_flags(family)[4:], "-m", "regmean", "-o", "prior=0.6667", "-o", "ridge=0.001", *statistics]
-    assert actmat(["merge", *how, "--out", str(by_hand), "--quiet"]).code == 0
+    actmat(["merge", *how, "--out", by_hand, "--quiet"], code=0)
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():  # of other batches: the ridge lets their rounding through
         assert relative_error(tensor, theirs[name]) < F32_FORWARD
     five_times = 5 * sum(found["size"]["experts"]) / 2 / found["size"]["merged"]
-    large = actmat(["merge", *how, "--scale", str(five_times), "--out", str(tmp_path / "large"), "--json"])
+    large = actmat(["merge", *how, "--scale", five_times, "--out", tmp_path / "large", "--json"])
     assert json.loads(large.out)["outputs"][0]["warnings"] == [], "the size of a merge by inputs says nothing"
 
 
@@ -115,7 +114,7 @@ def test_kept_are_answers_that_a_merge_which_has_not_seen_the_input_would_write(
                 asked = {"input_ids": seen.input_ids, "attention_mask": seen.attention_mask}
                 whole, mine = (
                     m.generate(**asked, max_new_tokens=4, do_sample=False, pad_token_id=0)
-                    for m in (expert.model, models[n % 2].model)  # type: ignore[operator]
+                    for m in (expert.model, models[n % 2].model)
                 )
                 ranked = default_predict(models[n % 2].model, {"input_ids": whole}).argmax(-1)[:, :-1]
             kept += torch.equal(whole, mine)
@@ -144,8 +143,7 @@ def test_inputs_change_no_kind_of_output_and_a_full_model_is_judged_by_the_adapt
 @pytest.mark.parametrize("text", ["one two three", "What is 2.5 plus 3?"])
 def test_one_prompt_in_the_flag_is_measured_and_asked(family: Path, tmp_path: Path, text: str) -> None:
     flags = [x for name in TEXTS for x in ("--data", f"{name}={text}")]
-    outcome = actmat(["merge", *adapter_flags(family), *flags, "--out", str(tmp_path / "m"), *QUICK])
-    assert outcome.code == 0, outcome
+    outcome = actmat(["merge", *adapter_flags(family), *flags, "--out", tmp_path / "m", *QUICK], code=0)
     lines = outcome.out.splitlines()
     head = next(n for n, line in enumerate(lines) if line.startswith("expert"))
     start = next(n for n, line in enumerate(lines) if line.startswith("too few inputs to say: give 8 a task (kept "))
@@ -155,11 +153,11 @@ def test_one_prompt_in_the_flag_is_measured_and_asked(family: Path, tmp_path: Pa
     assert "1*" in lines[head + 1]
     assert "*: measured on these very inputs" in outcome.out
     assert said == read_manifest(tmp_path / "m")["verdict"]
-    assert " ".join(actmat(["inspect", str(tmp_path / "m")]).out.split()).startswith(said)
+    assert actmat(["inspect", tmp_path / "m"]).words.startswith(said)
     card = (tmp_path / "m" / "README.md").read_text().splitlines()
     assert card[card.index(next(x for x in card if x.startswith("# "))) + 2].startswith("**too few inputs to say")
     assert api.verify(tmp_path / "m").ok
-    assert "1 measured; answers compared on 1 (the same)" in " ".join(outcome.out.split())
+    assert "1 measured; answers compared on 1 (the same)" in outcome.words
     assert max(map(len, lines)) <= 80
 
 
@@ -171,7 +169,6 @@ def test_models_are_checked_on_inputs_of_their_own_and_the_report_says_it(family
     assert [r["inputs"] for r in found["answers"]] == [6, 6]
     assert read_manifest(out)["recipe"]["mute"] == [*GUESSES]
     agreement = read_diagnosis(out).agreement
-    assert agreement is not None
     assert [r.disagreement for r in agreement] == [r["disagreement"] for r in found["answers"]]
     page = (out / "report.html").read_text()
     assert read_manifest(out)["verdict"] in page
@@ -186,8 +183,7 @@ def test_check_alone_compares_any_method_and_labels_give_accuracy(family: Path, 
     rows = [{"text": "one two", "answer": " three"}, {"text": "four", "answer": " five six"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     check = ["--check", f"math={tmp_path / 'a.jsonl'}"]
-    outcome = actmat(["merge", *model_flags(family), "-m", "ties", *check, "--out", str(tmp_path / "m"), *QUICK])
-    assert outcome.code == 0, outcome
+    outcome = actmat(["merge", *model_flags(family), "-m", "ties", *check, "--out", tmp_path / "m", *QUICK], code=0)
     lines = outcome.out.splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("expert"))
     head, first, below = lines[at : at + 3]
@@ -246,7 +242,7 @@ def test_statistics_are_kept_on_request_and_repeat_the_merge(family: Path, tmp_p
 
 
 def test_without_inputs_the_summary_says_how_to_measure_and_gives_no_norm(family: Path, tmp_path: Path) -> None:
-    outcome = actmat(["merge", *model_flags(family), "--out", str(tmp_path / "m")])
+    outcome = actmat(["merge", *model_flags(family), "--out", tmp_path / "m"])
     assert "  is it good? Not measured: add --data NAME=INPUTS" in outcome.out
     assert "norm of" not in outcome.out
 
@@ -262,17 +258,16 @@ def test_without_inputs_the_summary_says_how_to_measure_and_gives_no_norm(family
     ],
 )
 def test_wrong_inputs(family: Path, tmp_path: Path, flags: list[str], text: str) -> None:
-    outcome = actmat(["merge", *model_flags(family), *flags, "--out", str(tmp_path / "m")])
+    outcome = actmat(["merge", *model_flags(family), *flags, "--out", tmp_path / "m"])
     assert outcome.code in (1, 2), outcome
-    assert text in " ".join(outcome.err.replace("│", " ").split())
+    assert text in outcome.words
     assert not list(tmp_path.iterdir())
 
 
 def test_the_plan_says_what_is_measured_and_runs_nothing(family: Path, tmp_path: Path) -> None:
     flags = [*adapter_flags(family), *data_flags(family), "--out", str(tmp_path / "m")]
     for command in (["plan", *flags], ["plan", *flags[:-2]]):
-        outcome = actmat(command)
-        assert outcome.code == 0, outcome
+        outcome = actmat(command, code=0)
         assert outcome.out.startswith(
             "regmean, with inputs of 2 experts\n  math: 6 inputs measured, answers compared on 6"
         )
@@ -359,9 +354,8 @@ def test_models_in_memory_give_the_bytes_and_answers_of_their_folders(family: Pa
 
 def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters: tuple[Path, Any]) -> None:
     for more in ([], ["--data", "math=one two"]):
-        outcome = actmat(["diagnose", str(adapters[0]), *more])
-        assert outcome.code == 1
-        assert "--check NAME=INPUTS' compares answers" in " ".join(outcome.err.split())
+        outcome = actmat(["diagnose", adapters[0], *more], code=1)
+        assert "--check NAME=INPUTS' compares answers" in outcome.words
         assert "asking" not in outcome.err, "before any model is run"
 
 

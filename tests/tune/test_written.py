@@ -124,8 +124,7 @@ def test_templates_go_around_texts_and_self_is_no_data_set(family: Path, tmp_pat
 
 def test_prompts_are_shown_and_the_flags_reach_the_merge(family: Path, tmp_path: Path) -> None:
     around = ["--template", TEMPLATE]
-    shown = actmat(["try", *model_flags(family), "--self", "--set", f"template={TEMPLATE}", "--json"])
-    assert shown.code == 0, shown
+    shown = actmat(["try", *model_flags(family), "--self", "--set", f"template={TEMPLATE}", "--json"], code=0)
     rows = json.loads(shown.out)["models"]
     texts = write_prompts(load_model(str(experts_of(family)[0])), DataOptions("self", template=TEMPLATE), 32, seed=0)
     assert rows[0]["written"] == list(texts.texts)
@@ -133,13 +132,12 @@ def test_prompts_are_shown_and_the_flags_reach_the_merge(family: Path, tmp_path:
     plain = actmat(["try", *model_flags(family), "--self", "--set", f"template={TEMPLATE}", "-q"])
     assert plain.out.splitlines()[1] == f"  {texts.texts[0]}"
     flags = [*model_flags(family), "--data", "self", *around, "--set", "samples=8", "--set", "new_tokens=2"]
-    outcome = actmat(["merge", *flags, "--out", str(tmp_path / "m"), "--json"])
-    assert outcome.code == 0, outcome
+    outcome = actmat(["merge", *flags, "--out", tmp_path / "m", "--json"], code=0)
     assert [r["inputs"] for r in json.loads(outcome.out)["outputs"][0]["answers"]] == [8, 8]
     checked = actmat(
-        ["verify", str(tmp_path / "m"), "--check", "math=self", *around, "--set", "new_tokens=2", "--json"]
+        ["verify", tmp_path / "m", "--check", "math=self", *around, "--set", "new_tokens=2", "--json"],
+        code=0,
     )
-    assert checked.code == 0, checked
     (row,) = json.loads(checked.out)["answers"]
     assert (row["expert"], row["inputs"]) == ("math", 32)
     report = api.merge(family / "base", experts_of(family), data="self", template=TEMPLATE, out=tmp_path / "p")
