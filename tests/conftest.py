@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from actmat.identity import reader
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine stalls at times
 settings.load_profile("no deadline")
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # its handlers crash in forks of a process that has used Ray (`forks`)
 
 
 @pytest.hookimpl(wrapper=True)

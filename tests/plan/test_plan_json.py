@@ -15,7 +15,7 @@ from tests.helpers.adapters import save_adapter, tiny
 from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, save_checkpoint
 
 import actmat
-from actmat.errors import MergeError
+from actmat.errors import MergeError, RecipeError
 from actmat.extras.collect.collect import collect
 from actmat.methods import all_methods
 from actmat.planning import MergePlan
@@ -108,10 +108,18 @@ def test_a_plan_is_data(inputs: Path, request: dict[str, Any]) -> None:
         event("refused")
         return
     event(f"{plan.output} of {' and '.join(e.kind for e in plan.experts)}")
-    again = pickle.loads(pickle.dumps(plan))
-    assert again == plan
-    assert again.fingerprint() == plan.fingerprint()
-    assert json.dumps(again.to_json(), allow_nan=False) == json.dumps(plan.to_json())
+    text = json.dumps(plan.to_json(), allow_nan=False)
+    for again in (pickle.loads(pickle.dumps(plan)), MergePlan.from_json(json.loads(text))):
+        assert again == plan
+        assert again.fingerprint() == plan.fingerprint()
+        assert json.dumps(again.to_json()) == text
+
+
+@pytest.mark.parametrize(("change", "says"), [({"actmat_plan": 0}, "layout 1, found 0"), ({"items": [1]}, "damaged")])
+def test_what_is_no_plan_is_refused(inputs: Path, change: dict[str, Any], says: str) -> None:
+    data = planned(inputs, {"statistics": False} | EXAMPLES["model"]).to_json()
+    with pytest.raises(RecipeError, match=says):
+        MergePlan.from_json(data | change)
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.errors import Note, format_size
+from actmat.errors import Note, RecipeError, format_size
 from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
@@ -212,6 +212,21 @@ class MergePlan:
         """Plain data, without the fields at their default."""
         fields: dict[str, Any] = PLAN.dump_python(self, mode="json", exclude_defaults=True)
         return {"actmat_plan": FORMAT, **fields}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            RecipeError: not a plan of this version, or damaged.
+        """
+        if (layout := data.get("actmat_plan")) != FORMAT:
+            raise RecipeError(f"expected a plan of layout {FORMAT}, found {layout!r}")
+        try:
+            return PLAN.validate_python({k: v for k, v in data.items() if k != "actmat_plan"})
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
+            raise RecipeError("The plan is damaged.", problems) from None
 
 
 PLAN = TypeAdapter(MergePlan)
