@@ -16,7 +16,8 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Entries with the number of layers."""
 ROPE: Final = "rope_parameters"
 HARMLESS = re.compile(
-    r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype|(?!type_)\w*vocab_size"
+    r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype"
+    r"|((src|tgt|text|image|audio|entity|input|output)_)?vocab_size"
     r"|id2label|label2id|num_labels|finetuning_task|is_composition|quantization_config"
     r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(attentions|hidden_states|scores|past|loading_info|retrieved|segmentation|\w*logits)"
     r"|chunk_size_feed_forward|pretraining_tp|gradient_checkpointing|use_\w*kernels?|disable_custom_kernels|use_mambapy"

@@ -14,7 +14,7 @@ from actmat.errors import first_of
 from actmat.identity.configs import InputAgreement, words_of
 from actmat.identity.entries import same
 from actmat.identity.inventory import DAMAGED, TEMPLATES, Inventory, matches
-from actmat.identity.tokens import TOKENIZERS, tokenizer_file
+from actmat.identity.tokens import TOKENIZER, TOKENIZERS, WORDS, tokenizer_file
 
 _OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "*chat_template*")
 SHOWN = 6
@@ -78,7 +78,7 @@ def _unlike(ours: Mapping[str, Mapping[str, Any]], other: Inventory, group: Sequ
     Programs write the files of one tokenizer in several forms: only those that both have are compared.
     """
     theirs = other.contents
-    has_form = any(p in ours and matches(p, _OF_TOKENIZER) for p in group)
+    has_form = any(p in ours and matches(p, (TOKENIZER, *WORDS)) for p in group)
     for path in group:
         if path in ours and path in theirs:
             yield from ((path, key) for key in unequal_keys(ours[path], theirs[path]))
