@@ -193,9 +193,9 @@ def test_what_removed_extras_add_is_refused(core: Shell) -> None:
         "peft_type is 'LOHA'": ("plan", "-b", "base", "-e", "loha", "-m", "average"),
         "no installed part of actmat reads": ("inspect", "kohya.safetensors"),
         "no installed part of actmat serves": ("inspect", "s3://bucket/model"),
-        "reads 'model.gguf'": ("inspect", "gguf"),
-        "reads 'model_index.json'": ("inspect", "diffusion"),
-        "reads '.metadata'": ("inspect", "training"),
+        "found model.gguf": ("inspect", "gguf"),
+        "found model_index.json": ("inspect", "diffusion"),
+        "found .metadata": ("inspect", "training"),
     }.items():
         assert says in " ".join(core.actmat(*command, fails=True).split()), says
     listed = json.loads(core.actmat("methods", "--json"))["methods"]
