@@ -142,9 +142,9 @@ def test_rms_keeps_the_norm_of_a_full_sum_and_is_exact_on_factors():
     pairs = [LowRank(b, a) for b, a in zip(gaussian(3, 12, 2), gaussian(3, 2, 18, seed=1), strict=True)]
     dense = [p.dense() for p in pairs]
     for method, options in (("iso_c", {}), ("knots", {"rule": "iso_c", "order": "actmat"})):
-        lowrank = get_method(method).lowrank
-        assert lowrank is not None
-        factored = lowrank.merge(pairs, mean="rms", **options).value.dense()
+        declared = get_method(method)
+        assert declared.lowrank is not None
+        factored = declared.lowrank.merge(pairs, **declared.resolve_options({"mean": "rms", **options})).value.dense()
         plain = merge_matrices(method, dense, mean="rms", **options)
         assert relative_error(factored, plain) < F64_ORACLE
         assert relative_error(plain, merge_matrices(method, dense, **options)) > 0.01

@@ -95,7 +95,7 @@ def _outputs(model: Any, batch: Mapping[str, Any]) -> list[Tensor]:
     with torch.no_grad():
         out = model(**batch)
     if hasattr(out, "values"):  # losses, routers, attention of segments: on request
-        found = [value for name, value in out.items() if not re.search("loss|router|segmentation", name)]
+        found = [value for name, value in out.items() if not re.search("loss|router|segmentation|auxiliary", name)]
     else:
         found = [out] if isinstance(out, Tensor) else list(out)
     return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from actmat.checkpoints.model import COMPONENTS
 from actmat.checkpoints.side_files import SCHEDULER_CONFIG, code_files
+from actmat.checkpoints.untied import TIE
 from actmat.errors import first_of
 from actmat.identity.entries import ABSENT, ROPE, Place, is_harmless, is_usage, label_names, same, unequal_entries
 from actmat.identity.reading import ConfigReading, read_configs
@@ -273,8 +274,10 @@ def _marks(config: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, A
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _marks(value, (*at, str(key)))
-        elif value is not None and (key in CLASSES or is_usage(key, config.get("model_type"))):
-            yield (*at, str(key)), value
+        elif value is not None:
+            is_tie = bool(at) and key == TIE  # of a part; that of the whole is compared with its heads
+            if is_tie or key in CLASSES or is_usage(key, config.get("model_type")):
+                yield (*at, str(key)), value
 
 
 def _is_unsure(pair: _ConfigPair) -> bool:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from actmat.checkpoints.untied import TIE
-
 Place = tuple[str, ...]
 """Keys that lead to an entry."""
 ABSENT: Final = "absent"
@@ -35,10 +33,9 @@ _USAGE = re.compile(
     r"^(problem_type|task_specific_params|prefix|min_length|max_length|max_new_tokens|do_sample|early_stopping|num_beams"
     r"|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|bad_words_ids"
     r"|encoder_no_repeat_ngram_size|num_return_sequences|diversity_penalty|num_beam_groups|remove_invalid_values"
-    r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|tie_word_embeddings)$"
+    r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens)$"
 )
-"""Entries by which a library uses what a model computes: in pipelines, and in generation without a file of its own. And
-ties of a part, whose tensors are compared."""
+"""Entries by which a library uses what a model computes: in pipelines, and in generation without a file of its own."""
 _COUNTS = {("tapas", "temperature"), ("phimoe", "router_jitter_noise"), ("audio-spectrogram-transformer", "max_length"),
            ("flava_image_model", "mask_token")}  # fmt: skip
 """Type of model and entry that changes what it computes, though its name is one of the harmless."""
@@ -66,8 +63,7 @@ def unequal_entries(
     ours, theirs = (c if ROPE in at else _spelled(c) for c in (base, expert))
     for key in dict.fromkeys((*ours, *theirs)):
         a, b = ours.get(key), theirs.get(key)
-        is_of_part = bool(at) and key == TIE  # the output's own is compared with its heads
-        if ROPE not in at and is_harmless(key, base.get("model_type")) and not is_of_part:
+        if ROPE not in at and is_harmless(key, base.get("model_type")):
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from unequal_entries(a, b, (*at, str(key)))
