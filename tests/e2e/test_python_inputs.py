@@ -51,11 +51,16 @@ def equal(found: Any, wanted: Any) -> bool:
 
 @pytest.mark.parametrize("saved", ["", "base", "a b", "b", "base a b"])
 @pytest.mark.parametrize(
-    ("stops", "written", "said"),
-    [((5, 5), 5, "theirs are written"), ((5, 7), 2, "that of the base is written"), ((2, 2), 2, "")],
+    ("stops", "fields", "written", "said"),
+    [
+        ((5, 5), {}, 5, "theirs are written"),
+        ((5, 7), {}, 2, "that of the base is written"),
+        ((5, 7), {"files_from": "b"}, 7, "that of expert 'b' is written"),
+        ((2, 2), {}, 2, ""),
+    ],
 )
 def test_settings_of_generation_follow_the_rule_of_files(
-    models: dict[str, Any], tmp_path: Path, stops: tuple[int, int], written: int, said: str, saved: str
+    models: dict[str, Any], tmp_path: Path, stops: Any, fields: Any, written: int, said: str, saved: str
 ) -> None:
     for name, token in zip("ab", stops, strict=True):
         models[name].generation_config.eos_token_id = token
@@ -64,8 +69,8 @@ def test_settings_of_generation_follow_the_rule_of_files(
         inputs[name] = tmp_path / "saved" / name
         models[name].save_pretrained(inputs[name])
     base, experts = inputs.pop("base"), inputs
-    merged: Any = actmat.merge(base, experts, method="average")
-    report = actmat.merge(base, experts, method="average", out=tmp_path / "out", durable=False)
+    merged: Any = actmat.merge(base, experts, method="average", **fields)
+    report = actmat.merge(base, experts, method="average", out=tmp_path / "out", durable=False, **fields)
     assert merged.model.generation_config.eos_token_id == written
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == written
     for plan in (merged.plan, report.plan):

@@ -134,6 +134,14 @@ def test_a_config_that_unties_a_head_which_is_not_stored_is_taken_as_tied(
     assert side in note
 
 
+def test_a_head_of_any_name_is_stored(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    tensors["own_projection.weight"] = tensors[TABLE] + 1
+    base = saved(tmp_path / "base", tensors, tie_word_embeddings=False)
+    expert = saved(tmp_path / "expert", noisy(tensors, 1))
+    plan = actmat.plan(base, [expert], method="linear")
+    assert (plan.configs, [note for note in plan.notes if "unties" in note.text]) == ({}, [])
+
+
 @pytest.mark.parametrize("stored_twice", [False, True])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}])
 def test_lora_on_a_tied_head_is_refused_and_says_why(

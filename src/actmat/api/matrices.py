@@ -50,4 +50,5 @@ def merge_matrices(
     """
     from actmat.extras.research.matrices import merge_layer
 
-    return merge_layer(method, (deltas, base, statistics, weights, generator), options, space, post)
+    given = {"base": base, "statistics": statistics, "weights": weights, "generator": generator}
+    return merge_layer(method, deltas, given, options, space, post)

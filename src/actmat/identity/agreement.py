@@ -21,7 +21,7 @@ from actmat.identity.files import agree_files, unequal_keys
 from actmat.identity.inventory import Inventory
 from actmat.identity.templates import HEADER_TEMPLATE
 from actmat.identity.tokens import MOST_ROWS, TOKENIZER, TokenInput, TokenReader, compare_tokens, tokenizer_file
-from actmat.layout.ties import is_output_head, may_have_head, ties_embeddings
+from actmat.layout.ties import is_output_head, is_token_table, may_have_head, ties_embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,13 @@ def _agree_heads(agreed: InputAgreement, base: Inventory, experts: Sequence[Inve
 
 
 def _lacks_head(of_input: Inventory) -> bool:
-    """True if a config unties an output head that is not stored."""
-    config = of_input.config
-    is_untied = bool(config) and may_have_head(config) and not ties_embeddings(config)
-    return is_untied and not any(map(is_output_head, of_input.model.specs))
+    """True if a config unties an output head that is not stored, under any name: no matrix has a row per token."""
+    config, specs = of_input.config, of_input.model.specs
+    if not config or not may_have_head(config) or ties_embeddings(config):
+        return False
+    rows = {spec.shape[:1] for name, spec in specs.items() if is_token_table(name)}
+    others = [n for n, spec in specs.items() if len(spec.shape) == 2 and spec.shape[:1] in rows]
+    return all(map(is_token_table, others)) and not any(map(is_output_head, specs))
 
 
 def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:

@@ -52,18 +52,15 @@ def agree_files(
         source = None if fixed or all(key == "not" for _, key, _ in rows) else _agreed(files, group)
         if source is not None:
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=is_whole), source)
-            by_path: dict[str, dict[str, None]] = {}
-            for path, key, _ in rows:
-                by_path.setdefault(path, {})[key] = None
-            shown = "; ".join(f"{p}: {first_of(list(keys), SHOWN)}".removesuffix(": ") for p, keys in by_path.items())
+            keys_of = {p: list(dict.fromkeys(key for path, key, _ in rows if path == p)) for p, *_ in rows}
+            shown = "; ".join(f"{p}: {first_of(keys, SHOWN)}".removesuffix(": ") for p, keys in keys_of.items())
             fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
             continue
         for path in group:
             labels: dict[str, list[str]] = {}
-            for _, key, label in (row for row in rows if row[0] == path):
-                if key == "tokens" and has_tables:  # rows of tables, see `compare_tokens`
-                    continue
+            compared = {"tokens"} if has_tables else ()  # by the rows of tables, see `compare_tokens`
+            for _, key, label in (row for row in rows if row[0] == path and row[1] not in compared):
                 labels.setdefault(key or "only", []).append(words_of(label))
             entries = [f"{key} in {first_of(of_key)}" for key, of_key in labels.items()]
             whose = f"that of {words_of(written)} is written" if path in ours else "none is written"

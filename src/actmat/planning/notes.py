@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from actmat.checkpoints.model import Model
-from actmat.errors import Note, NoteSeverity
+from actmat.errors import Note, NoteSeverity, first_of
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
@@ -40,10 +40,9 @@ def adapter_notes(recipe: Recipe, adapters: Sequence[Adapter], modules: Sequence
     """Notes on merged adapters: zero deltas, copies, truncations and padding."""
     notes = []
     for label, adapter in zip(recipe.labels, adapters, strict=True):
-        missing = [m.name for m in modules if m.name not in adapter.modules]
-        if missing:
-            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            notes.append(f"expert '{label}' does not change {len(missing)} modules (a zero delta there): {shown}")
+        if missing := [m.name for m in modules if m.name not in adapter.modules]:
+            of = f"{len(missing)} modules (a zero delta there): {first_of(missing)}"
+            notes.append(f"expert '{label}' does not change {of}")
         if adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
     dense = [m for m in modules if not m.is_factored]

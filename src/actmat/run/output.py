@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.model import Model, ModelFolder
+from actmat.checkpoints.model import GENERATION, Model, ModelFolder
 from actmat.checkpoints.remote import staging_for
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, disk_errors
@@ -158,14 +158,15 @@ class Output:
             return copy_sidecars(*[ModelFolder()] * 3, out=folder, dtype=None, taken=taken)
         assert inputs.base is not None, "a model is merged into a base"
         base, output, dtype = inputs.base.folder, self.plan.recipe.model, self.plan.recipe.dtype
-        texts = {path: text for path, text in base.texts.items() if path not in taken}
-        texts |= {path: folder.texts[path] for path, folder in taken.items() if path in folder.texts}
+        chosen = [of_experts.get(label or "base", base) for label in (output.files_of, output.config_from)]
+        giver = taken.get(GENERATION, chosen[0])  # maybe in memory; all other texts are the base's, made anew
+        texts = {name: text for name, text in base.texts.items() if name != GENERATION}
+        texts |= {name: text for name, text in giver.texts.items() if name == GENERATION}
         template = output.chat_template
         if template == "auto":
             template = most_frequent_template((inputs.base, *inputs.experts))
         if template is not None:
-            texts = {**texts, "chat_template.jinja": template}
-        chosen = [of_experts.get(label or "base", base) for label in (output.files_of, output.config_from)]
+            texts["chat_template.jinja"] = template
         written = {**base.written, **self.plan.configs}
         copied = copy_sidecars(base, *chosen, out=folder, dtype=dtype, configs=written, taken=taken)
         if not any(matches(name, TOKENIZERS) for name in (*copied, *texts)):

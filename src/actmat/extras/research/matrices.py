@@ -20,13 +20,15 @@ from actmat.run.automatic import AUTO, choice_for
 
 def merge_layer(
     method: AnyMethod,
-    layer: tuple[Any, Any, Any, Any, torch.Generator | None],
+    deltas: Sequence[Any],
+    given: Mapping[str, Any],
     options: dict[str, Any],
     space: Space,
     post: str | Sequence[str | Mapping[str, Any]],
 ) -> Tensor:
-    """The result of `actmat.merge_matrices`; `layer`: its deltas, base, statistics, weights and generator."""
-    deltas, base, statistics, weights, generator = map(_as_tensors, layer)
+    """The result of `actmat.merge_matrices`; `given`: base, statistics, weights and generator, None without one."""
+    deltas, generator = _as_tensors(deltas), given["generator"]
+    base, statistics, weights = (_as_tensors(given[name]) for name in ("base", "statistics", "weights"))
     if method == AUTO:
         method, space, options = _automatic(deltas, space, statistics, weights, options)
     chosen = get_method(method)

@@ -156,10 +156,7 @@ class _ConfigStack:
         if not self.name and depth_of(self.whole) is None:
             self.name = _key_of_layers(values[0], self.prefix)
             self.first = self.whole.get(self.name, {}) if self.name else self.whole
-        self.parts = [
-            _Part(s, v[k] if (k := _key_of_layers(v, self.prefix)) else v)
-            for s, v in zip(self.slices, values, strict=True)
-        ]
+        self.parts = [_Part(s, self._of_layers(v)) for s, v in zip(self.slices, values, strict=True)]
         self.lead = self.parts[0]
 
     def _of_layers(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
