@@ -42,7 +42,7 @@ _SORTS = (
     Sort("sharded", ("--set", "max_shard_size=4kB", "--threads", "2")),
     Sort("variants", ("-m", "average", "-m", "ties", "-o", "density=0.2,0.5", "--threads", "1")),
     Sort("diagnosed", ("--diagnose", "--threads", "1")),
-    Sort("other dtype", ("--dtype", "bfloat16", "-m", "dare", "--set", "sha256=true")),
+    Sort("other dtype", ("--dtype", "bfloat16", "-m", "dare")),
     Sort("adapter", ("--threads", "1"), inputs="adapters"),
     Sort("adapters into a model", ("--threads", "2"), inputs="base and adapters"),
     Sort("overwrite", ("--overwrite", "--threads", "1"), replaces=True),

@@ -20,7 +20,7 @@ class RunSettings:
     'cpu'
     """
 
-    device: Annotated[str, Flag(help="Where matrices are merged: cpu, cuda (all GPUs), cuda:0,2 (those), mps.")] = "cpu"
+    device: Annotated[str, Flag(help="Where matrices are merged: cpu, cuda (all GPUs), cuda:0,2 (those).")] = "cpu"
     device_memory: Annotated[
         str | int | None, Setting("Memory limit of each device, such as 40GB; larger tensors are merged on the host.")
     ] = None
@@ -32,7 +32,6 @@ class RunSettings:
     ] = None
     overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat.")] = False
     durable: Annotated[bool, Setting("Wait until the output is on the disk before renaming it.")] = True
-    sha256: Annotated[bool, Setting("Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging; write a report.")] = False
     executor: Annotated[
         str | None,

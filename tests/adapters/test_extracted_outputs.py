@@ -99,12 +99,12 @@ def test_an_output_at_a_url(place: Path, out: Path, monkeypatch: pytest.MonkeyPa
     fsspec = pytest.importorskip("fsspec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     url = "memory://extracted/adapter"
-    report = merged(place, url, sha256=True)
+    report = merged(place, url)
     assert report.out == url
     with fsspec.open(f"{url}/{FILE}", "rb") as file:
         assert file.read() == (out / FILE).read_bytes()
     assert verify(url).ok
-    assert merged(place, url, sha256=True).was_finished
+    assert merged(place, url).was_finished
     assert not list(fsspec.filesystem("memory").glob("extracted/adapter/.*"))
 
 

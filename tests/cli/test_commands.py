@@ -148,14 +148,9 @@ def test_inspect_describes_a_checkpoint(family: Family) -> None:
 
 
 def test_a_merge_prints_a_summary(family: Family) -> None:
-    outcome = actmat(
-        [a for a in family.argv("--set", "allow_nonfinite=true", "--set", "sha256=true") if a != "--quiet"],
-        code=0,
-    )
+    outcome = actmat([a for a in family.argv() if a != "--quiet"], code=0)
     assert "4 merged, 3 averaged" in outcome.out
     assert "actmat_manifest.json" in outcome.out
-    manifest = json.loads((family.out / "actmat_manifest.json").read_text())
-    assert len(manifest["output"]["sha256"]["model.safetensors"]) == 64
     assert hidden(family.root) == []
 
 

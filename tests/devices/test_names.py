@@ -21,7 +21,6 @@ from actmat.settings import RunSettings
         ("cuda:0", "cuda", (0,)),
         ("cuda:0,2", "cuda", (0, 2)),
         ("cuda:3, 1", "cuda", (3, 1)),
-        ("mps", "mps", None),
         ("cpu:0,1", "cpu", (0, 1)),
     ],
 )
@@ -38,7 +37,6 @@ def test_what_a_text_names(text: str, kind: str, numbers: tuple[int, ...] | None
         ("cuda:0,0,1,1,1", ["0 is given 2 times", "1 is given 3 times"]),
         ("cuda:a,0,-1,0", ["'a' is not the number", "'-1' is not the number", "0 is given 2 times"]),
         ("tpu:x", ["no kind 'tpu'", "'x' is not the number"]),
-        ("mps:0", ["one 'mps'"]),
         ("cuda:99999", ["'99999' is not the number"]),
     ],
 )
@@ -60,9 +58,6 @@ def test_devices_that_are_not_here_are_all_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=r"sees no CUDA device.*--device cpu"):
         check_device("cuda:0")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(RecipeError, match="Metal"):
-        check_device("mps")
 
 
 def test_devices_of_a_text() -> None:

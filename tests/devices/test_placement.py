@@ -41,8 +41,6 @@ def test_without_devices_nothing_is_said() -> None:
     ("method", "room", "factored", "words"),
     [
         ("actmat", DeviceRoom("cuda:0,1"), False, ", on cuda"),
-        ("ties", DeviceRoom("mps"), False, ", on mps"),
-        ("actmat", DeviceRoom("mps"), False, ", on the host: mps has no float64, in which spectra are computed"),
         ("average", DeviceRoom("cuda"), False, ", on the host: elementwise"),
         ("actmat", DeviceRoom("cuda"), True, ", on the host: factors are small"),
     ],
@@ -300,7 +298,7 @@ def test_one_thread_loads_linear_algebra_before_others_use_it(monkeypatch: pytes
     """The first calls on a GPU, made by two threads at once, raised "lazy wrapper should be called at most once"."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(torch.linalg, "cholesky", seen.append)
-    for device, calls in (("cpu", 0), ("mps", 0), ("cpu:0,1", 1)):  # spectra of `mps` are found on the host
+    for device, calls in (("cpu", 0), ("cpu:0,1", 1)):
         ThreadExecutor(Inputs((), None, (), ExpertStatistics.none(())), (), Resources(2, 1 << 30, device))
         assert len(seen) == calls, "in the thread that makes the executor, once for all devices"
 

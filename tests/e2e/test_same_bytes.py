@@ -159,9 +159,7 @@ def test_unchanged_tensors_keep_the_bits_of_the_base(method: str, tmp_path: Path
     assert flags == {"a.weight": True, "b.weight": True, "c.bias": True, "d.weight": False}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("base", "elsewhere"), ("compute_dtype", "float64"), ("allow_nonfinite", True)]
-)
+@pytest.mark.parametrize(("field", "value"), [("base", "elsewhere"), ("compute_dtype", "float64")])
 def test_recipes_of_one_run_must_share_the_reading(field: str, value: Any, tmp_path: Path) -> None:
     fields = {"base": "base", "experts": ["one"], "out": str(tmp_path / "a")}
     recipes = [make_recipe(fields), make_recipe({**fields, "out": str(tmp_path / "b"), field: value})]

@@ -8,7 +8,7 @@ from tests.helpers.merging import actmat
 from actmat.cli.screen import LAYOUTS
 
 MERGE = {
-    "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "answers", "nonfinite",
+    "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "answers",
     "relative_error", "size", "warnings", "read_bytes", "write_bytes", "seconds", "notes", "findings",
 }  # fmt: skip
 PINNED: dict[str, set[str]] = {

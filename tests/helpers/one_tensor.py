@@ -30,7 +30,7 @@ class OneTensor:
     """One tensor in a base and in experts, and its reader."""
 
     def __init__(self, base: Tensor, *experts: Tensor, compute: torch.dtype = torch.float32, **settings: Any) -> None:
-        self.findings = Findings(tolerated=settings.get("tolerated", False))
+        self.findings = Findings()
         labels = tuple(f"e{t}" for t in range(len(experts)))
         model = hold_model({"w": base})
         opened = [StoredDeltas(hold_model({"w": t})) for t in experts]

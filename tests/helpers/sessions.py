@@ -46,7 +46,7 @@ class OpenedRun:
     writers: Sequence[ShardWriter]
     results: list[UnitResult] = field(default_factory=list)
     records: dict[tuple[int, str], Record] = field(default_factory=dict)
-    findings: Findings = field(default_factory=lambda: Findings(tolerated=False))
+    findings: Findings = field(default_factory=Findings)
 
     def survey(self, executor: Executor) -> None:
         """Let the executor survey the whole model."""

@@ -82,7 +82,6 @@ def test_the_report_of_a_finished_merge(family: Family) -> None:
 OTHER: dict[str, tuple[Callable[[Family], object], tuple[str, ...], str]] = {
     "expert changed": (lambda f: f.change(f.experts[0], lambda t: t[Q0].mul_(2)), (), "files of its inputs"),
     "diagnosis wanted": (lambda f: None, ("--diagnose",), "without --diagnose"),
-    "sha256 wanted": (lambda f: None, ("--set", "sha256=true"), "--set sha256=true"),
 }
 
 

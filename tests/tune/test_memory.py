@@ -57,7 +57,6 @@ def test_bytes_are_those_of_the_formulae_and_less_is_refused() -> None:
     [
         (RunSettings(), 900, "cpu", "free"),
         (RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB"), 2 * 10**9, "cuda:1", "device_memory"),
-        (RunSettings(device="mps"), 900, "mps", "free memory on mps"),
     ],
 )
 def test_the_limit_is_that_of_the_device_of_the_models(
@@ -74,7 +73,6 @@ def test_the_limit_is_that_of_the_device_of_the_models(
 def test_models_run_on_the_first_of_several_devices(family: Path, tmp_path: Path) -> None:
     assert model_device("cuda:3") == ("cuda:3", "")
     assert model_device("cuda")[0] == "cuda:0"
-    assert model_device("mps") == ("mps", "")
     first, note = model_device("cuda:2,0")
     assert first == "cuda:2"
     assert "first of cuda:2,0" in note

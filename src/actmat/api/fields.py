@@ -32,7 +32,6 @@ class RunFields(TypedDict, total=False):
     threads: int | None
     overwrite: bool
     durable: bool
-    sha256: bool
     diagnose: bool
     executor: str | None
 
@@ -43,7 +42,6 @@ class AverageFields(RunFields, total=False):
     ties: bool
     dtype: OutputDtype | None
     compute_dtype: Dtype
-    allow_nonfinite: bool
     max_shard_size: str | int
 
 

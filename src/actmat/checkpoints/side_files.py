@@ -115,13 +115,12 @@ def is_of_architecture(name: str, whole: Collection[str] = ()) -> bool:
     return of_it or (top in whole and "/" in name)
 
 
-def code_files(config: Mapping[str, Any], classes: str = "", *, is_local: bool = False) -> list[str]:
+def code_files(config: Mapping[str, Any], classes: str = "") -> list[str]:
     """Python files that `auto_map` of a config names; they are copied, never run.
 
     Args:
         config: of a model.
         classes: beginning of the names of the Auto classes.
-        is_local: without those that lie in another repository.
 
     >>> code_files({"auto_map": {"AutoConfig": "own/repo--conf.Config", "AutoModel": "code.Model"}}, "AutoModel")
     ['code.py']
@@ -129,7 +128,7 @@ def code_files(config: Mapping[str, Any], classes: str = "", *, is_local: bool =
     listed = config.get("auto_map")
     rows = [v for k, v in listed.items() if str(k).startswith(classes)] if isinstance(listed, Mapping) else [listed]
     named = [v for row in rows for v in (row if isinstance(row, list) else [row]) if isinstance(v, str)]
-    return sorted({v.rpartition("--")[2].partition(".")[0] + ".py" for v in named if not (is_local and "--" in v)})
+    return sorted({v.rpartition("--")[2].partition(".")[0] + ".py" for v in named})
 
 
 def sort_side_files(

@@ -41,7 +41,7 @@ class Loading:
     base: Annotated[
         str | None, Flag(("--base", "-b"), "Base of an adapter; default: the base that its config names.")
     ] = None
-    device: Annotated[str, Flag(help="Device the model runs on: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Annotated[str, Flag(help="Device the model runs on: cpu, cuda or cuda:N.")] = "cpu"
     device_memory: Annotated[str | None, Setting("Memory limit of the device; a larger model runs layer by layer.")] = (
         None
     )

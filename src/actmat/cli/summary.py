@@ -149,8 +149,6 @@ def print_summary(report: MergeReport) -> None:
         + ("recipe in the file's metadata" if is_file else "all hashes in actmat_manifest.json")
     )
     _print_notes(plan, "note", "  ", most=None if is_file else MOST_NOTES)
-    if not from_adapters and report.totals.nonfinite:
-        console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     _print_findings(report)
 
 
@@ -277,7 +275,6 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "actions": count_actions(plan.items),
         "unchanged": totals.unchanged,
         "answers": [dataclasses.asdict(row) for row in report.answers] or None,
-        "nonfinite": totals.nonfinite,
         "relative_error": totals.relative_error,
         "size": size_data(totals.norms),
         "warnings": list(map(str, report.warnings)),

@@ -33,14 +33,12 @@ class Totals:
 
     Args:
         unchanged: tensors to be merged or averaged that no expert changes.
-        nonfinite: NaN and Inf that counted as unchanged.
         relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`.
         norms: over all merges by a method; of a model from a sample of entries. None without such merges.
         vanished: tensors whose deltas are too small for the numbers of the merge, and count as zero.
     """
 
     unchanged: int = 0
-    nonfinite: int = 0
     relative_error: float = 0.0
     norms: Norms | None = None
     vanished: int = 0
@@ -52,13 +50,12 @@ LEAST_NORM = 1e-150
 
 def totals_of(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
     """Totals of the items that have a record. Sizes are measured on a sample, those of merged factors exactly."""
-    unchanged = nonfinite = vanished = 0
+    unchanged = vanished = 0
     errors: list[tuple[float, float]] = []
     squares: list[list[float]] = []
     for item in plan.items:
         if (record := records.get(item.name)) is None:  # tied to another, or a copy in a merge that is only measured
             continue
-        nonfinite += record.nonfinite
         size = record.stats if item.is_module and "sum_norm" in record.stats else record.size
         is_same = record.unchanged and item.action in ("merge", "average")
         unchanged += is_same
@@ -73,7 +70,7 @@ def totals_of(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
     norms = Norms(merged, total, tuple(experts)) if squares else None
     norm = math.fsum(n for _, n in errors)
     relative_error = math.sqrt(math.fsum(e for e, _ in errors) / norm) if norm else 0.0
-    return Totals(unchanged, nonfinite, relative_error, norms, vanished)
+    return Totals(unchanged, relative_error, norms, vanished)
 
 
 def _differs(item: Item, record: Record) -> bool:

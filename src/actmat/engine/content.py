@@ -58,35 +58,10 @@ def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Seque
     ]
 
 
-PROBES = 8
-"""Tensors per expert that are compared before the work begins: the smallest, norms and biases as a rule."""
-
 FOREIGN = (
     "Statistics do not belong to the merged models; collect them again (actmat statistics collect), or give the "
     "experts that they were measured on."
 )
-
-
-def check_probes(inputs: Inputs) -> None:
-    """Compare a few small tensors before hours of work; every tensor is compared when it is read.
-
-    Raises:
-        StatisticsError: statistics of another model; every expert that is concerned is listed.
-    """
-    problems = []
-    for label, file, expert in zip(inputs.labels, inputs.statistics.files, inputs.experts, strict=True):
-        source = inputs.base_tensors if expert.needs_base else expert
-        if file is None or source is None:
-            continue
-        who = "the base" if expert.needs_base else f"expert '{label}'"
-        known = file.header.model.tensors
-        names = sorted((n for n in source.specs if n in known), key=lambda n: (source.specs[n].nbytes, n))
-        contents = {n: content_hash(source, n) for n in names[:PROBES]}
-        other = [n for n in contents if contents[n] != known[n]]
-        if other:
-            problems.append(_foreign(other[0], who, contents[other[0]], label, file))
-    if problems:
-        raise StatisticsError(FOREIGN, problems)
 
 
 def foreign_tensors(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Devices that merge matrices: `cuda` (all of them), `cuda:1`, `cuda:0,2`, `mps`, and `cpu:0,1`, which are simulated.
+"""Devices that merge matrices: `cuda` (all of them), `cuda:1`, `cuda:0,2`, and `cpu:0,1`, which are simulated.
 
 The engine forms deltas on the host, in chunks, copies them to the device, calls the method there, and adds the result
 to the base on the host. A simulated device takes the same way on the CPU, with the same bytes.
@@ -19,7 +19,7 @@ from actmat.engine.memory import available_memory
 from actmat.errors import MergeError, RecipeError, format_size, is_memory_error
 from actmat.planning.work import HOST, DeviceRoom
 
-FORMS = "'cpu', 'cuda', 'cuda:N', 'cuda:N,M', 'mps', or for simulated devices 'cpu:N,M'"
+FORMS = "'cpu', 'cuda', 'cuda:N', 'cuda:N,M', or for simulated devices 'cpu:N,M'"
 
 USABLE = 0.9
 """Share of a device's memory that plans count on; the rest is for its libraries (context, handles) and fragments."""
@@ -42,14 +42,10 @@ class Device:
 
     def total_bytes(self) -> int | None:
         """Memory of the device; None for a simulated one."""
-        if self.name == "mps":
-            return int(torch.mps.recommended_max_memory())
         return None if self.name.startswith("cpu") else int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     def free_bytes(self) -> int:
         """Memory that could be allocated now; the host's for a simulated device."""
-        if self.name == "mps":
-            return int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory())
         if self.name.startswith("cpu"):
             return available_memory()
         unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
@@ -71,9 +67,7 @@ def parse_devices(text: str) -> tuple[str, tuple[int, ...] | None]:
     """
     kind, colon, listed = text.partition(":")
     words = [word.strip() for word in listed.split(",")] if colon else []
-    problems = [] if kind in ("cpu", "cuda", "mps") else [f"there is no kind '{kind}'"]
-    if kind == "mps" and colon:
-        problems.append("there is one 'mps', which has no number")
+    problems = [] if kind in ("cpu", "cuda") else [f"there is no kind '{kind}'"]
     bad = [word for word in words if not re.fullmatch(r"[0-9]{1,4}", word)]
     problems += [f"'{word}' is not the number of a device" for word in bad]
     counts = Counter(int(word) for word in words if word not in bad)
@@ -90,8 +84,6 @@ def open_devices(text: str) -> list[Device]:
         RecipeError: invalid text.
     """
     kind, numbers = parse_devices(text)
-    if kind == "mps":
-        return [Device("mps")]
     count = torch.cuda.device_count() if kind == "cuda" else 0
     return [Device(f"{kind}:{n}") for n in (range(count) if numbers is None else numbers)]
 
@@ -115,8 +107,6 @@ def _missing(text: str) -> str:
         count = torch.cuda.device_count()
         if missing := [f"'cuda:{n}'" for n in numbers or () if n >= count]:
             return f"there is no {', '.join(missing)}: torch sees {count} CUDA device(s), 0 to {count - 1}"
-    if kind == "mps" and not torch.backends.mps.is_available():
-        return "device 'mps' was given, but this torch has no Metal support"
     return ""
 
 

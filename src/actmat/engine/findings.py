@@ -11,13 +11,11 @@ class Findings:
     """NaN and Inf, ties that do not hold, statistics of another model.
 
     Args:
-        tolerated: whether NaN and Inf count as "unchanged".
         nonfinite: (tensor, input) -> number of NaN or Inf.
         broken_ties: one sentence each.
         foreign_statistics: one sentence each.
     """
 
-    tolerated: bool
     nonfinite: Counter[tuple[str, str]] = field(default_factory=Counter)
     broken_ties: list[str] = field(default_factory=list)
     foreign_statistics: list[str] = field(default_factory=list)
@@ -28,19 +26,14 @@ class Findings:
         self.broken_ties += other.broken_ties
         self.foreign_statistics += other.foreign_statistics
 
-    def count(self, tensor: str) -> int:
-        """Number of NaN and Inf in one tensor, over all inputs."""
-        return sum(n for (name, _), n in self.nonfinite.items() if name == tensor)
-
     @property
     def fatal(self) -> bool:
         """True if the merge must stop."""
-        return bool(self.foreign_statistics or self.broken_ties) or (bool(self.nonfinite) and not self.tolerated)
+        return bool(self.foreign_statistics or self.broken_ties or self.nonfinite)
 
     def problems(self) -> list[str]:
         """One sentence per broken tie, and per tensor and input with NaN or Inf."""
-        bad = {} if self.tolerated else self.nonfinite
         return sorted(self.broken_ties) + [
             f"tensor '{name}' of {who} has {n} value{'s' if n > 1 else ''} that {'are' if n > 1 else 'is'} NaN or Inf"
-            for (name, who), n in sorted(bad.items())
+            for (name, who), n in sorted(self.nonfinite.items())
         ]

@@ -182,7 +182,6 @@ def _record_of(sink: Sink, reader: ItemReader, seconds: float, *, changed: bool)
         expert_hashes=expert_hashes if task.merges else (),
         stats=join_stats(task.stats, record.stats),
         unchanged=record.unchanged or not (task.merges and changed),
-        nonfinite=reader.findings.count(task.item.name) if task.merges else 0,
         seconds=seconds + time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,
         size=size,

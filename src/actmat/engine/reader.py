@@ -234,7 +234,7 @@ class ItemReader:
     def _clear(self, delta: Tensor, raw: Tensor, base_raw: Tensor, t: int, *, note: bool) -> None:
         """Note non-finite entries, once each, and count the expert as unchanged there.
 
-        Unless they are tolerated, the merge fails in the end; going on with zeros finds all of them first.
+        The merge fails in the end; going on with zeros finds all of them first.
         """
         self._finite[t] = False
         bad = ~torch.isfinite(raw)

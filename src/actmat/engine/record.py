@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 
 def _with_norm(stats: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,6 @@ class Record:
         base_hash, expert_hashes: content hashes of the inputs' tensors.
         stats: what the method reported.
         unchanged: no expert changed the tensor.
-        nonfinite: NaN and Inf of the inputs that counted as unchanged.
         seconds: time it took; an item's share where several variants shared the reading.
         observed: what the observer measured.
         size: of the merged delta and of the experts', see `engine.size`; of tensors of models that a method merged.
@@ -54,7 +53,6 @@ class Record:
     expert_hashes: tuple[str, ...] = ()
     stats: Annotated[Mapping[str, Any], AfterValidator(_with_norm)] = field(default_factory=dict)
     unchanged: bool = False
-    nonfinite: Annotated[int, Field(lt=2**63)] = 0
     seconds: float = 0.0
     observed: Mapping[str, Any] | None = None
     size: Annotated[Mapping[str, Any] | None, AfterValidator(_complete)] = None

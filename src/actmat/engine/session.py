@@ -111,7 +111,6 @@ class Session:
         self._writers = writers
         self._compute = torch_dtype(spec.plans[0].recipe.compute_dtype)
         self.device = device
-        self._tolerant = spec.plans[0].recipe.allow_nonfinite
         self._scratch = Scratch(keep=spec.room)
 
     @classmethod
@@ -151,7 +150,7 @@ class Session:
             CheckpointError, OutputError: an input or the output cannot be read or written.
             MergeError: a device has too little memory.
         """
-        findings = Findings(tolerated=self._tolerant)
+        findings = Findings()
         tasks = [self._task(member) for member in unit.members]
         device = self.device if unit.device_bytes else None
         with torch.no_grad(), device_memory_errors(device, unit.name, unit.device_bytes):
@@ -172,7 +171,7 @@ class Session:
         assert item.call is not None
         method = get_method(item.call.method)
         assert method.survey is not None
-        ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
+        ignored, on_device = Findings(), item.cost.device_bytes > 0  # they are found when it is merged
         reader = self._item_reader(item, ignored, on_device=on_device)
         regions = [module_region(item.target)] if item.is_module else cut(item.shape, item.layout, method.acts_on)
         with torch.no_grad():

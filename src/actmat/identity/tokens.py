@@ -32,8 +32,6 @@ CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vo
 RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
 """Entries of `tokenizer.json` by which a text becomes tokens."""
 MOST_ROWS = 2**31
-SHOWN = 4
-"""Tokens that a message names."""
 BY_TOKEN = "take rows by token (--set vocabulary=union, or base, or the name of an expert)"
 
 
@@ -233,7 +231,7 @@ def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str,
     shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows]
     return (
         f"{words_of(a.label)} and {words_of(b.label)} have different tokens in {len(rows)} rows of their token tables: "
-        f"{first_of(shown, SHOWN)}. Merged row by row, these would be mixed. Fix: {fix}"
+        f"{first_of(shown)}. Merged row by row, these would be mixed. Fix: {fix}"
     )
 
 
@@ -248,6 +246,6 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
         theirs = words_of(holder.label)
         for a, b, said in ((holder, keeper, (theirs, ours, fix)), (keeper, holder, (ours, theirs, ""))):
             lone = sorted((row, token) for row, token in at[a.label].items() if token not in b.tokens)
-            shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone], SHOWN)
+            shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone])
             if lone:
                 yield f"{said[0]} has {len(lone)} tokens that {said[1]} lacks: {shown}{said[2]}"

@@ -96,8 +96,6 @@ def factor_output_problems(
     for name in dict.fromkeys(call.method for call in calls.values() if call is not None):
         if get_method(name).needs_base and get_method(name).lowrank is None:
             yield f"method '{name}' reads the base's weights; write a full model (--base ..., --to model)"
-    if recipe.allow_nonfinite:
-        yield "'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows"
     yield from (f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns(known))
 
 

@@ -85,8 +85,7 @@ def left_out_note(left_out: Mapping[str, Note]) -> list[str]:
     ['not copied with the output: optimizer.pt (a pickle)']
     """
     listed = [f"{path} ({why.text})" for path, why in left_out.items() if why.code not in UNSAID]
-    more = [f"and {len(listed) - SHOWN} more, see the manifest"] if len(listed) > SHOWN else []
-    return [f"not copied with the output: {', '.join(listed[:SHOWN] + more)}"] if listed else []
+    return [f"not copied with the output: {first_of(listed, SHOWN)}"] if listed else []
 
 
 def storage_notes(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> list[str]:

@@ -225,8 +225,6 @@ def _why_on_host(item: Item, room: DeviceRoom) -> str:
         return "elementwise"
     if item.is_factored:
         return "factors are small"
-    if room.kind == "mps" and (method.acts_on == "matrix" or call_of(item).post):
-        return "mps has no float64, in which spectra are computed"
     return ""
 
 

@@ -191,9 +191,6 @@ class Recipe(Strict):
         default="float32", description="dtype of deltas and methods: float32 or float64"
     )
     seed: int = Field(default=0, description="seed of random methods, combined with each tensor's name")
-    allow_nonfinite: bool = Field(
-        default=False, description="treat NaN and Inf in an expert as unchanged, instead of stopping"
-    )
     max_shard_size: Annotated[str, Field(coerce_numbers_to_str=True)] = Field(
         default="5GB", description="largest size of a weight file, such as 500MB (powers of ten), or bytes"
     )

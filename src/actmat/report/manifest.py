@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.diagnostics.model import write_whole
@@ -124,7 +124,7 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         row["sources"] = [s.name for s in item.sources if s is not None]
     if item.tied_to is not None:
         row["tied_to"] = item.tied_to
-    row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite}
+    row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged}
     row |= {} if record.size is None else {"size": dict(record.size)}
     hashes = dict(zip(plan.recipe.labels, record.expert_hashes, strict=False))
     return row | {"input_hashes": {"base": record.base_hash} | hashes}
@@ -140,8 +140,7 @@ def _module_row(item: Item, record: Record) -> dict[str, Any]:
     write = item.write
     if item.is_extracted:
         row |= {"kind": EXTRACTED[write.kind], "module": write.module, "why": write.why}
-        row |= {"unchanged": record.unchanged, "nonfinite": record.nonfinite}
-        row |= {} if record.size is None else {"size": dict(record.size)}
+        row |= {"unchanged": record.unchanged} | ({} if record.size is None else {"size": dict(record.size)})
     elif item.is_module:
         row["kind"] = item.module.kind
     if write.rank:
@@ -195,14 +194,12 @@ def _located(row: dict[str, Any], out: Path | None) -> dict[str, Any]:
     return row
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = False) -> None:
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there, row by row.
 
-    With `sha256`, the SHA-256 of the weight files too. Nothing is written there afterwards.
+    Nothing is written there afterwards.
     """
     output = manifest["output"]
-    if sha256:
-        output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
     known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", JOURNAL_NAME, *output["files"]}
     files = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
     rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in files.items() if n not in known}

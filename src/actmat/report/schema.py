@@ -86,7 +86,6 @@ class _Output(_StrictRow):
     content: _Hash
     files: dict[_FileName, _Size]
     side_files: dict[_FileName, _FileRow]
-    sha256: dict[_FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
 
 
 class _Item(_StrictRow):

@@ -125,7 +125,6 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
             "experts": [(e.path, e.label, e.statistics, e.stacks) for e in r.experts],
             "vocabulary": r.model.vocabulary,
             "compute_dtype": r.compute_dtype,
-            "allow_nonfinite": r.allow_nonfinite,
             "output": None if r.output is None else r.output.kind,
             "layout": r.adapter.layout,
             "executor": r.executor,

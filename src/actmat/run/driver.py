@@ -49,10 +49,12 @@ def execute(outputs: Sequence[Output], run: Run, progress: Progress, doing: str 
     make = find_executor(run.places.executor, resources.device)
     executor = make(inputs, [o.writer for o in outputs], resources)
     spec = replace(spec, surveys=executor.survey(spec))
-    findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
+    findings = Findings()
     with contextlib.closing(executor.run(spec, units)) as results:
         for parts, result in enumerate(results, 1 + min(resumed // len(outputs), total)):
             findings.add(result.findings)
+            if findings.foreign_statistics:
+                break
             if not findings.fatal:
                 for p, record in result.records:
                     outputs[p].keep(record)
@@ -66,7 +68,7 @@ def _judge(findings: Findings) -> None:
     """Raise findings in the inputs that forbid the merge."""
     if findings.foreign_statistics:
         raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
-    if findings.broken_ties and (findings.tolerated or not findings.nonfinite):
+    if findings.broken_ties and not findings.nonfinite:
         raise CheckpointError(
             f"The inputs hold tensors that config.json ties and that differ: {len(findings.broken_ties)} problem(s). "
             "Merging one for both would lose the other.",
@@ -76,7 +78,7 @@ def _judge(findings: Findings) -> None:
         problems = findings.problems()
         error = CheckpointError(
             f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
-            "out why the fine-tuning produced them, or pass --set allow_nonfinite=true to treat them as unchanged.",
+            "out why the fine-tuning produced them, or copy these tensors from the base (--keep NAME).",
             problems,
         )
         error.is_permanent = True

@@ -12,7 +12,7 @@ from actmat.checkpoints.marks import with_marks
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import LocalSource
 from actmat.checkpoints.writing.sidecars import check_sidecars
-from actmat.engine.content import check_adapters, check_probes
+from actmat.engine.content import check_adapters
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError, Problems, RecipeError
@@ -246,4 +246,3 @@ def check_values(inputs: Inputs) -> None:
     if problems:
         raise CheckpointError(f"The adapters hold values that cannot be merged: {len(problems)} problem(s).", problems)
     check_adapters(inputs)
-    check_probes(inputs)

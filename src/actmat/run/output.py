@@ -143,7 +143,7 @@ class Output:
             manifest["notes"] += [asdict(note) for note in warnings]
             card = model_card(self.plan, run.inputs, warnings)
             (staging.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
-            write_manifest(staging.path, manifest, sha256=settings.sha256)
+            write_manifest(staging.path, manifest)
         seconds = time.perf_counter() - run.inputs.began
         return MergeReport(self.out, self.plan, seconds, self.resumed, diagnosis, totals=totals, warnings=warnings)
 

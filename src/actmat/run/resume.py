@@ -87,7 +87,6 @@ def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeR
         is_other = manifest["timing"]["plan"] != plan.fingerprint()
         reasons = {
             "files of its inputs, versions or the kind of device differ": is_other,
-            "it was made without --set sha256=true": settings.sha256 and "sha256" not in manifest["output"],
             "it was made without --diagnose": settings.diagnose and not (folder / REPORT_NAME).is_file(),
         }
         if problems := [reason for reason, holds in reasons.items() if holds]:

@@ -35,7 +35,7 @@ Full = Annotated[
 Lora = Annotated[bool | None, typer.Option("--lora/--no-lora", help="Also train experts by LoRA (default: by suite).")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Comma-separated; one run per seed.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of local data sets (default: the hub).")]
-Device = Annotated[str, typer.Option("--device", help="Device of the models: cpu, cuda, cuda:N or mps.")]
+Device = Annotated[str, typer.Option("--device", help="Device of the models: cpu, cuda or cuda:N.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Parallel runs, tensors and tests (default: all cores).")
 ]

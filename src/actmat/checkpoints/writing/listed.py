@@ -9,7 +9,7 @@ from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, read_object
 from actmat.checkpoints.folder import is_plain_path, member
-from actmat.checkpoints.hashing import hash_file, sha256_file
+from actmat.checkpoints.hashing import hash_file
 from actmat.errors import OutputError
 
 MANIFEST_NAME = "actmat_manifest.json"
@@ -82,7 +82,3 @@ class OutputFiles:
     def content(self, name: str) -> str:
         """Content hash of a file without weights."""
         return hash_file(member(self.manifest_folder, name))
-
-    def sha256(self, name: str) -> str:
-        """SHA-256 of a file."""
-        return sha256_file(member(self.manifest_folder, name))

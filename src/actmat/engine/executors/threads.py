@@ -47,7 +47,7 @@ class ThreadExecutor:
         self._local = threading.local()
         self._budget = MemoryBudget(resources.memory)
         self._stopped, self._failed = threading.Event(), threading.Event()
-        if self._devices and resources.device != "mps":  # torch loads a library on its first use, by one thread only
+        if self._devices:  # torch loads a library on its first use, by one thread only
             torch.linalg.cholesky(torch.eye(1, device=self._devices[0][0].torch_device))
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:

@@ -25,7 +25,7 @@ from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import DataResidual
-from actmat.engine.content import FOREIGN, check_adapters, check_probes, foreign_tensors
+from actmat.engine.content import FOREIGN, check_adapters, foreign_tensors
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
@@ -79,22 +79,19 @@ def _residuals(
     Raises:
         StatisticsError: statistics of another model, or of no merged matrix.
     """
-    check_probes(inputs)
     items = [i for i in plan.items if i.call is not None and i.layout.role.is_matrix]
     apart: list[list[float]] = [[] for _ in inputs.experts]
     changes: list[list[float]] = [[] for _ in inputs.experts]
-    foreign: list[str] = []
     with torch.no_grad():
         for done, item in enumerate(items):
-            findings = Findings(tolerated=True)
+            findings = Findings()
             reader = ItemReader(item, inputs, torch.float64, Scratch(), findings)
             for t, missed, changed in _energies(item, reader, merged):
                 apart[t].append(missed)
                 changes[t].append(changed)
-            foreign += foreign_tensors(item, inputs, *reader.hashes())
+            if foreign := foreign_tensors(item, inputs, *reader.hashes()):
+                raise StatisticsError(FOREIGN, foreign)
             progress(done + 1, len(items))
-    if foreign:
-        raise StatisticsError(FOREIGN, sorted(foreign))
     files = [(t, f) for t, f in enumerate(inputs.statistics.files) if f is not None]
     if empty := [inputs.labels[t] for t, _ in files if not changes[t]]:
         raise StatisticsError(

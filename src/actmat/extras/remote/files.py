@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import abc
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.folder import read_index
 from actmat.checkpoints.hashing import hash_file
-from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, OutputFiles
 from actmat.errors import CheckpointError
@@ -91,28 +89,3 @@ class RemoteOutput(OutputFiles):
     def content(self, name: str) -> str:
         """See `OutputFiles`."""
         return hash_file(self._source.fetch(name))
-
-    def sha256(self, name: str) -> str:
-        """See `OutputFiles`."""
-        total, size = hashlib.sha256(), self.size(name)
-        for offset in range(0, size, BLOCK_BYTES):
-            total.update(self._source.read_range(name, offset, min(BLOCK_BYTES, size - offset)))
-        return total.hexdigest()
-
-
-class HubOutput(RemoteOutput):
-    """A commit of the hub; weights are compared by the hash that the hub states."""
-
-    def __init__(self, source: Source, files: Mapping[str, RemoteFile]) -> None:
-        super().__init__(source, list(files))
-        self._files = files
-
-    def size(self, name: str) -> int:
-        """See `OutputFiles`."""
-        if name not in self._files:
-            raise CheckpointError("it is missing")
-        return self._files[name].size
-
-    def sha256(self, name: str) -> str:
-        """See `OutputFiles`."""
-        return self._files[name].etag

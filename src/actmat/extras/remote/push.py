@@ -27,7 +27,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.claims import RemoteFile
-from actmat.extras.remote.files import HubOutput
+from actmat.extras.remote.files import RemoteOutput
 from actmat.extras.remote.hub import HTTP_ERROR, HubRepository, explained, open_repository
 from actmat.extras.remote.upload import RemoteStaging
 from actmat.foreign import in_one_line
@@ -287,12 +287,12 @@ class _HubStorage(Storage):
     def open_repository(self, repo_id: str, revision: str | None, *, streams: bool = False) -> HubRepository:
         return open_repository(repo_id, revision, streams=streams)
 
-    def open_output(self, url: str) -> HubOutput:
+    def open_output(self, url: str) -> RemoteOutput:
         named = HUB_ID.fullmatch(url)
         if named is None:
             raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
         source = open_repository(named["repo"], named["revision"], streams=True)
-        return HubOutput(source, source.files)
+        return RemoteOutput(source, source.names)
 
     def upload_problems(self, url: str) -> list[str]:
         try:

@@ -205,7 +205,7 @@ class _Search:
         plan_recipe(recipe_of(recipe, MergeChoice("task_arithmetic")), held=self.run.held)  # refuses before it loads
         asking = Asking(self.loader, InputSettings(new_tokens=settings.new_tokens), self.progress)
         recipe, asked, mark = ask_experts(recipe, data, settings, asking, self.space.statistics, self.work)
-        inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
+        inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False)
         merges = Merges(recipe, self.work / "merges", inner, self.progress)
         budget = SearchBudget(settings.budget, None if settings.minutes is None else 60 * settings.minutes)
         made = self._made(merges, budget)

@@ -149,7 +149,7 @@ def _judge(recipes: Sequence[Recipe], measuring: InputMeasuring, run: RunSetting
     """Comparison of each recipe with the experts whose inputs are dealt: each fold on a merge by the others."""
     asking = measuring.asking
     judged = [dict.fromkeys(asking.dealt, Compared()) for _ in recipes]
-    quick = dataclasses.replace(run, durable=False, overwrite=True, diagnose=False, sha256=False)
+    quick = dataclasses.replace(run, durable=False, overwrite=True, diagnose=False)
     for fold in range(measuring.folds if asking.dealt else 0):
         made = [r.model_copy(update={"out": str(measuring.work / f"merge-{n}")}) for n, r in enumerate(recipes)]
         ready = measuring.ready(made, (), without=fold)
