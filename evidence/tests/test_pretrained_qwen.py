@@ -188,6 +188,18 @@ def test_the_loss_is_that_of_the_library_on_the_tokens_that_are_learnt(finished,
     assert n == 2 * 4, "steps times the size of a batch: places behind the last example begin again at the first"
 
 
+def test_adapters_from_one_start_have_one_a(asked, tmp_path, monkeypatch):
+    experiment = made(replace(asked, settings=asked.settings | {"start": "shared"}))[0]
+    assert experiment.model == "tiny-llama, r = 2, A shared, loss on answers"
+    models = []
+    monkeypatch.setattr(stages, "train_by", lambda model, *_: models.append(dict(model.named_parameters())))
+    with Watch().stage("x") as stage:
+        for task in experiment.tasks:
+            experiment.train(task, tmp_path, stage)
+    first, other = models
+    assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
 def test_a_model_takes_the_deltas_of_an_adapter_and_gives_them_back(base, finished):
     folder = made(finished)[0].experts()["record"].path
     tokens = torch.arange(5, 15)[None]
