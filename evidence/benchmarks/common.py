@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -337,7 +338,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def own_command() -> str:
     """The command of this process, without paths of this machine."""
-    return " ".join(["python -m", f"benchmarks.{_program(Path(sys.argv[0]))}", *without_places(sys.argv[1:])])
+    return shlex.join(["python", "-m", f"benchmarks.{_program(Path(sys.argv[0]))}", *without_places(sys.argv[1:])])
 
 
 def _program(path: Path) -> str:

@@ -4,7 +4,7 @@
     python -m benchmarks.table --check     # exit status 1 when one is not what the result files say
 
 Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `scores NAME` and `small NAME` (experiments on
-pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
+pretrained models and at laptop size), `gpu PART`, `matrix PART`, `semantics PART`,
 `mergekit`, `tools PART`, `demo`, `chaos`; and from the code of a suite `settings SUITE`. The marks are in
 `benchmarks/pages.py`.
 """
@@ -34,7 +34,6 @@ from benchmarks.pages import Kinds, filled, pages, table
 from benchmarks.provenance import REPOSITORY
 from benchmarks.semantics.tables import semantics_table
 from benchmarks.tools.tables import tools_table
-from benchmarks.tune.tables import tune_table
 
 
 def result(name: str, folder: Path | None = None) -> str:
@@ -290,7 +289,6 @@ KINDS: Kinds = {
     "scores": evidence_table,
     "measured": measured_table,
     "small": small_table,
-    "tune": tune_table,
     "gpu": gpu,
     "matrix": family_table,
     "semantics": semantics_table,

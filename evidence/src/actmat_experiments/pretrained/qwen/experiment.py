@@ -23,7 +23,7 @@ from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.merging import merging_code
 from actmat_experiments.harness.progress import Stage
 from actmat_experiments.harness.results import ScaleKind, Score, append_scores, read_scores
-from actmat_experiments.harness.training import Schedule, Training, train_by
+from actmat_experiments.harness.training import Schedule, Start, Training, train_by
 from actmat_experiments.pretrained.decoder import (
     Coded,
     Coder,
@@ -55,6 +55,7 @@ class WordedLlm(Experiment):
         steps_each: optimizer steps of every expert; a task with fewer examples repeats them.
         schedule: of these steps, in one epoch.
         loss: the tokens that are learnt.
+        start: of LoRA's `A`.
         precision: of matrix products on a GPU; a CPU computes in float32.
     """
 
@@ -65,6 +66,7 @@ class WordedLlm(Experiment):
     loss: Loss
     rank: int = 16
     alpha: int = 32
+    start: Start = "apart"
     precision: Precision = "tf32"
 
     def majority(self) -> dict[str, Counts]:
@@ -73,7 +75,7 @@ class WordedLlm(Experiment):
 
     def training(self, task: Worded) -> Mapping[str, Any]:
         """See `Experiment`."""
-        fields = ("rank", "alpha", "loss", "precision", "steps_each", "schedule")
+        fields = ("rank", "alpha", "start", "loss", "precision", "steps_each", "schedule")
         return {"data": task.training.content["train"], **{name: getattr(self, name) for name in fields}}
 
     def steps(self, task: Worded) -> int:
@@ -85,9 +87,8 @@ class WordedLlm(Experiment):
         coded = self.coder(task.part("training", "train"))
         if self.loss == "whole":  # there is nothing to predict the first token from
             coded = [Coded(c.prompt[:1], c.prompt[1:] + c.answer) for c in coded]
-        how = Training(
-            *(task.name, self.seed, self.schedule, "lora", self.rank, self.alpha, self.device), save_every=_SAVE_EVERY
-        )
+        lora = {"rank": self.rank, "alpha": self.alpha, "start": self.start}
+        how = Training(task.name, self.seed, self.schedule, "lora", device=self.device, save_every=_SAVE_EVERY, **lora)
         model = trainable_decoder(self.base.path, how)
 
         def loss(index: Tensor) -> Tensor:

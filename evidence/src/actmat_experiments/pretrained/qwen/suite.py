@@ -13,13 +13,12 @@ from pathlib import Path
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest
-from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.sizes import size_file, store_size
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.training import Schedule
+from actmat_experiments.harness.training import Schedule, Start
 from actmat_experiments.pretrained.decoder import Coder, write_base
 from actmat_experiments.pretrained.qwen.experiment import Loss, Precision, WordedLlm
 from actmat_experiments.pretrained.qwen.rows import chosen_rows
@@ -44,6 +43,7 @@ class QwenSettings:
         steps, batch_size: of every expert, and examples of each step.
         rate: highest learning rate; it falls to zero.
         rank, alpha: of LoRA on all linear layers.
+        start: of LoRA's `A`: drawn `apart`, `shared` by all tasks, or apart and `small`, at 0.05 of its size.
         losses: a set of experts each: the loss is of the `answers`, or of the `whole` text.
         precision: of matrix products on a GPU; a CPU computes in float32.
     """
@@ -57,6 +57,7 @@ class QwenSettings:
     rate: float = 2e-4
     rank: int = 16
     alpha: int = 32
+    start: Start = "apart"
     losses: tuple[Loss, ...] = ("answers", "whole")
     precision: Precision = "tf32"
 
@@ -88,14 +89,15 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     names = chosen_tasks(request, list(TASKS), "causal language model")
     tasks = load_tasks(request.data, names, train=settings.train, validation=settings.prompts, test=settings.test)
     location = settings.base or ORIGINAL
-    base = make_base(Cache(request.cache), location)
+    base = copied_base(Cache(request.cache), location, LIBRARIES, _write_base)
     decided = {name: value for name, value in asdict(settings).items() if name not in ("base", "losses")}
-    name = Path(location).name + " from GGUF" * bool(_quantized(Path(location)))
+    name = Path(location).name + " from GGUF" * bool(_quantized(Path(location))) + f", r = {settings.rank}"
+    name += f", A {settings.start}" * (settings.start != "apart")
     for seed in request.seeds:
         for loss in settings.losses:
             yield WordedLlm(
                 suite=request.suite,
-                model=f"{name}, r = {settings.rank}, loss on {_LEARNT[loss]}",
+                model=f"{name}, loss on {_LEARNT[loss]}",
                 regime="lora",
                 seed=seed,
                 digest=digest([decided, base.digest, [[task.name, task.content] for task in tasks]]),
@@ -111,17 +113,9 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
                 loss=loss,
                 rank=settings.rank,
                 alpha=settings.alpha,
+                start=settings.start,
                 precision=settings.precision,
             )
-
-
-def make_base(cache: Cache, location: str) -> Made:
-    """The base in the cache, as a checkpoint.
-
-    Args:
-        location: folder, or place on the hub.
-    """
-    return copied_base(cache, location, LIBRARIES, _write_base)
 
 
 _LEARNT = {"answers": "answers", "whole": "whole texts"}

@@ -1,1 +1,0 @@
-"""Validation of `actmat tune`: is the merge that unlabeled inputs choose the best one on the test data?"""
