@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import qwen as program
 from evidence.tests.helpers.pretrained import small_decoder, write_gguf, write_llama
 from evidence.tests.helpers.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_SOLVE
 from safetensors.torch import load_file, save_file
@@ -347,3 +350,43 @@ def test_the_commit_of_sources_outside_of_a_checkout_is_named_by_a_variable(tmp_
     assert origin.commit.__wrapped__() == "0" * 40
     joined = origin.join_origins([{**origin.UNKNOWN, "date": day} for day in ("2026-01-01", "2026-01-02")])
     assert joined == {**origin.UNKNOWN, "date": "2026-01-01, 2026-01-02"}
+
+
+def command_line(asked, out, *more):
+    tiny = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+    places = ["--base", asked.settings["base"], "--data", str(asked.data), "--cache", str(asked.cache)]
+    return program.arguments([*places, "--out", str(out), "--tasks", ",".join(CHOSEN), *tiny, "--device", "cpu", *more])
+
+
+def test_the_program_runs_a_process_for_each_set(asked, tmp_path, monkeypatch):
+    given = command_line(asked, tmp_path, "--seeds", "0,7", "--losses", "whole")
+    given.cache = tmp_path / "cache"
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    assert program.run(given) == [0, 0], (tmp_path / "output.log").read_text()
+    scores = read_scores(tmp_path / "llm-qwen.jsonl")
+    assert {s.seed for s in scores} == {0, 7}
+    assert {s.method for s in scores} == {"base", "experts", *(row.name for row in ROWS)}
+    assert {"merges.log", "llm-qwen-sizes.jsonl"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_processes_are_ended_at_the_limit(asked, tmp_path, monkeypatch):
+    sleeping = []
+
+    def start(*_):
+        sleeping.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return sleeping[-1]
+
+    monkeypatch.setattr(program, "start", start)
+    monkeypatch.setattr(program, "_POLL_S", 0.05)
+    assert program.run(command_line(asked, tmp_path, "--limit-seconds", "0.2")) == [None] * 4
+    assert all(process.poll() is not None for process in sleeping)
+
+
+def test_a_base_is_made_ahead_of_time(asked, tmp_path, monkeypatch, capsys):
+    words = ["--base", asked.settings["base"], "--data", str(asked.data), "--cache", str(tmp_path / "cache")]
+    monkeypatch.setattr(sys, "argv", ["qwen", *words, "--out", str(tmp_path / "out"), "--prepare"])
+    program.main()
+    folder = Path(capsys.readouterr().out.strip())
+    base = next(iter(suite.experiments(replace(asked, cache=tmp_path / "cache"), Watch()))).base.path
+    assert folder == base
+    assert (folder / "model.safetensors").is_file()

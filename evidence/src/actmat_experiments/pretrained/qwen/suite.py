@@ -13,6 +13,7 @@ from pathlib import Path
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest
+from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
@@ -89,7 +90,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     names = chosen_tasks(request, list(TASKS), "causal language model")
     tasks = load_tasks(request.data, names, train=settings.train, validation=settings.prompts, test=settings.test)
     location = settings.base or ORIGINAL
-    base = copied_base(Cache(request.cache), location, LIBRARIES, _write_base)
+    base = make_base(Cache(request.cache), location)
     decided = {name: value for name, value in asdict(settings).items() if name not in ("base", "losses")}
     name = Path(location).name + " from GGUF" * bool(_quantized(Path(location))) + f", r = {settings.rank}"
     name += f", A {settings.start}" * (settings.start != "apart")
@@ -116,6 +117,15 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
                 start=settings.start,
                 precision=settings.precision,
             )
+
+
+def make_base(cache: Cache, location: str) -> Made:
+    """The base in the cache, as a checkpoint.
+
+    Args:
+        location: folder, or place on the hub.
+    """
+    return copied_base(cache, location, LIBRARIES, _write_base)
 
 
 _LEARNT = {"answers": "answers", "whole": "whole texts"}
