@@ -389,7 +389,6 @@ def test_every_row_has_all_tasks_of_instructions(instructions_finished, tmp_path
     collect(instructions_finished.cache, tmp_path)
     found = groups(tmp_path, ("llm-tasks",))
     assert [(g.regime, sorted(g.rows())) for g in found] == [("lora", sorted(METHODS)), ("full", sorted(METHODS))]
-    assert not found[0].candidates(0), "not all scales saw test data, so there is nothing to choose among"
 
 
 def test_only_the_default_and_the_chosen_scale_see_test_questions(instructions_finished, tmp_path):
