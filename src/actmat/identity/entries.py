@@ -14,7 +14,8 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Entries with the number of layers."""
 ROPE: Final = "rope_parameters"
 HARMLESS = re.compile(
-    r"^_|^(transformers_version|_?name_or_path|auto_map|architectures|model_type|torch_dtype|dtype"
+    r"^(_?name_or_path|_(class_name|commit_hash|from_model_config|use_default_values|\w*(implementation|version|dtype)\w*)"
+    r"|transformers_version|auto_map|architectures|model_type|torch_dtype|dtype"
     r"|((src|tgt|text|image|audio|entity|input|output)_)?vocab_size"
     r"|id2label|label2id|num_labels|finetuning_task|is_composition|quantization_config"
     r"|tie_\w+|use_cache|use_return_dict|return_\w+|output_(attentions|hidden_states|scores|past|loading_info|retrieved|segmentation|\w*logits)"
@@ -41,7 +42,7 @@ _COUNTS = {("tapas", "temperature"), ("phimoe", "router_jitter_noise"), ("audio-
 """Type of model and entry that changes what it computes, though its name is one of the harmless."""
 LISTED = {
     "layer_types": ("full_attention_interval", "global_attn_every_n_layers", "layer_group_size", "max_window_layers",
-                    "sliding_window_pattern", "use_sliding_window"),
+                    "sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window"),
     "mlp_layer_types": ("first_k_dense_replace",),
     "no_rope_layers": ("no_rope_layer_interval",),
     "moe_layers": ("interleave_moe_layer_step",),
@@ -74,8 +75,8 @@ def unequal_entries(
 def is_harmless(key: str, model_type: Any = None) -> bool:
     """True for an entry that changes no output of a trained model, or that other parts compare.
 
-    >>> [is_harmless(k) for k in ("attention_dropout", "eos_token_id", "rms_norm_eps", "rope_theta", "layer_norm_eps")]
-    [True, False, False, False, False]
+    >>> [is_harmless(k) for k in ("attention_dropout", "_name_or_path", "_remove_final_layer_norm", "rope_theta")]
+    [True, True, False, False]
     """
     return HARMLESS.search(str(key)) is not None and (str(model_type), str(key)) not in _COUNTS
 

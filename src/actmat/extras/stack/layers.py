@@ -122,19 +122,15 @@ class _ConfigStack:
     """Entries of the stack of some slices."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
-        self.whole, self.slices = slices[0].config, slices
-        self.prefix = slices[0].prefix
-        self.name = _key_of_layers(self.whole, self.prefix)
-        self.first: Mapping[str, Any] = self.whole[self.name] if self.name else self.whole
+        self.whole, self.slices, self.prefix = slices[0].config, slices, slices[0].prefix
         self.size = sum(s.stop - s.start for s in slices)
 
     def config(self) -> dict[str, Any]:
         """The config of the first slice with the entries of the stack."""
-        depth = depth_of(self.first)
-        order = [i for s in self.slices for i in range(s.start, s.stop)]
-        if order == list(range(depth or -1)) and all(s.config == self.whole for s in self.slices):
-            return dict(self.whole)
         self._read()
+        order = [i for s in self.slices for i in range(s.start, s.stop)]
+        if order == list(range(self.lead.depth or -1)) and all(s.config == self.whole for s in self.slices):
+            return dict(self.whole)
         self._refuse_bound()
         entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._first_layers())}
         self._refuse_unknown(entries)
@@ -153,9 +149,8 @@ class _ConfigStack:
             raise _CannotStackError(f"whether its layers depend on their numbers cannot be told: {obstacle}")
         values = [r.values or s.config for r, s in zip(readings, self.slices, strict=True)]
         self.is_known = bool(readings[0].release)
-        if not self.name and depth_of(self.whole) is None:
-            self.name = _key_of_layers(values[0], self.prefix)
-            self.first = self.whole.get(self.name, {}) if self.name else self.whole
+        self.name = "" if depth_of(self.whole) is not None else _key_of_layers(values[0], self.prefix)
+        self.first: Mapping[str, Any] = self.whole.get(self.name, {}) if self.name else self.whole
         self.parts = [_Part(s, self._of_layers(v)) for s, v in zip(self.slices, values, strict=True)]
         self.lead = self.parts[0]
 
