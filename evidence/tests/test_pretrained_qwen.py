@@ -315,8 +315,8 @@ def test_a_row_is_asked_in_both_wordings(task):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": None}, "give their folder with --data"),
-        ({"regimes": ("lora", "full")}, "trains adapters only"),
+        ({"data": None}, "give --data DIR with"),
+        ({"regimes": ("lora", "full")}, "leave out --full"),
         ({"methods": ("averag",)}, "Did you mean 'average'"),
         ({"tasks": ("trek",)}, "Did you mean 'trec'"),
     ],

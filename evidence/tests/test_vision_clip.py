@@ -239,7 +239,7 @@ def test_rows_are_the_methods_and_variants_that_can_run():
 def test_without_data_or_with_a_model_it_says_what_to_give(small_request_of):
     with pytest.raises(RecipeError, match="--data"):
         small.run(small_request_of(data=None))
-    with pytest.raises(RecipeError, match="--set"):
+    with pytest.raises(RecipeError, match="leave out --models"):
         small.run(small_request_of(models=["ViT-B/32"]))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
-from actmat_experiments.harness.results import Score
+from actmat_experiments.harness.results import Regime, Score
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.sizes import size_file, store_size
 
@@ -18,15 +21,54 @@ Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 """One experiment per model, seed and regime of a request; shared data are made on the first request."""
 
 
-def known_tasks(asked: Sequence[str], known: Collection[str]) -> list[str]:
-    """The tasks that a request asks for.
+def known_names(asked: Sequence[str] | None, known: Collection[str], kind: str = "task") -> list[str]:
+    """The tasks, or others of a kind, that a request asks for; all where it names none.
 
     Raises:
-        RecipeError: one is unknown.
+        RecipeError: some are unknown.
     """
-    if unknown := [f"'{n}' is no task.{did_you_mean(n, known)}" for n in asked if n not in known]:
-        raise RecipeError(f"The tasks are {', '.join(known)}.", unknown)
-    return list(asked)
+    if unknown := [f"'{n}' is no {kind}.{did_you_mean(n, known)}" for n in asked or () if n not in known]:
+        raise RecipeError(f"The {kind}s are {', '.join(known)}.", unknown)
+    return list(asked or known)
+
+
+def data_folder(request: RunRequest, content: str) -> Path:
+    """The folder of a suite that has local data only.
+
+    Args:
+        content: of the folder.
+
+    Raises:
+        RecipeError: none was given.
+    """
+    if request.data is None:
+        raise RecipeError(f"The suite {request.suite} takes its data from a folder: give --data DIR with {content}.")
+    return request.data
+
+
+def refuse_flags(request: RunRequest, *flags: Literal["models", "data"], regime: Regime | None = None) -> None:
+    """Refuse what a suite has not.
+
+    Args:
+        flags: that it does not take, since it makes its models, or its data.
+        regime: the only one in which it trains experts.
+
+    Raises:
+        RecipeError: the request has one of the flags, or another regime.
+    """
+    problems = [f"the suite makes its {flag} itself: leave out --{flag}" for flag in flags if getattr(request, flag)]
+    if regime and tuple(request.regimes) != (regime,):
+        others = {"full": "--lora and --no-full", "lora": "--full and --no-lora"}[regime]
+        problems.append(f"experts are trained in the regime '{regime}' only: leave out {others}")
+    if problems:
+        raise RecipeError(f"The suite {request.suite} cannot be run so.", problems)
+
+
+def request_fields(request: RunRequest, watch: Watch) -> dict[str, Any]:
+    """Fields of all experiments of a request."""
+    threads = request.threads or os.cpu_count() or 1
+    fields = {"suite": request.suite, "cache": Cache(request.cache), "watch": watch, "device": request.device}
+    return {**fields, "threads": threads}
 
 
 def score_file(cache: Path, suite: str) -> Path:

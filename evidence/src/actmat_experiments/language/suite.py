@@ -21,7 +21,7 @@ from actmat_experiments.harness.report import show
 from actmat_experiments.harness.request import RunRequest, TableRequest
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import known_tasks, run_experiments
+from actmat_experiments.harness.suite import known_names, request_fields, run_experiments
 from actmat_experiments.language.exams import Exam, examine, make_exams, training_tensors
 from actmat_experiments.language.models import load_t5, load_tokenizer
 from actmat_experiments.language.questions import FORMS, TextTask
@@ -57,16 +57,12 @@ class Language(Experiment):
         exams = make_exams(load_tokenizer(base.path), tasks, max_length=settings.experts.of(regime).max_length)
         tests, also = [exam.key("test") for exam in exams], {"base": base.digest} if model else None
         return cls(
-            suite=request.suite,
+            **request_fields(request, watch),
             model=model,
             regime=regime,
             seed=seed,
             digest=digest({"settings": settings.decisive(), "also": also, "tests": tests}),
             base=base,
-            cache=Cache(request.cache),
-            watch=watch,
-            device=request.device,
-            threads=request.threads,
             together=settings.together,
             keep=settings.keep,
             samples=settings.samples,
@@ -140,7 +136,7 @@ def run(request: RunRequest) -> None:
         MergeError: a task, a model, a method or a setting is unknown, or data are missing.
     """
     settings = changed(LanguageSettings(), request.settings)
-    names = known_tasks(request.tasks or list(FORMS), FORMS)
+    names = known_names(request.tasks, FORMS)
 
     def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
         tasks = load_tasks(names, request.data)

@@ -21,6 +21,7 @@ from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import refuse_flags
 from actmat_experiments.harness.training import Schedule, Training
 from actmat_experiments.pretrained.decoder import (
     Coded,
@@ -205,7 +206,8 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedLlm]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(LlmSettings(), request.settings)
-    names = chosen_tasks(request, list(TASKS), "causal language model", takes_data=False)
+    refuse_flags(request, "data")
+    names = chosen_tasks(request, list(TASKS), "causal language model")
     tasks = [draw_task(name, **settings.sizes) for name in names]
     base = base_of(Cache(request.cache), settings.base, SMOLLM2, write_base, LIBRARIES)
     for fields in variants(request, watch, settings, base, NAME):

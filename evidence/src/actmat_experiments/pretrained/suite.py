@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.rows import more_rows
-from actmat_experiments.harness.suite import Experiments, known_tasks, run_experiments, score_file
+from actmat_experiments.harness.suite import Experiments, known_names, request_fields, run_experiments, score_file
 from actmat_experiments.harness.training import Schedule, Start
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.pretrained.staged import REGMEAN_PP, staged_inputs
@@ -33,6 +32,8 @@ ROWS = (
 )
 """Rows that are compared unless a request names others."""
 
+PUBLIC_TEXTS = "its texts: 'python -m benchmarks.data FOLDER --only text' makes it, FOLDER/text, from public originals"
+"""Content of the data folder of suites on public texts."""
 _TOGETHER = 3
 """Models merged in one reading, and lost at most by an interruption."""
 
@@ -155,18 +156,14 @@ def variants(
     Args:
         model: name of the base.
     """
-    threads = request.threads or os.cpu_count() or 1
+    fields = request_fields(request, watch)
     for seed in request.seeds:
         for regime in request.regimes:
             for rank in settings.ranks if regime == "lora" else (0,):
                 yield {
-                    "suite": request.suite,
+                    **fields,
                     "base": base,
-                    "cache": Cache(request.cache),
-                    "watch": watch,
-                    "device": request.device,
-                    "threads": threads,
-                    "testers": threads if request.device == "cpu" else None,
+                    "testers": fields["threads"] if request.device == "cpu" else None,
                     "seed": seed,
                     "regime": regime,
                     "rank": rank,
@@ -192,24 +189,19 @@ def settings_digest(settings: PretrainedSettings, base: str, tasks: Sequence[Any
     return digest([plain, base, [[t.name, t.content] for t in tasks]])
 
 
-def chosen_tasks(
-    request: RunRequest, known: Sequence[str], base: str, *, more: Sequence[str] = (), takes_data: bool = True
-) -> list[str]:
+def chosen_tasks(request: RunRequest, known: Sequence[str], base: str, *, more: Sequence[str] = ()) -> list[str]:
     """The names of the tasks that a request asks for; the known ones, if it names none.
 
     Args:
         base: what kind of model `--set base` takes.
         more: tasks that are run only for a request that names them.
-        takes_data: whether the suite reads a data folder.
 
     Raises:
-        RecipeError: unknown task, or the request names models, or data that the suite does not take.
+        RecipeError: unknown task, or the request names models.
     """
-    if request.data is not None and not takes_data:
-        raise RecipeError(f"The suite {request.suite} draws its tasks itself: leave out --data.")
     if request.models:
         raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another {base}.")
-    return known_tasks(request.tasks or known, [*known, *more])
+    return known_names(request.tasks or known, [*known, *more])
 
 
 def run_pretrained(

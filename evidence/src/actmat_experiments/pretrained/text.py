@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.errors import RecipeError
 from actmat.extras.demo.model import Head
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment, Made
@@ -23,6 +22,7 @@ from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import data_folder
 from actmat_experiments.harness.training import Schedule, Start, Training
 from actmat_experiments.pretrained.suite import (
     AdapterSettings,
@@ -160,11 +160,8 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     settings = changed(TextSettings(), request.settings)
     name, on_hub = BASES[request.suite]
     names = chosen_tasks(request, list(TASKS), name, more=list(FRESH))
-    if request.data is None:
-        raise RecipeError(
-            f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
-        )
-    cache, tasks = Cache(request.cache), load_texts(request.data, names, **settings.sizes)
+    folder = data_folder(request, "trec.train.jsonl, ...")
+    cache, tasks = Cache(request.cache), load_texts(folder, names, **settings.sizes)
     base = base_of(cache, settings.base or on_hub, MINILM, write_base, ("transformers",), copy=write_base)
     reader = Reader(base.path, settings.length)
     heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.heads import fitted_head
@@ -20,6 +19,7 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import REGIMES
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import data_folder
 from actmat_experiments.pretrained.dinov2 import convert_vit
 from actmat_experiments.pretrained.suite import (
     AdapterSettings,
@@ -74,14 +74,10 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(VitSettings(), request.settings)
     names = chosen_tasks(request, request.tasks or TASKS, "Dinov2Model")
-    if request.data is None:
-        raise RecipeError(
-            f"The suite {request.suite} takes its images from a folder: give --data DIR with one .npz file, or folder "
-            f"of images, per task: {', '.join(TASKS)}."
-        )
+    folder = data_folder(request, f"one .npz file, or folder of images, per task: {', '.join(TASKS)}")
     cache, backbone = Cache(request.cache), Backbone("dinov2", settings.size, IMAGENET_SCALE)
     limits = Limits(**settings.sizes)
-    tasks = [prepare_task(cache, local_task(request.data, name), backbone.size, watch, limits) for name in names]
+    tasks = [prepare_task(cache, local_task(folder, name), backbone.size, watch, limits) for name in names]
 
     def write(wheel: Path, out: Path) -> None:
         convert_vit(wheel / _GRAPH, out)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.errors import CheckpointError, RecipeError, did_you_mean
+from actmat.errors import CheckpointError
 from actmat_experiments.harness.hub import load_splits
 from actmat_experiments.harness.lines import json_lines
+from actmat_experiments.harness.suite import known_names
 from actmat_experiments.reasoning.marks import aime_answer, check_sentence_model, followed
 from actmat_experiments.reasoning.sandbox import Limits, require_protections, run_program
 
@@ -227,11 +228,5 @@ def get_benchmarks(names: Sequence[str] | None) -> list[Benchmark]:
     Raises:
         RecipeError: some are unknown; names all of them.
     """
-    known = [b.name for b in BENCHMARKS]
-    unknown = [n for n in names or () if n not in known]
-    if unknown:
-        raise RecipeError(
-            f"There are no such benchmarks; known are {', '.join(known)}.",
-            [f"'{n}' is unknown.{did_you_mean(n, known)}" for n in unknown],
-        )
-    return [b for b in BENCHMARKS if names is None or b.name in names]
+    chosen = known_names(names, [b.name for b in BENCHMARKS], "benchmark")
+    return [b for b in BENCHMARKS if b.name in chosen]

@@ -23,7 +23,7 @@ from actmat_experiments.harness.request import RunRequest, TableRequest
 from actmat_experiments.harness.results import REFERENCES, Score, append_scores
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.suite import refuse_flags, score_file
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarize
 from actmat_experiments.paper import REASONING, paper_figures
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
@@ -119,9 +119,8 @@ def _tokenizer(settings: ReasoningSettings, folders: Mapping[str, Path]) -> Path
 
 def _settings(request: RunRequest) -> ReasoningSettings:
     settings = changed(ReasoningSettings(), request.settings)
+    refuse_flags(request, regime="full")
     problems = []
-    if list(request.regimes) != ["full"]:
-        problems.append("experts are trained in full only: leave out --lora and --no-full")
     if request.models is not None and len(request.models) != 1:
         problems.append(f"--models names one base, not {len(request.models)}")
     if len(settings.experts) < 2:

@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actmat.errors import CheckpointError, RecipeError, did_you_mean
+from actmat.errors import CheckpointError
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.heads import ClipHead, save_head
 from actmat_experiments.harness.hub import model_folder
+from actmat_experiments.harness.suite import known_names
 from actmat_experiments.vision.images import HubSet, ImageTask
 
 _VERSION = 1
@@ -71,10 +72,7 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
             classes=tuple(fields["classes"]) if "classes" in fields else None,
             names=tuple(fields.get("names", ())),
         )
-    if unknown := [n for n in names or () if n not in found]:
-        problems = [f"unknown task '{n}'.{did_you_mean(n, found)} Tasks: {', '.join(found)}" for n in unknown]
-        raise RecipeError("These tasks are not known.", problems)
-    return list(found.values()) if names is None else [found[n] for n in names]
+    return [found[name] for name in known_names(names, found)]
 
 
 def class_words(name: str) -> str:

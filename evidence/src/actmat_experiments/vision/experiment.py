@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from actmat.extras.demo.model import Head
-from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment, Made
 from actmat_experiments.harness.heads import ClipHead, counted, load_head
 from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.suite import request_fields
 from actmat_experiments.harness.training import Precision, Schedule, Start, Training
 from actmat_experiments.vision.backbones import Backbone, features
 from actmat_experiments.vision.images import ImageTask
@@ -117,17 +116,13 @@ class Vision(Experiment):
         return load_head(self.heads[task])
 
 
-def common(request: RunRequest, base: Path, cache: Cache, watch: Watch) -> dict[str, Any]:
+def common(request: RunRequest, base: Path, watch: Watch) -> dict[str, Any]:
     """Fields of an experiment that follow from the request and the folder of the base."""
     size = sum(f.stat().st_size for f in base.iterdir() if f.suffix == ".safetensors")
-    threads = request.threads or os.cpu_count() or 1
+    fields = request_fields(request, watch)
     return {
-        "suite": request.suite,
+        **fields,
         "base": Made(base, base.parent.name),
-        "cache": cache,
-        "watch": watch,
-        "device": request.device,
-        "threads": threads,
-        "testers": threads if request.device == "cpu" else None,
+        "testers": fields["threads"] if request.device == "cpu" else None,
         "together": max(1, min(_MOST_ROWS, int(_MOST_BYTES // size))),
     }

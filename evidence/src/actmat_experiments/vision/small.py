@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.heads import fitted_head
 from actmat_experiments.harness.progress import Watch, one_thread_on
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments
+from actmat_experiments.harness.suite import data_folder, refuse_flags, run_experiments
 from actmat_experiments.harness.training import Schedule
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, features
 from actmat_experiments.vision.experiment import Vision, common
@@ -84,19 +83,14 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
     """One for each seed and regime: images, base and heads are made, experts are not yet trained."""
     settings = changed(SmallSettings(), request.settings)
-    if request.models:
-        raise RecipeError("The suite vision-small has one architecture; change its sizes with --set.")
-    if request.data is None:
-        raise RecipeError(
-            "The suite vision-small takes its images from a folder: give --data DIR with cifar100.npz and one "
-            ".npz file, or folder of images, per task."
-        )
+    refuse_flags(request, "models")
+    folder = data_folder(request, "cifar100.npz and one .npz file, or folder of images, per task")
     cache = Cache(request.cache)
     backbone = Backbone("vit", 32, PLAIN_SCALE)
     limits = Limits(settings.train, settings.validation, settings.test)
     names = request.tasks or TASKS
-    tasks = [prepare_task(cache, local_task(request.data, name), backbone.size, watch, limits) for name in names]
-    source = prepare_task(cache, local_task(request.data, _BASE_TASK), backbone.size, watch)
+    tasks = [prepare_task(cache, local_task(folder, name), backbone.size, watch, limits) for name in names]
+    source = prepare_task(cache, local_task(folder, _BASE_TASK), backbone.size, watch)
     schedules: dict[Regime, dict[str, Schedule]] = {
         "full": {n: Schedule(settings.epochs, settings.batch_size, settings.rate) for n in names},
         "lora": {n: Schedule(settings.lora_epochs, settings.batch_size, settings.lora_rate) for n in names},
@@ -106,7 +100,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
         heads = {task.name: _head(cache, backbone, settings, base, task, request.device) for task in tasks}
         for regime in request.regimes:
             yield Vision(
-                **common(request, base, cache, watch),
+                **common(request, base, watch),
                 regime=regime,
                 seed=seed,
                 digest=digest([settings, source.content, [[t.name, t.content] for t in tasks]]),

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from actmat.errors import RecipeError, did_you_mean
+from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import REGIMES, Part, Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments
+from actmat_experiments.harness.suite import known_names, run_experiments
 from actmat_experiments.harness.training import Precision, Schedule
 from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert
@@ -78,10 +78,7 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
     """One for each model, seed and regime: images, base and heads are made, experts are not yet trained."""
     settings = changed(ClipSettings(), request.settings)
-    names = request.models or list(MODELS)
-    if unknown := [n for n in names if n not in MODELS]:
-        problems = [f"unknown model '{n}'.{did_you_mean(n, MODELS)} Models: {', '.join(MODELS)}" for n in unknown]
-        raise RecipeError("These models are not known.", problems)
+    names = known_names(request.models, MODELS, "model")
     if settings.experts == "public" and "lora" in request.regimes:
         raise RecipeError("Public experts exist only for full fine-tuning: leave out --lora, or experts=public.")
     cache = Cache(request.cache)
@@ -102,7 +99,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
         for seed in request.seeds:
             for regime in request.regimes:
                 yield Vision(
-                    **common(request, base / "encoder", cache, watch),
+                    **common(request, base / "encoder", watch),
                     model=name,
                     regime=regime,
                     seed=seed,

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch, one_thread_on
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import known_tasks, run_experiments
+from actmat_experiments.harness.suite import data_folder, known_names, refuse_flags, run_experiments
 from actmat_experiments.language.exams import encode
 from actmat_experiments.language.models import load_tokenizer
 from actmat_experiments.language.small.pretrain import (
@@ -70,35 +69,28 @@ def run(request: RunRequest) -> None:
     Raises:
         MergeError: a task, a method or a setting is unknown, or data are missing.
     """
-    _, names = _checked(request)
+    _, names, _ = _checked(request)
     with one_thread_on(request.device):
         run_experiments(request, experiments, len(names))
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
     """One for each seed and regime; the base of a seed is made when its first one is asked for."""
-    settings, names = _checked(request)
-    assert request.data is not None, "checked"
+    settings, names, folder = _checked(request)
     for seed in request.seeds:
-        data = load_small(request.data, seed=seed, n_validation=settings.n_validation, n_test=settings.n_test)
+        data = load_small(folder, seed=seed, n_validation=settings.n_validation, n_test=settings.n_test)
         base = _base(data, settings, seed, request.device, Cache(request.cache), watch)
         tasks = [task for task in data.tasks if task.name in names]
         for regime in request.regimes:
             yield Language.of(request, settings, base, tasks, regime=regime, seed=seed, watch=watch)
 
 
-def _checked(request: RunRequest) -> tuple[SmallSettings, list[str]]:
-    """Settings and names of the tasks."""
+def _checked(request: RunRequest) -> tuple[SmallSettings, list[str], Path]:
+    """Settings, names of the tasks, and the data folder."""
     settings = changed(SmallSettings(), request.settings)
-    known = [t.name for t in SMALL_TASKS]
-    names = known_tasks(request.tasks or known, known)
-    if request.models:
-        raise RecipeError(f"{request.suite} trains its own base: leave --models out.")
-    if request.data is None:
-        raise RecipeError(
-            f"{request.suite} needs local data: --data FOLDER with {SMALL_TASKS[0].file}.train.jsonl, ..."
-        )
-    return settings, names
+    refuse_flags(request, "models")
+    folder = data_folder(request, f"{SMALL_TASKS[0].file}.train.jsonl, ...")
+    return settings, known_names(request.tasks, [t.name for t in SMALL_TASKS]), folder
 
 
 def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cache: Cache, watch: Watch) -> Made:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment
 from actmat_experiments.harness.heads import counted
@@ -21,12 +20,14 @@ from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import data_folder
 from actmat_experiments.pretrained.decoder import Coder, write_base
 from actmat_experiments.pretrained.generated import Generated
 from actmat_experiments.pretrained.instructions.options import rows_of, scores_of
 from actmat_experiments.pretrained.instructions.texts import MORE, TASKS, load_options
 from actmat_experiments.pretrained.llm import KINDS, LIBRARIES, NAME, PretrainedLlm
 from actmat_experiments.pretrained.suite import (
+    PUBLIC_TEXTS,
     PretrainedSettings,
     base_of,
     chosen_tasks,
@@ -125,14 +126,9 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[OptionLlm]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(TaskSettings(), request.settings)
-    if request.data is None:
-        raise RecipeError(
-            "The suite llm-tasks reads local texts: give their folder with --data. 'python -m benchmarks.data FOLDER "
-            "--only text' makes it, FOLDER/text, from public originals."
-        )
     usual = [name for name in TASKS if name not in MORE]
     names = chosen_tasks(request, usual, "causal language model", more=MORE)
-    tasks = load_options(request.data, names, **settings.sizes)
+    tasks = load_options(data_folder(request, PUBLIC_TEXTS), names, **settings.sizes)
     base = base_of(Cache(request.cache), settings.base, SMOLLM2, write_base, LIBRARIES)
     for fields in variants(request, watch, settings, base, NAME):
         yield OptionLlm(

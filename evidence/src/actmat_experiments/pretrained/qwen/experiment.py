@@ -87,11 +87,8 @@ class WordedLlm(Experiment):
         coded = self.coder(task.part("training", "train"))
         if self.loss == "whole":  # there is nothing to predict the first token from
             coded = [Coded(c.prompt[:1], c.prompt[1:] + c.answer) for c in coded]
-        how = Training(
-            *(task.name, self.seed, self.schedule, "lora", self.rank, self.alpha, self.device),
-            start=self.start,
-            save_every=_SAVE_EVERY,
-        )
+        lora: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "start": self.start}
+        how = Training(task.name, self.seed, self.schedule, "lora", device=self.device, save_every=_SAVE_EVERY, **lora)
         model = trainable_decoder(self.base.path, how)
 
         def loss(index: Tensor) -> Tensor:

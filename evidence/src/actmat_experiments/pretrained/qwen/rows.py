@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.harness.suite import known_names
 from actmat_experiments.pretrained.qwen.tasks import Words
 
 By = Literal["weights", "tool", "layers"]
@@ -97,7 +97,5 @@ def chosen_rows(names: Sequence[str] | None) -> tuple[Row, ...]:
     if names is None:
         return ROWS
     known = {row.name: row for row in ROWS}
-    if unknown := [f"'{n}' is unknown.{did_you_mean(n, sorted(known))}" for n in names if n not in known]:
-        raise RecipeError(f"The rows of llm-qwen are {', '.join(known)}.", unknown)
-    needed = {*names, *(known[name].toward for name in names)}
+    needed = {*known_names(names, known, "row"), *(known[name].toward for name in names)}
     return tuple(row for row in ROWS if row.name in needed)

@@ -6,25 +6,23 @@ the whole text, and every merge is asked in the words of the training and in oth
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.sizes import size_file, store_size
-from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.suite import data_folder, refuse_flags, request_fields, score_file
 from actmat_experiments.harness.training import Schedule, Start
 from actmat_experiments.pretrained.decoder import Coder, write_base
 from actmat_experiments.pretrained.qwen.experiment import Loss, Precision, WordedLlm
 from actmat_experiments.pretrained.qwen.rows import chosen_rows
 from actmat_experiments.pretrained.qwen.tasks import TASKS, load_tasks
-from actmat_experiments.pretrained.suite import chosen_tasks, copied_base, copy_model
+from actmat_experiments.pretrained.suite import PUBLIC_TEXTS, chosen_tasks, copied_base, copy_model
 
 ORIGINAL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 """The base on the hub. Its head is its embeddings."""
@@ -70,8 +68,7 @@ def run(request: RunRequest) -> None:
         RecipeError: a task, row or setting cannot be, or no data folder was given.
         CheckpointError: base or data cannot be had.
     """
-    if tuple(request.regimes) != ("lora",):
-        raise RecipeError("The suite llm-qwen trains adapters only. Fix: leave out --full and --no-lora.")
+    refuse_flags(request, regime="lora")
     rows = chosen_rows(request.methods)
     with Watch(request.console, request.cache / "logs") as watch:
         for experiment in experiments(request, watch):
@@ -82,13 +79,9 @@ def run(request: RunRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     """One for each seed and loss; experts are not yet trained."""
     settings = changed(QwenSettings(), request.settings)
-    if request.data is None:
-        raise RecipeError(
-            "The suite llm-qwen reads local texts: give their folder with --data. 'python -m benchmarks.data FOLDER "
-            "--only text' makes it, FOLDER/text, from public originals."
-        )
+    folder = data_folder(request, PUBLIC_TEXTS)
     names = chosen_tasks(request, list(TASKS), "causal language model")
-    tasks = load_tasks(request.data, names, train=settings.train, validation=settings.prompts, test=settings.test)
+    tasks = load_tasks(folder, names, train=settings.train, validation=settings.prompts, test=settings.test)
     location = settings.base or ORIGINAL
     base = make_base(Cache(request.cache), location)
     decided = {name: value for name, value in asdict(settings).items() if name not in ("base", "losses")}
@@ -97,16 +90,12 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     for seed in request.seeds:
         for loss in settings.losses:
             yield WordedLlm(
-                suite=request.suite,
+                **request_fields(request, watch),
                 model=f"{name}, loss on {_LEARNT[loss]}",
                 regime="lora",
                 seed=seed,
                 digest=digest([decided, base.digest, [[task.name, task.content] for task in tasks]]),
                 base=base,
-                cache=Cache(request.cache),
-                watch=watch,
-                device=request.device,
-                threads=request.threads or os.cpu_count(),
                 coder=Coder(base.path),
                 tasks=tasks,
                 steps_each=settings.steps,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.core import one_thread
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.progress import Watch
@@ -14,7 +13,7 @@ from actmat_experiments.harness.report import stored_scores
 from actmat_experiments.harness.request import RunRequest, TableRequest
 from actmat_experiments.harness.results import REFERENCES, Score
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments
+from actmat_experiments.harness.suite import known_names, refuse_flags, request_fields, run_experiments
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarize
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table
 from actmat_experiments.reasoning.small.experiment import Small, trained_base
@@ -48,16 +47,12 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
     names, libraries = [p.name for p in puzzles], library_versions("actmat", "torch", "trl")
     for seed in request.seeds:
         yield Small(
-            suite=NAME,
+            **request_fields(request, watch),
             model=PRECISION,
             regime="full",
             seed=seed,
             digest=digest({"settings": s, "tasks": names, "libraries": libraries}),
             base=trained_base(cache, watch, s, seed),
-            cache=cache,
-            watch=watch,
-            device=request.device,
-            threads=request.threads,
             scales=s.scales,
             samples=s.measured,
             settings=s,
@@ -66,18 +61,9 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
 
 
 def _check(request: RunRequest) -> Sequence[Puzzle]:
-    problems = []
-    known = [p.name for p in PUZZLES]
-    for name in request.tasks or ():
-        if name not in known:
-            problems.append(f"'{name}' is no task.{did_you_mean(name, known)} Tasks: {', '.join(known)}")
-    if list(request.regimes) != ["full"]:
-        problems.append("experts are trained in full only: leave out --lora and --no-full")
-    if request.models is not None or request.data is not None:
-        problems.append("the suite makes its model and its data itself: leave out --models and --data")
-    if problems:
-        raise RecipeError(f"The suite {NAME} cannot be run so.", problems)
-    return [p for p in PUZZLES if p.name in (request.tasks or known)]
+    refuse_flags(request, "models", "data", regime="full")
+    names = known_names(request.tasks, [p.name for p in PUZZLES])
+    return [p for p in PUZZLES if p.name in names]
 
 
 def table(request: TableRequest) -> list[Line]:
@@ -87,8 +73,7 @@ def table(request: TableRequest) -> list[Line]:
         RecipeError: nothing has been run with this cache.
     """
     scores = stored_scores(request)
-    latest = scores[-1].settings
-    scores = [s for s in scores if s.settings == latest]
+    scores = [s for s in scores if s.settings == scores[-1].settings]
     tasks = list(dict.fromkeys(s.task.partition("@")[0] for s in scores))
     k = max(int(s.task.partition("@")[2]) for s in scores)
     console = request.console or Console(quiet=True)
