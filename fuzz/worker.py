@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from fuzz.harness import DOORS, MAX_BYTES, Door, Files, Memory, case_of, guarded, signature
 
 KILLED_AFTER = 20.0
@@ -83,6 +85,8 @@ def _child(chosen: Door, cases: Iterable[tuple[int, Files]], deadline: float, cu
     try:
         gc.freeze()
         faulthandler.disable()  # the parent says what ended a case
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler of the parent would not run in a case that hangs
+        torch.set_num_threads(1)  # threads of the parent do not exist in a fork, which would wait for them
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         warnings.simplefilter("ignore")  # of torch, about odd pickles
         memory, batch = Memory(), Batch()

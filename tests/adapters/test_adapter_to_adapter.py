@@ -43,10 +43,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_plans_say_what_users_of_a_method_should_know(pair: Path) -> None:
-    assert any(n.startswith("dc_merge: ") for n in map(str, actmat.plan(None, [pair / "one"], method="dc_merge").notes))
-    assert not any(
-        ": " in n and n.startswith("tsv") for n in map(str, actmat.plan(None, [pair / "one"], method="tsv").notes)
-    )
+    for method, is_said in (("dc_merge", True), ("tsv", False)):
+        notes = map(str, actmat.plan(None, [pair / "one"], method=method).notes)
+        assert any(n.startswith(f"{method}: ") for n in notes) == is_said
 
 
 def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:
@@ -117,19 +116,23 @@ def test_a_sum_in_half_precision_survives_small_scalings(tmp_path: Path) -> None
         assert relative_error(delta, (one[name] + two[name]) / 2) < 2**-10
 
 
-@pytest.mark.parametrize("method", ["ties", "dare"])
-def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_path: Path) -> None:
-    plan = actmat.plan(None, [pair / "one", pair / "two"], method=method)
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("ties", {}, "on dense deltas"),
+        ("dare", {}, "on dense deltas"),
+        ("actmat", {"trim": 0.5}, "'trim' is not available for low-rank deltas"),
+    ],
+)
+def test_what_has_no_low_rank_form_runs_densely_and_says_so(
+    method: str, options: dict[str, float], said: str, pair: Path, tmp_path: Path
+) -> None:
+    plan = actmat.plan(None, [pair / "one", pair / "two"], method=method, options=options)
     assert plan.output == "adapter"
-    assert all("on dense deltas" in m.reason for m in plan.modules)
-    manifest = merge(tmp_path, [pair / "one", pair / "two"], method=method, rank=16)
+    assert all(said in m.reason for m in plan.modules)
+    manifest = merge(tmp_path, [pair / "one", pair / "two"], method=method, options=options, rank=16)
     assert manifest["output"]["relative_error"] <= 1e-12  # rank 16 is all there is
     assert any(bool(d.any()) for d in deltas_of(tmp_path / "out", "gpt2").values())
-
-
-def test_an_option_without_a_low_rank_form_runs_densely(pair: Path, tmp_path: Path) -> None:
-    plan = actmat.plan(None, [pair / "one", pair / "two"], method="actmat", options={"trim": 0.5})
-    assert all("'trim' is not available for low-rank deltas" in m.reason for m in plan.modules)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -117,7 +117,6 @@ def test_what_is_no_extraction_says_so(place: Path, tmp_path: Path) -> None:
             lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", others="leave"),
             "but the output is a model",
         ),
-        (lambda: actmat.merge(place / "base", [place / "base"], out=tmp_path / "o", **fields), "in no tensor"),
     ):
         with pytest.raises(MergeError, match=words):
             call()

@@ -190,17 +190,9 @@ def test_a_full_expert_of_one_part(tmp_path: Path) -> None:
 
 PEFT_TUNERS = (
     *("lora_A", "lora_embedding_A", "lora_magnitude_vector", "hada_w1_a", "lokr_w1", "oft_R", "boft_R", "ia3_l"),
-    *(
-        "vera_lambda_b",
-        "vblora_vector_bank",
-        "randlora_lambda",
-        "fourierft_spectrum",
-        "hra_u",
-        "c3a_kernel",
-        "miss_block",
-    ),
-    *("road_theta", "delora_A", "waveft_spectrum", "gralora_A", "shira_weight", "ln_tuning_layers", "poly_lora_A"),
-    *("trainable_tokens_delta", "tinylora_v", "unilora_theta", "lora_E"),
+    *("vera_lambda_b", "vblora_vector_bank", "randlora_lambda", "fourierft_spectrum", "hra_u", "c3a_kernel"),
+    *("road_theta", "delora_A", "waveft_spectrum", "gralora_A", "shira_weight", "ln_tuning_layers", "miss_block"),
+    *("poly_lora_A", "trainable_tokens_delta", "tinylora_v", "unilora_theta", "lora_E"),
 )
 UNREAD = {
     "MLX": ("model.layers.0.q_proj.lora_a", "model.layers.0.q_proj.lora_b"),
@@ -260,28 +252,28 @@ def test_factors_with_other_ends_are_products(end: str, tmp_path: Path) -> None:
     assert all(torch.equal(t, two[n]) for n, t in one.items())
 
 
-WIDTHS = {"Stable Diffusion 1": 768, "Stable Diffusion 2": 1024, "SDXL": 2048, "Flux": 3072}
-WIDTHS |= {"Stable Diffusion 3": 1536, "Wan": 5120, "Qwen-Image": 3072}
-MODULE = (
-    {"Wan": "blocks.0.self_attn.q", "Qwen-Image": "transformer_blocks.0.img_mod.1"}
-    | dict.fromkeys(
-        ("Stable Diffusion 1", "Stable Diffusion 2", "SDXL"),
-        "input_blocks.4.1.transformer_blocks.0.attn2.to_k",
-    )
-    | {"Flux": "double_blocks.0.img_attn.qkv", "Stable Diffusion 3": "joint_blocks.0.x_block.attn.qkv"}
-)
+ATTENTION = "input_blocks.4.1.transformer_blocks.0.attn2.to_k"
+IMAGE_MODELS = {
+    "Stable Diffusion 1": (768, ATTENTION),
+    "Stable Diffusion 2": (1024, ATTENTION),
+    "SDXL": (2048, ATTENTION),
+    "Flux": (3072, "double_blocks.0.img_attn.qkv"),
+    "Stable Diffusion 3": (1536, "joint_blocks.0.x_block.attn.qkv"),
+    "Wan": (5120, "blocks.0.self_attn.q"),
+    "Qwen-Image": (3072, "transformer_blocks.0.img_mod.1"),
+}
+"""Inputs of a module, and its original name."""
 
 
 def image_lora(file: Path, of: ImageArchitecture, layout: str) -> Path:
     """A LoRA of one module in the names of a layout."""
-    original = MODULE[of.name]
+    width, original = IMAGE_MODELS[of.name]
     name = {
         "kohya": f"lora_unet_{original}".replace(".", "_"),
         "comfy": COMFY_MODEL + original,
         "diffusers": f"{of.component}.{of.originals[original].paths[0]}",
     }[layout]
     rows = 1 if layout == "diffusers" else len(of.originals[original].paths)
-    width = WIDTHS[of.name]
     ends = ("lora_down", "lora_up") if layout == "kohya" else ("lora_A", "lora_B")
     tensors = {
         f"{name}.{ends[0]}.weight": torch.randn(1, width),

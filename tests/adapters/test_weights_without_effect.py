@@ -52,11 +52,20 @@ def test_where_it_is_said_the_bytes_are_equal(place: Path, tmp_path: Path, metho
     assert all(torch.equal(alike[name], weighted[name]) for name in alike)
 
 
+OBEYED = [
+    *((m, {}, UNEQUAL) for m in ("linear", "task_arithmetic", "ties", "average", "actmat_ridge", "swudi", "tsv")),
+    *(("actmat", options, UNEQUAL) for options in ({"trim": 0.5}, {"filter": "tikhonov"}, {"filter": "adaptive"})),
+    ("actmat", {}, [1.0, 0.5, 0.0]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("to", ["adapter", "model"])
-@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "average", "actmat_ridge", "swudi", "tsv"])
-def test_methods_that_obey_weights_say_nothing(place: Path, tmp_path: Path, method: str, to: str) -> None:
-    alike, _ = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method=method, to=to)
-    weighted, said = merged(place, tmp_path / "b", UNEQUAL, method=method, to=to)
+@pytest.mark.parametrize(("method", "options", "weights"), OBEYED, ids=str)
+def test_where_weights_matter_nothing_is_said(
+    place: Path, tmp_path: Path, method: str, options: dict[str, Any], weights: list[float], to: str
+) -> None:
+    alike, _ = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method=method, options=options, to=to)
+    weighted, said = merged(place, tmp_path / "b", weights, method=method, options=options, to=to)
     assert said == ()
     assert sum(not torch.equal(alike[n], weighted[n]) for n in alike) >= 6
 
@@ -70,17 +79,3 @@ def test_ranks_that_fill_the_inputs_say_nothing(place: Path, tmp_path: Path, to:
     changed = {n for n in alike if not torch.allclose(alike[n], weighted[n], rtol=F32_SOLVE, atol=F32_ELEMENTWISE)}
     assert changed
     assert not any("down_proj" in name for name in changed)
-
-
-@pytest.mark.parametrize(
-    ("options", "weights"),
-    [({"trim": 0.5}, UNEQUAL), ({"filter": "tikhonov"}, UNEQUAL), ({"filter": "adaptive"}, UNEQUAL),
-     ({}, [1.0, 0.5, 0.0])],
-)  # fmt: skip
-def test_options_and_weights_that_matter_say_nothing(
-    place: Path, tmp_path: Path, options: dict[str, Any], weights: list[float]
-) -> None:
-    alike, _ = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method="actmat", to="model", options=options)
-    weighted, said = merged(place, tmp_path / "b", weights, method="actmat", to="model", options=options)
-    assert said == ()
-    assert any(not torch.equal(alike[name], weighted[name]) for name in alike)

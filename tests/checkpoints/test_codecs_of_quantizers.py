@@ -99,9 +99,7 @@ def test_awq_is_its_formula(tmp_path: Path) -> None:
     ("config", "says"),
     [
         (config_of("gptq", bits=3), "codes of 3 bits"),
-        (config_of("gptq", bits=4, checkpoint_format="marlin"), "'marlin'"),
         (config_of("gptq", bits=8), "do not match 32 inputs"),
-        (config_of("awq", bits=4, version="gemv"), "'gemv'"),
         (config_of("awq", bits=4), "do not match"),
     ],
 )

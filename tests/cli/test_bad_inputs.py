@@ -47,10 +47,6 @@ FILES: dict[str, tuple[Callable[[Family], object], tuple[str, ...]]] = {
     ),
     "integers": (added(weight=torch.zeros(8, 8, dtype=torch.int32)), (Q0, "tensors look quantized (int32 weights)")),
     "gptq": (added(qweight=torch.zeros(2, 8, dtype=torch.int32)), ("expert 'expert1'", "GPTQ", "qweight")),
-    "bitsandbytes": (
-        added(**{"weight": torch.zeros(32, 1, dtype=torch.uint8), "weight.absmax": torch.zeros(4)}),
-        ("expert 'expert1'", "bitsandbytes", "uint8 weights"),
-    ),
     "truncated": (lambda f: os.truncate(weights(f.experts[0]), 500), ("model.safetensors", "interrupted download")),
 }
 
@@ -117,7 +113,6 @@ def test_values_that_are_not_finite_are_all_named(family: Family) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--method", "actmatt"), ("There is no method 'actmatt'", "Did you mean 'actmat'?")),
         (("--method", "ties", "--option", "densty=0.3"), ("no option 'densty'", "Did you mean 'density'?")),
         (("--method", "actmat", "--option", "rtol=-1"), ("'rtol' must lie in",)),
         (("--option", "density=0.3"), ("none is named", "found density")),

@@ -98,11 +98,6 @@ def test_the_plan_is_what_happens(family: Family) -> None:
         assert (family.out / name).stat().st_size == size
 
 
-def test_plans_of_several_methods(family: Family) -> None:
-    data = json.loads(actmat(family.argv("-m", "average", "-m", "iso_c", "--json", "--full", command="plan")).out)
-    assert [p["recipe"].get("method") for p in data] == ["average", "iso_c"]
-
-
 @pytest.mark.parametrize("flags", [(), ("--all",)])
 def test_the_printed_plan_fits_80_columns(family: Family, flags: tuple[str, ...]) -> None:
     outcome = actmat(family.argv(*flags, command="plan"), code=0)
@@ -123,10 +118,6 @@ def test_a_method_in_full(method: object) -> None:
     name = method.name
     (data,) = json.loads(actmat(["methods", name, "--json"]).out)["methods"]
     assert data["name"] == name
-    assert data["summary"]
-    assert data["equation"]
-    assert data["source"]
-    assert all(o["description"] for o in data["options"]), "every option is explained"
     shown = actmat(["methods", name], code=0)
     assert data["source"].split()[0] in shown.out
     assert all(o["name"] in shown.out for o in data["options"])

@@ -1,6 +1,5 @@
 """`actmat diagnose` and `actmat merge --diagnose`: what they print, write and return."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,13 @@ from tests.helpers.merging import Family, actmat
 from actmat.diagnostics.checks import run_checks
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 
+EXPLODED = ("--scale", "20")
+"""Flags of a merge with an issue."""
+
 
 @pytest.fixture
 def family(tmp_path: Path) -> Family:
     return Family.make(tmp_path)
-
-
-def scaled(family: Family) -> list[str]:
-    """A merge with an issue: far too large a scale."""
-    return ["--scale", "20"]
 
 
 def test_a_summary_of_eighty_columns(family: Family) -> None:
@@ -44,13 +41,6 @@ def test_checks_are_printed_by_severity(capsys: pytest.CaptureFixture[str]) -> N
     assert "tip AM402" not in out
 
 
-def test_json_is_the_report(family: Family) -> None:
-    outcome = actmat(family.argv("--json", "--full", "--full", "--quiet", command="diagnose"))
-    found = Diagnosis.from_json(outcome.out)
-    assert len(found.measures) == 7
-    assert json.loads(outcome.out)["kind"] == "diagnosis"
-
-
 def test_out_is_a_file_or_a_directory(family: Family, tmp_path: Path) -> None:
     actmat(family.argv("--quiet", "--out", str(tmp_path / "mine.json"), command="diagnose"), code=0)
     (tmp_path / "folder").mkdir()
@@ -67,17 +57,16 @@ def test_out_is_a_file_or_a_directory(family: Family, tmp_path: Path) -> None:
 
 
 def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
-    flags = scaled(family)
-    actmat(family.argv(*flags, command="diagnose"), code=0)
-    outcome = actmat(family.argv(*flags, "--strict", command="diagnose"), code=1)
+    actmat(family.argv(*EXPLODED, command="diagnose"), code=0)
+    outcome = actmat(family.argv(*EXPLODED, "--strict", command="diagnose"), code=1)
     assert "issue AM403" in outcome.out
     muted = ["--set", "mute=AM402,AM403"]
-    outcome = actmat(family.argv(*flags, "--strict", *muted, command="diagnose"), code=0)
+    outcome = actmat(family.argv(*EXPLODED, "--strict", *muted, command="diagnose"), code=0)
     assert "muted: AM403" in outcome.out
 
 
 def test_findings_of_a_merge_that_is_made_return_1(family: Family) -> None:
-    actmat(family.argv("--diagnose", *scaled(family)), code=0)
+    actmat(family.argv("--diagnose", *EXPLODED), code=0)
     actmat(["diagnose", family.out, "--strict"], code=1)
     assert {p.name for p in family.out.iterdir()} >= {
         "model.safetensors",
@@ -113,7 +102,6 @@ def test_a_merged_model_shows_its_report(family: Family) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        (["--method", "actmatt"], 1, "Did you mean 'actmat'"),
         (["--option", "rtol=1e-4,1e-6"], 2, "one value per option"),
         (["--device", "cuda:99"], 1, "cuda"),
         (["--set", "mute=everything"], 1, "mute"),

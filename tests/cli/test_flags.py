@@ -216,11 +216,6 @@ def test_the_help_fits_80_lines_and_the_long_one_adds_the_fields(command: str) -
     assert "compute_dtype" not in short
 
 
-def test_settings_of_a_run_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RunSettings().device = "cuda"
-
-
 # What flags mean
 
 

@@ -18,11 +18,6 @@ def test_normalizing_is_found_where_it_is(method: str, spelling: str) -> None:
         get_method(method).resolve_options({spelling: True})
 
 
-def test_methods_with_such_an_option_keep_it() -> None:
-    assert get_method("linear").resolve_options({"normalize": False})["normalize"] is False
-    assert get_method("actmat").resolve_options({})["normalize"] is not None
-
-
 def test_libraries_are_repeated_in_one_sentence(models: Path, tmp_path: Path) -> None:
     assert in_brief("Cannot do it.\nYou can try this. Or that.") == "Cannot do it"
     assert in_brief("one v1.2 file, and no more") == "one v1.2 file, and no more"

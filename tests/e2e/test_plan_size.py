@@ -1,4 +1,4 @@
-"""Planning is linear in the number of tensors: thousands of them take seconds."""
+"""Planning is linear in the number of tensors."""
 
 import time
 
@@ -14,8 +14,6 @@ from actmat.recipe import make_recipe
 CONFIG = {"model_type": "mixtral", "hidden_size": 4, "num_attention_heads": 2, "tie_word_embeddings": False}
 PER_LAYER = 4 + 3 * 8 + 3
 TEN_THOUSAND = 323
-SECONDS = 10.0
-"""About ten times what it takes, so that a busy machine passes and a quadratic loop does not."""
 
 
 def mixture(layers: int, prefix: str = "") -> Model:
@@ -57,7 +55,6 @@ def test_ten_thousand_tensors(prefix: str) -> None:
     small, _ = timed(TEN_THOUSAND // 4, prefix)
     seconds, plan = timed(TEN_THOUSAND, prefix)
     assert len(plan.items) == TEN_THOUSAND * PER_LAYER + 2 > 10_000
-    assert seconds < SECONDS
     assert seconds < 12 * small, "four times the tensors should cost about four times as much, not sixteen"
     assert all(t.reason for t in plan.items)
     assert sum(t.action == "copy" for t in plan.items) == TEN_THOUSAND

@@ -191,15 +191,6 @@ def test_weights_may_differ_within_a_run(family: Family, tmp_path: Path) -> None
 # Every byte of every input is read exactly once, whatever the rule, the layout and the number of variants.
 
 
-TIED_CONFIG = {
-    "model_type": "phi3",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-
-
 def tensors() -> dict[str, Tensor]:
     """One tensor of several chunks, packed ones, a stack of experts, a tie, a buffer, an empty one."""
     torch.manual_seed(0)
@@ -223,7 +214,7 @@ def run(tmp_path: Path, variants: Sequence[Mapping[str, Any]], *, workers: int =
     experts = [perturbed(start, 1), perturbed(start, 2)]
     for e in experts:
         e["lm_head.weight"] = e["model.embed_tokens.weight"]
-    models = [counted(t, TIED_CONFIG) for t in (start, *experts)]
+    models = [counted(t, CONFIG | {"tie_word_embeddings": True}) for t in (start, *experts)]
     merge_open(models[0], models[1:], tmp_path, variants, workers=workers)
     return [model.tensors for model in models]
 

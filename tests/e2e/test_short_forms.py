@@ -1,7 +1,6 @@
 """Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, a table of a plan, and tqdm's bar."""
 
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,27 +9,10 @@ import pytest
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
+from tests.helpers.pages import Page
 
 import actmat
 from actmat.progress import NotebookProgress, Progress, in_notebook, usual_progress
-
-
-class Tags(HTMLParser):
-    """Checks that tags close in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.rows = 0
-        self.feed(text)
-        assert not self.open, self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.rows += tag == "tr"
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def check(shown: Any, *words: str) -> None:
@@ -48,7 +30,9 @@ def family(tmp_path: Path) -> Family:
 def test_a_plan_and_a_report_are_short(family: Family) -> None:
     plan = actmat.plan(family.base, family.experts, method="ties")
     check(plan, "<MergePlan: ties over 2 experts of", "merge", "average", "read")
-    assert Tags(plan._repr_html_()).rows <= 40
+    table = Page(plan._repr_html_())
+    assert table.problems == []
+    assert len(table.all("tr")) <= 40
     report = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
     check(report, f"<MergeReport {family.out}:", "items by ties")
     check(report.diagnosis, "<Diagnosis", "ties over 2 experts", "matrices")

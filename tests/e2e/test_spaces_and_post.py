@@ -74,18 +74,8 @@ def test_tables_and_vectors_keep_what_the_method_gives(family: Family, tmp_path:
 
 
 def test_flags_and_plan(family: Family) -> None:
-    shown = actmat(
-        family.argv(
-            "--set",
-            "post=subspace_boosting:beta=0.1,mean_norm",
-            "--method",
-            "average",
-            "--json",
-            "--full",
-            command="plan",
-        ),
-        code=0,
-    )
+    flags = "--set post=subspace_boosting:beta=0.1,mean_norm --method average --json --full"
+    shown = actmat(family.argv(*flags.split(), command="plan"), code=0)
     post = ["subspace_boosting:beta=0.1", "mean_norm"]
     plan = api.plan(family.base, family.experts, method="average", post=post)
     assert json.loads(shown.out)["items"] == plan.to_json()["items"]
@@ -101,12 +91,8 @@ def test_flags_and_plan(family: Family) -> None:
 
 
 def test_all_problems_are_told_at_once(family: Family, tmp_path: Path) -> None:
-    bad = {
-        "post": ["isotropise", "isotropize:beta=1"],
-        "space": "core",
-    }
     with pytest.raises(MergeError) as error:
-        api.plan(family.base, family.experts, **bad)
+        api.plan(family.base, family.experts, post=["isotropise", "isotropize:beta=1"], space="core")
     for words in (
         "post: Unknown post-processing step 'isotropise'. Did you mean 'isotropize'?",
         "post: post-processing 'isotropize' has no option 'beta'",

@@ -47,6 +47,7 @@ def merge_stored_as(store: Callable[[Tensors, Path], Path], models: Models, fold
 
 
 def plain(tensors: Tensors, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     save_file(dict(tensors), folder / "model.safetensors")
     return folder
 
@@ -132,7 +133,7 @@ def test_storage_of_the_base_does_not_matter(
 
 def test_small_shards_load(models: Models, tmp_path: Path) -> None:
     base, first, _ = models
-    expert = plain(first, _made(tmp_path / "expert"))
+    expert = plain(first, tmp_path / "expert")
     report = actmat.merge(base, [expert], out=tmp_path / "one", threads=1, durable=False)
     shards = actmat.merge(base, [expert], out=tmp_path / "many", threads=1, durable=False, max_shard_size="8KB")
     files = sorted(f.name for f in shards.out.glob("*.safetensors"))
@@ -157,7 +158,7 @@ def test_small_shards_load(models: Models, tmp_path: Path) -> None:
 )
 def test_output_dtype(dtype: str, bound: float, models: Models, tmp_path: Path) -> None:
     base, first, second = models
-    places = [plain(first, _made(tmp_path / "a")), plain(second, _made(tmp_path / "b"))]
+    places = [plain(first, tmp_path / "a"), plain(second, tmp_path / "b")]
     report = actmat.merge(base, places, method="average", out=tmp_path / "out", threads=1, durable=False, dtype=dtype)
     wanted = naive_merge(stored(base), [first, second], LLAMA.views, method="average")
     found = stored(report.out)
@@ -166,8 +167,3 @@ def test_output_dtype(dtype: str, bound: float, models: Models, tmp_path: Path) 
     assert json.loads((report.out / "config.json").read_text())["dtype"] == dtype
     model = LLAMA.loader.from_pretrained(report.out)
     assert model.dtype == getattr(torch, dtype)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder

@@ -173,23 +173,6 @@ def test_recipes_name_rows_and_sizes(family: Path, tmp_path: Path) -> None:
     assert tokenizer("<new>").input_ids == [tokenizer.convert_tokens_to_ids("<new>")]
 
 
-def test_bytes_do_not_depend_on_workers(family: Path, tmp_path: Path) -> None:
-    flags = [
-        "-b",
-        str(family / "base"),
-        "-e",
-        str(family / "chat"),
-        "-e",
-        str(family / "tool"),
-        "--set",
-        "vocabulary=union",
-    ]
-    actmat(["merge", *flags, "--out", tmp_path / "one", "--threads", "1", "-q"], code=0)
-    actmat(["merge", *flags, "--out", tmp_path / "two", "--threads", "2", "-q"], code=0)
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
 def test_a_search_compares_predictions_over_one_vocabulary(family: Path, tmp_path: Path) -> None:
     data = {"chat": tmp_path / "a.txt"}
     (tmp_path / "a.txt").write_text("abc")

@@ -147,9 +147,3 @@ def test_too_little_memory_names_the_tensor_and_the_least_that_works() -> None:
     with pytest.raises(RecipeError, match="too little"):
         share(1, 10**9, max_memory=10**9 + BASELINE_BYTES)
     assert share(1, 10**9, max_memory=10**9 + BASELINE_BYTES + 100_000).memory >= 10**9
-
-
-@pytest.mark.parametrize("threads", [0, -1])
-def test_no_workers(threads: int) -> None:
-    with pytest.raises(RecipeError, match="at least 1"):
-        share(1, threads=threads)

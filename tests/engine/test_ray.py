@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +79,7 @@ class TestRay(ExecutorConformance):
 
     @pytest.fixture(autouse=True)
     def share(self, workers: Dispatcher) -> None:
-        self.dispatcher = workers
+        self.dispatcher, self.has_result = workers, threading.Event()
 
     def make(self, inputs: Inputs, writers: Sequence[Writer | None], resources: Resources) -> Executor:
         return Noting(RayExecutor(inputs, writers, resources, workers=self.dispatcher), self)
@@ -104,12 +103,9 @@ class TestRay(ExecutorConformance):
         trouble = self.trouble(tmp_path, "pause")
         victim = next(node for node in running.worker_nodes)
 
-        self.results: list[UnitResult] = []
-
         def remove() -> None:
-            while not self.results:
-                time.sleep(0.02)
-            running.remove_node(victim)
+            if self.has_result.wait(60):
+                running.remove_node(victim)
 
         thread = threading.Thread(target=remove)
         thread.start()
@@ -133,18 +129,17 @@ class TestRay(ExecutorConformance):
 
 
 class Noting:
-    """An executor whose results a test can look at, in its `results` and `notes`."""
+    """An executor that tells the test of its first result and of the `notes` of all."""
 
     def __init__(self, executor: Executor, test: TestRay) -> None:
-        self._executor, self._test = executor, test
+        self._executor, self._test, test.notes = executor, test, []
         self.survey = executor.survey
-        test.results, test.notes = [], []
 
     def run(self, spec: Any, units: Any) -> Iterator[UnitResult]:
         with contextlib.closing(self._executor.run(spec, units)) as results:
             for result in results:
-                self._test.results.append(dataclasses.replace(result, records=()))
                 self._test.notes += result.notes
+                self._test.has_result.set()
                 yield result
                 del result
 

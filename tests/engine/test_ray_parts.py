@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +251,7 @@ def test_a_missing_ray_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch)
         find_executor("ray")
 
 
-def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
-    began = time.monotonic()
+def test_a_cluster_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was asked, which waits for a long time"))
     with pytest.raises(MergeError, match=r"no Ray cluster at '127\.0\.0\.1:1'"):
         connect("127.0.0.1:1")
-    assert time.monotonic() - began < 30

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from actmat.methods import MergeMethod
 
-__all__ = ["Experts", "LazyDeltas", "OnePass", "merged", "usable_experts"]
-
 
 @dataclass(frozen=True)
 class Experts:
@@ -152,27 +150,6 @@ class Overlaid(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._buffer.copy_(self._source[index])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[index] for index in range(len(self)))
-
-
-class OnePass(Sequence[Tensor]):
-    """Deltas that are made when asked for; asking twice for one, or out of order, fails."""
-
-    def __init__(self, deltas: Sequence[Tensor]) -> None:
-        self._deltas = deltas
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._deltas)
-
-    def __getitem__(self, index):
-        if index >= len(self._deltas):
-            raise IndexError(index)
-        assert index == self._next, f"delta {index} was asked for when {self._next} was due"
-        self._next += 1
-        return self._deltas[index].clone()
 
 
 def usable_experts(method: MergeMethod, wanted: int) -> int:

@@ -61,9 +61,10 @@ def random_deltas(n_experts: int, *shape: int, seed: int = 0, dtype: torch.dtype
     return [draw.to(dtype, copy=True) for draw in draws]
 
 
-def random_lowrank(n_experts: int, rows: int, columns: int, rank: int, seed: int = 0) -> list[LowRank]:
-    gaussian = gaussian_of(seed)
-    return [LowRank(gaussian(rows, rank), gaussian(rank, columns)) for _ in range(n_experts)]
+def random_lowrank(ranks: Sequence[int], *shape: int, seed: int = 0) -> list[LowRank]:
+    """A delta of each rank, from Gaussian factors; `shape` is that of the deltas."""
+    gaussian, (*batch, rows, columns) = gaussian_of(seed), shape
+    return [LowRank(gaussian(*batch, rows, r), gaussian(*batch, r, columns)) for r in ranks]
 
 
 def attempts_at_parts(monkeypatch: pytest.MonkeyPatch, *, block: int, smallest: int) -> list[bool]:

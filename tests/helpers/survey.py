@@ -1,5 +1,6 @@
 """Runs a method over the tensors of a small model in memory, the way an engine does, surveys included."""
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from actmat.methods import Merged, MergeMethod
 def run_survey(
     method: MergeMethod, deltas: Mapping[str, Sequence[Any]], options: Mapping[str, Any], *, backwards: bool = False
 ) -> Any:
-    """What `Survey.finish` gives after as many rounds over all tensors as the survey asks for; None without one."""
+    """What `Survey.finish` gives after as many rounds over all tensors as the survey asks for; None without one.
+
+    Every tensor is observed by a fork of its own, which comes back from another process.
+    """
     survey = method.survey
     if survey is None or not survey.applies(options):
         return None
@@ -21,8 +25,10 @@ def run_survey(
     names = sorted(deltas, reverse=backwards)
     wants_more = True
     while wants_more:
-        for name in names:
-            survey.observe(state, deltas[name], options)
+        forks = {name: survey.fork(state) for name in names}
+        for name, fork in forks.items():
+            survey.observe(fork, deltas[name], options)
+            survey.join(state, pickle.loads(pickle.dumps(fork)))
         wants_more = survey.advance(state)
     return survey.finish(state)
 

@@ -242,7 +242,13 @@ def test_without_transformers_few_spellings_are_known(base: Config, expert: Conf
 
 def test_nothing_is_read_where_nothing_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_ask", lambda texts: pytest.fail(str(texts)) if texts else ([], ""))
-    expert = LLAMA | {"torch_dtype": "float16", "use_cache": False, "eos_token_id": 7, "vocab_size": 9, "_name": "x"}
+    expert = LLAMA | {
+        "torch_dtype": "float16",
+        "use_cache": False,
+        "eos_token_id": 7,
+        "vocab_size": 9,
+        "_name_or_path": "x",
+    }
     for one in (LLAMA | {"eos_token_id": 2}, expert, LLAMA | {"eos_token_id": [2, 9]}):
         assert not agreed(LLAMA | {"eos_token_id": 2}, one).problems
 

@@ -41,7 +41,7 @@ TABLE = {
     "tokens of one input": ([[], WORDS], ""),
     "tokens beyond the table": (
         [WORDS, [*WORDS, "p", "q", "r", "s", "beyond"], [*WORDS, "p", "q", "r", "s"]],
-        '"s" (row 19)',
+        '"r" (row 18) and 1 more',
     ),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from torch import Tensor
 
-from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed
+from actmat.linalg.chunks import Streamed
 from actmat.linalg.masks.threshold import true_indices
 from actmat.methods import all_methods, get_method
 
@@ -37,11 +37,6 @@ class OneBuffer(Sequence[Tensor]):
 
     def result(self) -> Tensor:
         return torch.full(self.shape, float("nan"), dtype=self.dtype)
-
-
-def test_a_chunk_is_a_whole_number_of_draws() -> None:
-    """`Drop` draws four entries at a time."""
-    assert CHUNK_ENTRIES % 4 == 0
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [

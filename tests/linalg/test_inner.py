@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from tests.helpers.experts import OnePass
 
 from actmat.linalg.chunks import SHORT_CHUNK
-from actmat.linalg.inner import MANY, inner_products, is_finite, one_pass_sum, weighted_sum
+from actmat.linalg.inner import inner_products, is_finite, one_pass_sum, weighted_sum
 
 SIZES = [0, 1, SHORT_CHUNK - 1, SHORT_CHUNK, SHORT_CHUNK + 1, 2 * SHORT_CHUNK + 5]
 
@@ -20,23 +19,6 @@ def test_inner_products_are_the_gram_matrix(size: int) -> None:
     rows = tensors(3, size)
     expected = torch.stack(rows).double() @ torch.stack(rows).double().mT
     torch.testing.assert_close(inner_products(rows), expected, rtol=1e-13, atol=1e-10)
-
-
-@pytest.mark.parametrize("size", [MANY - 1, 200_000])
-def test_inner_products_resolve_angles_that_float32_cannot(size: int) -> None:
-    x, y = tensors(2, size, torch.float64)
-    y = (x + 4e-4 * y).float()
-    x = x.float()
-    gram = inner_products([x, y])
-    expected = torch.stack([x, y]).double() @ torch.stack([x, y]).double().mT
-
-    def one_less_cosine(gram: torch.Tensor) -> float:
-        return 1 - float(gram[0, 1] / (gram[0, 0] * gram[1, 1]).sqrt())
-
-    assert 7e-8 < one_less_cosine(expected) < 9e-8
-    assert one_less_cosine(gram) == pytest.approx(one_less_cosine(expected), rel=0.05 if size >= MANY else 1e-6)
-    in_one = torch.stack([x, y]) @ torch.stack([x, y]).mT
-    assert abs(one_less_cosine(in_one.double()) / one_less_cosine(expected) - 1) > 0.2, "no test of anything"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -55,9 +37,9 @@ def test_weighted_sum_skips_what_has_no_weight_and_keeps_the_shape() -> None:
     assert torch.equal(out, 2 * good)
 
 
-def test_one_pass_sum_is_the_same_sum_and_reads_in_order() -> None:
+def test_one_pass_sum_is_the_same_sum_of_an_iterator() -> None:
     rows, weights = tensors(3, 50, torch.float64), [0.5, -2.0, 3.0]
-    assert torch.equal(one_pass_sum(OnePass(rows), weights), weighted_sum(rows, weights))
+    assert torch.equal(one_pass_sum(iter(rows), weights), weighted_sum(rows, weights))
     with pytest.raises(ValueError, match="argument 2"):
         one_pass_sum(rows, [1.0])
 

@@ -20,15 +20,6 @@ from actmat.linalg.lowrank import (
 # Truncation in factored form is the best approximation of its rank; norms and sums need no dense matrix.
 
 
-def factors(*shape: int, rank: int, seed: int = 0) -> LowRank:
-    rng = torch.Generator().manual_seed(seed)
-    *batch, rows, columns = shape
-    return LowRank(
-        torch.randn(*batch, rows, rank, generator=rng, dtype=torch.float64),
-        torch.randn(*batch, rank, columns, generator=rng, dtype=torch.float64),
-    )
-
-
 @pytest.mark.parametrize(("condition", "dtype"), [(10, torch.float32), (1e6, torch.float32), (10, torch.float64)])
 @pytest.mark.parametrize("zero", [False, True])
 def test_bases_of_well_conditioned_columns_come_from_their_gram_matrix(condition, dtype, zero, monkeypatch):
@@ -47,7 +38,7 @@ def test_bases_of_well_conditioned_columns_come_from_their_gram_matrix(condition
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (3, 8, 6), (2, 30)])
 def test_truncation_is_that_of_the_dense_svd(shape: tuple[int, ...]) -> None:
-    delta = factors(*shape, rank=5)
+    delta = random_lowrank([5], *shape)[0]
     u, s, vh = torch.linalg.svd(delta.dense(), full_matrices=False)
     for rank in (1, 2, 4):
         reduced = truncate(delta, rank)
@@ -59,7 +50,7 @@ def test_truncation_is_that_of_the_dense_svd(shape: tuple[int, ...]) -> None:
 
 
 def test_enough_rank_is_exact_and_balanced() -> None:
-    delta = factors(9, 14, rank=3)
+    delta = random_lowrank([3], 9, 14)[0]
     reduced = truncate(delta, 6)  # padded with zeros
     assert relative_error(reduced.value.dense(), delta.dense()) <= 1e-13
     assert (reduced.error, reduced.value.rank) == (0, 6)
@@ -71,7 +62,7 @@ def test_enough_rank_is_exact_and_balanced() -> None:
 def test_a_dense_matrix_is_truncated_nearly_as_by_its_svd(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     noise = torch.randn(shape, generator=rng, dtype=torch.float64)
-    delta = (factors(*shape, rank=6).dense() + 0.1 * noise).to(dtype)
+    delta = (random_lowrank([6], *shape)[0].dense() + 0.1 * noise).to(dtype)
     smallest = float(torch.linalg.svdvals(delta.double())[..., 8:].norm())
     reduced = truncate_dense(delta, 8)
     assert reduced.value.rank == 8
@@ -83,7 +74,7 @@ def test_a_dense_matrix_is_truncated_nearly_as_by_its_svd(shape: tuple[int, ...]
 
 @pytest.mark.parametrize("shape", [(280, 400), (12, 20)])
 def test_a_dense_matrix_of_the_rank_is_kept(shape: tuple[int, ...]) -> None:
-    delta = factors(*shape, rank=3).dense()
+    delta = random_lowrank([3], *shape)[0].dense()
     reduced = truncate_dense(delta, 5)
     assert relative_error(reduced.value.dense(), delta) <= 1e-13
     assert truncate_dense(torch.zeros(shape), 5).value.dense().any().logical_not()
@@ -91,7 +82,7 @@ def test_a_dense_matrix_of_the_rank_is_kept(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 14), (3, 8, 6)])
 def test_padding_moves_powers_of_two_and_changes_no_bit_of_the_delta(shape: tuple[int, ...]) -> None:
-    delta = factors(*shape, rank=4)
+    delta = random_lowrank([4], *shape)[0]
     uneven = LowRank(delta.b_OR * torch.tensor([1e-9, 0.0, 7.0, 1e9], dtype=torch.float64), delta.a_RI)
     same = padded(uneven, 6)
     assert same.value.rank == 6
@@ -107,7 +98,7 @@ def same_rows(delta: LowRank, rank: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_inner_products_are_those_of_the_dense_deltas(batch: tuple[int, ...]) -> None:
-    deltas = [factors(*batch, 20, 12, rank=rank, seed=rank) for rank in (1, 3, 5)]
+    deltas = [random_lowrank([rank], *batch, 20, 12, seed=rank)[0] for rank in (1, 3, 5)]
     flat_TN = torch.stack([d.dense().reshape(-1) for d in deltas])
     torch.testing.assert_close(inner_products(deltas), flat_TN @ flat_TN.mT, rtol=1e-13, atol=1e-12)
 
@@ -120,7 +111,7 @@ def test_a_zero_delta_stays_zero() -> None:
 
 
 def test_norm_and_sum() -> None:
-    one, two = factors(6, 7, rank=2, seed=1), factors(6, 7, rank=3, seed=2)
+    one, two = random_lowrank([2], 6, 7, seed=1)[0], random_lowrank([3], 6, 7, seed=2)[0]
     total = weighted_sum([one, two], [0.5, -2])
     assert relative_error(total.dense(), 0.5 * one.dense() - 2 * two.dense()) <= 1e-14
     assert frobenius_norm(total) == pytest.approx(float(total.dense().norm()))
@@ -131,7 +122,7 @@ def test_norm_and_sum() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_only_the_joint_range_is_kept(dtype):
-    deltas = [d.dense().to(dtype) for d in random_lowrank(3, 20, 15, rank=2)]
+    deltas = [d.dense().to(dtype) for d in random_lowrank([2] * 3, 20, 15)]
     assert joint_basis(deltas).s_R.shape == (6,)
 
 

@@ -15,18 +15,11 @@ merge = ACTMAT.merge
 merge_lowrank = ACTMAT.lowrank.merge
 
 
-def paper(deltas):
-    """`(sum D C) (sum C)^+` with the pseudo-inverse and cut-off that the paper's numbers were made with."""
-    estimates = [d.T @ d for d in deltas]
-    gram = sum(estimates)
-    inverse = torch.linalg.pinv(gram, rtol=gram.shape[0] * EPS32)
-    return sum(d @ c for d, c in zip(deltas, estimates, strict=True)) @ inverse
-
-
 def test_paper_equation_where_the_cutoff_matters():
     deltas = shared_rows(4, 24, 1e-4)
-    assert relative_error(merge(deltas).value, paper(deltas)) < 1e-8
-    assert relative_error(merge(deltas, rtol=0.0).value, paper(deltas)) > 1e-3
+    expected = naive(deltas, self_grams(deltas))
+    assert relative_error(merge(deltas).value, expected) < 1e-8
+    assert relative_error(merge(deltas, rtol=0.0).value, expected) > 1e-3
 
 
 def boxed(base, deltas, rtol=None):
@@ -63,13 +56,6 @@ def test_weight_form_where_s_is_singular(rank, solver):
     assert float(((base + found) @ outside.T).norm()) < F64_ORACLE * float(base.norm())
     inside = torch.linalg.svd(torch.cat(deltas)).Vh[: 3 * rank]
     assert relative_error(found @ inside.T, merge(deltas).value @ inside.T) < F64_ORACLE
-
-
-def test_weight_form_loses_most_of_the_base_under_adapters():
-    """Eight adapters of rank 2 span 16 of 96 directions: of a base without preferred directions 41 % of its norm."""
-    base, deltas = random_deltas(1, 40, 96, seed=5)[0], factored(2, rows=40, columns=96, n_experts=8)
-    left = base + merge(deltas, base=base, form="weight").value - merge(deltas).value
-    assert float(left.norm() / base.norm()) == pytest.approx((16 / 96) ** 0.5, abs=0.03)
 
 
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e6])

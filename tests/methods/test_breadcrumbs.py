@@ -26,35 +26,26 @@ def naive_band(delta: Tensor, density: float, gamma: float) -> Tensor:
 @pytest.mark.parametrize(
     ("density", "gamma"), [(0.9, 0.01), (0.7, 0.1), (0.5, 0.5), (0.8, 0.4), (1.0, 0.3), (0.0, 0.2), (0.3, 0.0)]
 )
-@pytest.mark.parametrize("sign_election", [False, True])
-def test_naive_transcription(make: Any, density: float, gamma: float, sign_election: bool) -> None:
+@pytest.mark.parametrize(("sign_election", "reduce"), [(False, "sum"), (True, "sum"), (True, "mean")])
+def test_naive_transcription(make: Any, density: float, gamma: float, sign_election: bool, reduce: str) -> None:
     deltas, weights = make(3, 12, 7), [0.5, 1.0, 0.25]
     votes = [w * naive_band(d, density, gamma) for w, d in zip(weights, deltas, strict=True)]
-    expected = naive_elect(votes, weights, reduce="sum", zero_sign="positive") if sign_election else sum(votes)
-    options = {"density": density, "gamma": gamma, "sign_election": sign_election}
+    expected = naive_elect(votes, weights, reduce=reduce, zero_sign="positive") if sign_election else sum(votes)
+    options = {"density": density, "gamma": gamma, "sign_election": sign_election, "reduce": reduce}
     assert relative_error(call(BREADCRUMBS, deltas, weights=weights, **options), 0.3 * expected) < 1e-14
-
-
-def test_mean_of_the_agreeing_entries() -> None:
-    deltas = random_deltas(3, 50)
-    votes = [naive_band(d, 0.9, 0.01) for d in deltas]
-    expected = naive_elect(votes, [1.0] * 3, reduce="mean", zero_sign="positive")
-    assert relative_error(call(BREADCRUMBS, deltas, sign_election=True, reduce="mean", scaling=1.0), expected) < 1e-14
 
 
 def test_one_fraction_per_expert() -> None:
     deltas = random_deltas(2, 50)
     expected = naive_band(deltas[0], 0.5, 0.1) + naive_band(deltas[1], 0.8, 0.2)
-    assert (
-        relative_error(call(BREADCRUMBS, deltas, density=[0.5, 0.8], gamma=[0.1, 0.2], scaling=1.0), expected) < 1e-14
-    )
+    found = call(BREADCRUMBS, deltas, density=[0.5, 0.8], gamma=[0.1, 0.2], scaling=1.0)
+    assert relative_error(found, expected) < 1e-14
     with pytest.raises(RecipeError, match="'gamma' is a list of 3"):
         call(BREADCRUMBS, deltas, gamma=[0.1, 0.1, 0.1])
 
 
 def test_rescaled_deltas_have_their_l1_norm_back() -> None:
-    rng = torch.Generator().manual_seed(5)
-    delta = torch.randn((12, 10), generator=rng, dtype=torch.float64)
+    (delta,) = random_deltas(1, 12, 10)
     plain = BREADCRUMBS.merge([delta], density=0.5, gamma=0.1, scaling=1.0).value
     found = BREADCRUMBS.merge([delta], density=0.5, gamma=0.1, scaling=1.0, rescale="l1").value
     assert torch.equal(found != 0, plain != 0)

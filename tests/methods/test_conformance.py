@@ -97,49 +97,25 @@ def test_without_a_base_any_point_gives_the_same_weights(method: MergeMethod, n_
         assert same == method.is_baseless(variant, n_experts), (variant, relative_error(*results))
 
 
-@each_method
-def test_options_outside_their_bounds_are_refused(method: MergeMethod) -> None:
-    for name, option in method.options.items():
-        if option.bounds is None:
-            continue
-        for end, outside in ((option.bounds.low, -1), (option.bounds.high, 1)):
-            if end is not None:
-                with pytest.raises(RecipeError, match=name):
-                    method.resolve_options({name: type(end)(end + outside)})
-
-
-@each_method
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_dtype_and_shape_are_kept_and_the_result_owns_its_memory(method: MergeMethod, dtype: torch.dtype) -> None:
-    for n_experts in (1, 4):
-        experts = Experts.random(n_experts, (8, 11), dtype=dtype)
-        out = merged(method, experts)
-        assert out.dtype == dtype
-        assert out.shape == (8, 11)
-        assert bool(out.isfinite().all())
-        taken = {x.untyped_storage().data_ptr() for x in experts.all_tensors()}
-        assert out.untyped_storage().data_ptr() not in taken
-
-
-@each_method
-@pytest.mark.parametrize("n_experts", [1, 4])
-def test_inputs_are_left_alone(method: MergeMethod, n_experts: int) -> None:
-    experts = Experts.random(n_experts, (8, 11))
-    before = [x.clone() for x in experts.all_tensors()]
-    merged(method, experts)
-    assert all(torch.equal(a, b) for a, b in zip(before, experts.all_tensors(), strict=True))
-
-
-AWKWARD = [(7, (3, 4), None), (7, (4, 3), 1), (4, (12, 10), 2), (3, (1, 6), None), (3, (6, 1), None), (2, (1, 1), None)]
+SIZES = [
+    (1, (8, 11), None), (4, (8, 11), None), (7, (3, 4), None), (7, (4, 3), 1), (4, (12, 10), 2), (3, (1, 6), None),
+    (3, (6, 1), None), (2, (1, 1), None),
+]  # fmt: skip
 """Number of experts, shape, rank."""
 
 
 @each_method
-def test_awkward_shapes_and_ranks_give_finite_results(method: MergeMethod) -> None:
-    for (n_experts, shape, rank), dtype in itertools.product(AWKWARD, (torch.float32, torch.float64)):
-        out = merged(method, Experts.random(n_experts, shape, rank=rank, dtype=dtype))
-        assert out.shape == shape
+def test_the_result_is_finite_keeps_dtype_and_shape_and_owns_its_memory(method: MergeMethod) -> None:
+    """And the inputs are left as they are."""
+    for (n_experts, shape, rank), dtype in itertools.product(SIZES, (torch.float32, torch.float64)):
+        experts = Experts.random(n_experts, shape, rank=rank, dtype=dtype)
+        before = [x.clone() for x in experts.all_tensors()]
+        out = merged(method, experts)
+        assert (out.dtype, out.shape) == (dtype, shape)
         assert bool(out.isfinite().all()), (n_experts, shape, rank, dtype)
+        taken = {x.untyped_storage().data_ptr() for x in experts.all_tensors()}
+        assert out.untyped_storage().data_ptr() not in taken
+        assert all(torch.equal(a, b) for a, b in zip(before, experts.all_tensors(), strict=True))
 
 
 @pytest.mark.parametrize("method", [m for m in all_methods() if m.max_experts is not None], ids=lambda m: m.name)

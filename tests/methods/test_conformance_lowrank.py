@@ -2,14 +2,13 @@
 
 import functools
 import itertools
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.experts import Experts, merged, usable_experts, variants
-from tests.helpers.spectra import orthogonal
+from tests.helpers.spectra import orthogonal, random_lowrank
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,23 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged, MergedLowRank, MergeMethod, all_methods, get_method
-from actmat.methods.facets import Law
 
 # Factored forms agree with the dense rule, and never form the dense matrix.
 
 
 FACTORED = [m for m in all_methods() if m.lowrank is not None]
 each_factored = pytest.mark.parametrize("method", FACTORED, ids=lambda m: m.name)
-
-
-def factors(shape: tuple[int, ...], ranks: list[int], seed: int = 0) -> list[LowRank]:
-    rng = torch.Generator().manual_seed(seed)
-    *batch, n_out, n_in = shape
-
-    def gaussian(*size: int) -> Tensor:
-        return torch.randn(*batch, *size, generator=rng, dtype=torch.float64)
-
-    return [LowRank(gaussian(n_out, r) / r, gaussian(r, n_in)) for r in ranks]
 
 
 def needs_for(shape: Sequence[int], n_experts: int) -> dict[str, Any]:
@@ -79,8 +67,11 @@ def merge_dense(method: MergeMethod, deltas: list[Tensor], **options: Any) -> Me
     ],
 )
 def test_factored_equals_dense(method: MergeMethod, shape: tuple[int, ...], ranks: list[int]) -> None:
-    deltas = factors(shape, ranks)
+    """And the factors of the experts are left as they are."""
+    deltas = random_lowrank(ranks, *shape)
+    before = [(d.b_OR.clone(), d.a_RI.clone()) for d in deltas]
     found, expected = merge_lowrank(method, deltas), merge_dense(method, [d.dense() for d in deltas])
+    assert all(torch.equal(b, d.b_OR) and torch.equal(a, d.a_RI) for (b, a), d in zip(before, deltas, strict=True))
     assert found.value.shape == shape
     assert found.value.rank <= sum(ranks)
     assert relative_error(found.value.dense(), expected.value) <= 1e-10
@@ -107,7 +98,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (5, 40)], ids=str)
 @pytest.mark.parametrize(("name", "options"), [pytest.param(n, o, id=f"{n}-{o}") for n in OPTIONS for o in OPTIONS[n]])
 def test_factored_equals_dense_with_options(name: str, options: dict[str, Any], shape: tuple[int, int]) -> None:
-    deltas = factors(shape, [4, 4, 4])
+    deltas = random_lowrank([4, 4, 4], *shape)
     found = merge_lowrank(get_method(name), deltas, **options)
     dense = merge_dense(get_method(name), [d.dense() for d in deltas], **options)
     assert found.value.shape == shape
@@ -129,7 +120,7 @@ that it finds there, by up to `1 / ridge`, and is itself as far from the float64
 )
 def test_factored_equals_dense_in_float32(method: MergeMethod, shape: tuple[int, ...], ranks: list[int]) -> None:
     """The cut-offs are the same, so that no direction is kept by one form and dropped by the other."""
-    deltas = [d.to(torch.float32) for d in factors(shape, ranks)]
+    deltas = [d.to(torch.float32) for d in random_lowrank(ranks, *shape)]
     out = merge_lowrank(method, deltas).value
     assert out.b_OR.dtype == out.a_RI.dtype == torch.float32
     exact = merge_dense(method, [d.to(torch.float64).dense() for d in deltas]).value
@@ -140,7 +131,7 @@ def test_factored_equals_dense_in_float32(method: MergeMethod, shape: tuple[int,
 
 @each_factored
 def test_a_zero_adapter_is_no_trouble(method: MergeMethod) -> None:
-    deltas = factors((20, 24), [2, 2, 2])
+    deltas = random_lowrank([2, 2, 2], 20, 24)
     deltas[1] = LowRank(torch.zeros_like(deltas[1].b_OR), deltas[1].a_RI)
     out = merge_lowrank(method, deltas).value.dense()
     assert relative_error(out, merge_dense(method, [d.dense() for d in deltas]).value) <= 1e-10
@@ -175,7 +166,7 @@ def raised(call: Callable[[], Any]) -> Exception | None:
 )
 def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weights: list[float] | None) -> None:
     """`why_dense` gives the first sentence of the error that the form raises, and nothing where it merges."""
-    deltas = factors((6, 9), [2, 1])
+    deltas = random_lowrank([2, 1], 6, 9)
     given = needs_for((6, 9), 2) | {"weights": weights}
     needs = {n: v for n, v in given.items() if n in method.needs}
     for options in all_options(method):
@@ -213,7 +204,7 @@ def test_options_that_take_the_low_rank_form_away_are_all_known() -> None:
 
 def off_the_rows(method: MergeMethod) -> float:
     """The largest share of a merged delta outside the joint row space of the experts, over all options."""
-    deltas, shares = factors((12, 16), [2, 3]), []
+    deltas, shares = random_lowrank([2, 3], 12, 16), []
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
     for options in all_options(method):
         if method.why_dense(options, 2) is None:
@@ -232,7 +223,7 @@ def test_the_row_space_is_kept_exactly_where_it_is_declared(method: MergeMethod)
 def test_experts_with_independent_rows_are_all_met(name: str) -> None:
     """`D* D_t^T = D_t D_t^T` for all experts, as the ridge vanishes."""
     method = get_method(name)
-    deltas = factors((12, 40), [2, 2])
+    deltas = random_lowrank([2, 2], 12, 40)
     options = method.resolve_options({"ridge": 1e-9} if "ridge" in method.options else {})
     merged = method.lowrank.merge(deltas, **options).value.dense()
     on_rows = [(merged @ d.dense().mT, d.dense() @ d.dense().mT) for d in deltas]
@@ -260,19 +251,11 @@ class Largest(TorchDispatchMode):
     ids=lambda m: m.name,
 )
 def test_no_dense_matrix_is_formed(method: MergeMethod) -> None:
-    deltas = factors((280, 300), [2, 3, 2])  # larger than the histograms of a selection, whose size is fixed
+    deltas = random_lowrank([2, 3, 2], 280, 300)  # larger than the histograms of a selection, whose size is fixed
     ready = ready_lowrank(method, deltas)
     with Largest() as largest:
         ready()
     assert 0 < largest.numel < 280 * 300
-
-
-@each_factored
-def test_inputs_are_left_alone(method: MergeMethod) -> None:
-    deltas = factors((20, 24), [2, 3])
-    before = [(d.b_OR.clone(), d.a_RI.clone()) for d in deltas]
-    merge_lowrank(method, deltas)
-    assert all(torch.equal(b, d.b_OR) and torch.equal(a, d.a_RI) for (b, a), d in zip(before, deltas, strict=True))
 
 
 # Every law that a method declares, on well-conditioned and on rank-deficient experts, in float64.
@@ -360,10 +343,6 @@ def gap(law: str, method: MergeMethod, experts: Experts, **options: Any) -> floa
     return CHECKS[law](functools.partial(merged, method, **options), some)
 
 
-def test_every_law_of_the_contract_has_a_check() -> None:
-    assert set(CHECKS) == set(typing.get_args(Law))
-
-
 @pytest.mark.parametrize("method", [m for m in all_methods() if "homogeneous" in m.laws], ids=lambda m: m.name)
 def test_homogeneous_methods_are_so_at_any_size(method: MergeMethod) -> None:
     """Deltas from 1e-31 to 1e29."""
@@ -380,17 +359,18 @@ def test_declared_laws_hold(method: MergeMethod) -> None:
     assert not {key: found for key, found in gaps.items() if not found <= LAW_TOLERANCE}
 
 
-@pytest.mark.parametrize("options", [{"density": 0.1}, {"density": 0.3, "k": 2, "smoothing": "linear"}], ids=str)
-def test_dc_merge_keeps_its_laws_under_options(options: dict[str, Any]) -> None:
-    method = get_method("dc_merge")
-    assert max(gap(law, method, INPUTS["tall"], **options) for law in method.laws) < 1e-10
+SPECTRAL_LAWS = ("permutation", "odd", "left_orthogonal", "right_orthogonal", "zeros")
+LAWS_UNDER_OPTIONS = [
+    *(("dc_merge", "tall", o, get_method("dc_merge").laws)
+      for o in ({"density": 0.1}, {"density": 0.3, "k": 2, "smoothing": "linear"})),
+    *(("knots", "full", {"rule": rule, "order": order}, SPECTRAL_LAWS)
+      for rule in ("task_arithmetic", "tsv", "iso_c") for order in ("official", "actmat")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["official", "actmat"])
-@pytest.mark.parametrize("rule", ["task_arithmetic", "tsv", "iso_c"])
-def test_spectral_inner_rules_of_knots_obey_both_orthogonal_laws(order: str, rule: str) -> None:
-    laws = ("permutation", "odd", "left_orthogonal", "right_orthogonal", "zeros")
-    assert max(gap(law, get_method("knots"), INPUTS["full"], rule=rule, order=order) for law in laws) < 1e-10
+@pytest.mark.parametrize(("name", "experts", "options", "laws"), LAWS_UNDER_OPTIONS, ids=str)
+def test_laws_hold_under_options(name: str, experts: str, options: dict[str, Any], laws: Collection[str]) -> None:
+    assert max(gap(law, get_method(name), INPUTS[experts], **options) for law in laws) < 1e-10
 
 
 @pytest.mark.parametrize(

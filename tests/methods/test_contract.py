@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods import Bounds, LowRankForm, Merged, MergeMethod, all_methods, get_method
+from actmat.methods import Bounds, LowRankForm, Merged, MergeMethod, get_method
 from actmat.methods.contract import Option
 
 
@@ -166,21 +166,3 @@ def test_options_that_are_not_finite_are_refused(value: float) -> None:
     unbounded = Option("limit", float, float("inf"), None, "")
     assert unbounded.problem(float("inf")) is None
     assert (unbounded.problem(value) is None) == (value == float("inf"))
-
-
-def test_bounds_are_closed_but_for_an_open_low_end() -> None:
-    assert Bounds(0, 1).holds(0)
-    assert Bounds(0, 1).holds(1)
-    assert not Bounds(0, 1, open_low=True).holds(0)
-    assert not Bounds(0, 1).holds(1.0001)
-    assert Bounds(None, 2).holds(-1e9)
-    assert Bounds(1).holds(float("inf"))
-    assert str(Bounds(0, 1, open_low=True)) == "(0, 1]"
-    assert str(Bounds()) == "[-inf, inf]"
-
-
-def test_get_method_finds_every_method_and_offers_near_names() -> None:
-    for method in all_methods():
-        assert get_method(method.name) is method
-    with pytest.raises(RecipeError, match="Did you mean 'average'"):
-        get_method("avrage")

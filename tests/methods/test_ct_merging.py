@@ -41,7 +41,7 @@ def test_is_the_formula(shape, options, dtype, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_adapters_and_an_expert_that_did_not_move(dtype):
-    deltas = [*(d.dense().to(dtype) for d in random_lowrank(2, 20, 30, rank=4)), torch.zeros(20, 30, dtype=dtype)]
+    deltas = [*(d.dense().to(dtype) for d in random_lowrank([4, 4], 20, 30)), torch.zeros(20, 30, dtype=dtype)]
     assert relative_error(merge(deltas).value, naive(deltas)) < F32_SOLVE
 
 

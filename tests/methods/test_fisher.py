@@ -54,8 +54,3 @@ def test_dropped_entries_keep_the_base_and_are_counted() -> None:
     out = merge(deltas, statistics={"fisher": fisher}, floor=1.0, floor_unit="absolute", floor_use="drop")
     assert out.value.tolist() == pytest.approx([0.0, 0.0, 2.5])
     assert out.stats["entries_dropped"] == 2
-
-
-def test_the_number_of_fishers_must_be_that_of_the_experts(experts: Experts) -> None:
-    with pytest.raises(ValueError, match="zip"):
-        merge(experts.deltas, statistics={"fisher": experts.statistics["fisher"][:2]})

@@ -29,7 +29,7 @@ def test_known_splits():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_residuals_that_are_rounding_contribute_nothing(dtype):
     # The common space holds the whole sum's range, so every task residual is zero up to rounding.
-    deltas = [d.dense().to(dtype) for d in random_lowrank(2, 20, 30, rank=3)]
+    deltas = [d.dense().to(dtype) for d in random_lowrank([3, 3], 20, 30)]
     merged = merge(deltas)
     level = torch.linalg.svdvals(sum(d.double() for d in deltas)).sum() / 20
     spectrum = torch.zeros(20, dtype=torch.float64)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.helpers.spectra import random_deltas, random_lowrank, seeded
+from tests.helpers.survey import run_survey
 from tests.tolerances import relative_error
 
 from actmat.extras.research import iso_c, tsv
@@ -29,18 +30,8 @@ def naive_ties(coordinates, density):
     return [p.view(layer[0].shape) for p, layer in zip(parts, coordinates, strict=True)]
 
 
-def survey(deltas_of_tensors, **options):
-    resolved = KNOTS.resolve_options(options)
-    hook = KNOTS.survey
-    assert hook.applies(resolved)
-    state = hook.start(len(deltas_of_tensors[0]), resolved)
-    while True:
-        forks = [hook.fork(state) for _ in deltas_of_tensors]
-        for fork, deltas in zip(forks, deltas_of_tensors, strict=True):
-            hook.observe(fork, deltas, resolved)
-            hook.join(state, fork)
-        if not hook.advance(state):
-            return hook.finish(state)
+def survey(*model):
+    return run_survey(KNOTS, dict(enumerate(model)), KNOTS.resolve_options({}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -48,8 +39,7 @@ def test_trimming_is_global_over_the_model(dtype):
     model = [random_deltas(3, 10, 14, dtype=dtype), [9 * d for d in random_deltas(3, 12, 8, seed=1, dtype=dtype)]]
     bases = [concatenated(deltas) for deltas in model]
     expected = naive_ties([[s[:, None] * v for v in slices] for _, s, slices in bases], 0.2)
-    vote = survey(model)
-    assert survey(model[::-1]) == vote
+    vote = survey(*model)
     for deltas, (u, _, _), core in zip(model, bases, expected, strict=True):
         assert relative_error(merge(deltas, survey=vote).value, u @ core) < (1e-10 if dtype == torch.float64 else 1e-5)
         assert relative_error(merge(deltas, trim="tensor").value, u @ core) > 1e-2
@@ -62,9 +52,9 @@ def test_the_survey_is_asked_for_only_where_it_matters():
 
 
 def test_survey_of_factors_equals_survey_of_dense():
-    model = [random_lowrank(3, 20, 14, rank=2), random_lowrank(3, 9, 30, rank=2, seed=5)]
-    dense = survey([[d.dense() for d in deltas] for deltas in model])
-    assert survey(model) == pytest.approx(dense, rel=1e-10)
+    model = [random_lowrank([2] * 3, 20, 14), random_lowrank([2] * 3, 9, 30, seed=5)]
+    dense = survey(*([d.dense() for d in deltas] for deltas in model))
+    assert survey(*model) == pytest.approx(dense, rel=1e-10)
 
 
 def test_opposite_experts_cancel_whatever_the_signs_of_the_singular_vectors():
@@ -111,7 +101,7 @@ def test_a_zero_expert_leaves_ties_as_it_is():
     deltas = random_deltas(2, 8, 12, dtype=torch.float32)
     with_zero = [deltas[0], torch.zeros(8, 12), deltas[1]]
     assert relative_error(merge(with_zero).value, merge(deltas).value) < 1e-6
-    assert relative_error(merge(with_zero, survey=survey([with_zero])).value, merge(deltas).value) < 1e-6
+    assert relative_error(merge(with_zero, survey=survey(with_zero)).value, merge(deltas).value) < 1e-6
 
 
 def test_batches_of_unequal_rank():
@@ -133,4 +123,4 @@ def test_padding_of_lower_ranks_is_not_counted_by_ties():
     merged = merge(padded).value
     assert relative_error(merged[0], merge(one).value) < 1e-12
     assert not merged[1].any()
-    assert survey([padded]) == pytest.approx(survey([one]), rel=1e-12)
+    assert survey(padded) == pytest.approx(survey(one), rel=1e-12)

@@ -34,16 +34,6 @@ def test_fewer_samples_than_inputs_keep_the_base_elsewhere():
     assert float((merged.value @ outside.T).norm()) < 1e-11
 
 
-def test_off_diagonal():
-    grams, deltas = given(inputs(3, 20, 6))["gram"], random_deltas(3, 9, 6)
-    shrunk = [0.9 * g + 0.1 * torch.diag(g.diagonal()) for g in grams]
-    found = merge(deltas, statistics={"gram": grams}, off_diagonal=0.9).value
-    assert relative_error(found, merge(deltas, statistics={"gram": shrunk}).value) < 1e-12
-    diagonal = merge(deltas, statistics={"gram": grams}, off_diagonal=0.0).value
-    weights = [g.diagonal() for g in grams]
-    assert relative_error(diagonal, sum(d * w for d, w in zip(deltas, weights, strict=True)) / sum(weights)) < 1e-12
-
-
 @pytest.mark.parametrize("tiny", [1.0, 1e-30])
 def test_a_prior_adds_the_deltas_own_gram_of_equal_trace(tiny):
     """Of no samples at all the prior would be ACTMat with normalized Grams; a delta of zeros has none."""

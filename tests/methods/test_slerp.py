@@ -51,8 +51,3 @@ def test_a_zero_end_has_no_direction(experts: Experts) -> None:
 def test_the_threshold_is_an_option(experts: Experts) -> None:
     assert merge(experts.deltas[:1], base=experts.base, linear_above=0.0).stats["linear"] is True
     assert merge(experts.deltas[:1], base=experts.base, linear_above=1.0).stats["linear"] is False
-
-
-def test_a_path_has_two_ends(experts: Experts) -> None:
-    with pytest.raises(ValueError, match="not 3"):
-        merge([experts.deltas[0]] * 3, base=experts.base)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.spectra import gaussian_of
-from tests.tolerances import F32_PRODUCT, F64_ORACLE
+from tests.helpers.spectra import gaussian_of, orthogonal
+from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.api.matrices import merge_matrices
@@ -34,10 +34,6 @@ def dense(pairs: Pairs) -> list[Tensor]:
     return [b @ a for b, a in pairs]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 COUNTING = {"tsv", "iso_c", "iso_cts", "actmat_ridge", "dc_merge"}
 """Methods with ranks or means over the sides of the matrix: directions per expert, mean singular or eigenvalue."""
 
@@ -54,7 +50,7 @@ def test_the_core_loses_nothing() -> None:
         assert retries == ()
         assert bases.cores_PQ[0].shape == (min(10, sum(ranks)), min(14, sum(ranks)))
         for pair, core in zip(pairs, bases.cores_PQ, strict=True):
-            assert distance(bases.lift(core).dense(), pair.dense()) <= F64_ORACLE
+            assert relative_error(bases.lift(core).dense(), pair.dense()) <= F64_ORACLE
         for basis in (bases.left.dense(), bases.right.dense()):
             torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1], dtype=torch.float64))
 
@@ -68,14 +64,14 @@ def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> No
     found = merge_matrices(method.name, pairs, space="core", **options)
     full = merge_matrices(method.name, dense(pairs), **options)
     if "(equal to the full space)" in words:
-        assert distance(found, full) <= F64_ORACLE
+        assert relative_error(found, full) <= F64_ORACLE
     elif "not the result" in words:
         # where row spaces are independent, as here, the rule of ACTMat has one answer whatever the estimates are
-        assert distance(found, full) > 1e-3 or method.preset_of == "actmat"
+        assert relative_error(found, full) > 1e-3 or method.preset_of == "actmat"
     else:
         assert "counts of its sides" in words
         if method.name not in COUNTING:
-            assert distance(found, full) <= F64_ORACLE
+            assert relative_error(found, full) <= F64_ORACLE
 
 
 def test_ties_of_factors_is_ties_of_each() -> None:
@@ -89,7 +85,8 @@ def test_ties_of_factors_is_ties_of_each() -> None:
     b, a = (merge_matrices("ties", [p[side] for p in pairs], weights=roots, density=0.4) for side in (0, 1))
     assert torch.equal(weighted, b @ a)
     taken = merge_matrices("task_arithmetic", pairs, space="factors", weights=[1.0, -1.0, 0.0], scaling=1.0)
-    assert distance(taken, (pairs[0][0] + pairs[1][0]) @ (pairs[0][1] - pairs[1][1])) <= F64_ORACLE, "the sign is on a"
+    expected = (pairs[0][0] + pairs[1][0]) @ (pairs[0][1] - pairs[1][1])
+    assert relative_error(taken, expected) <= F64_ORACLE, "the sign is on a"
 
 
 def test_dare_of_factors_is_the_sum_of_factors_on_average() -> None:
@@ -118,7 +115,7 @@ def test_zero_deltas_may_have_another_rank() -> None:
     for merge in (merge_in_core, merge_in_factors):
         without = merge(ties, pairs, {"weights": None, **options}).value.dense()
         found = merge(ties, [*pairs, zero], {"weights": None, **options}).value.dense()
-        assert distance(found, without) <= F64_ORACLE
+        assert relative_error(found, without) <= F64_ORACLE
 
 
 def test_records_tell_the_core_and_both_sides() -> None:
@@ -136,13 +133,14 @@ def test_records_tell_the_core_and_both_sides() -> None:
         ("core", "karcher", {"include_base": True}, "reads the base"),
         ("core", "ties", {"trim": "global"}, "trim=tensor"),
         ("factors", "tsv", {}, "a factor is half of one"),
+        ("pico", "ties", {}, "acts on single entries; use a method that merges factors"),
     ],
 )
 def test_methods_that_a_space_has_no_place_for(space: Any, method: str, options: dict[str, Any], words: str) -> None:
     chosen = get_method(method)
     (problem,) = space_problems(space, chosen, chosen.resolve_options(options), 3)
     assert words in problem
-    assert f"'{method}'" in problem
+    assert method in problem
     assert space_problems("full", chosen, chosen.resolve_options(options), 3) == []
     if method != "regmean" and not chosen.uses_base(chosen.resolve_options(options)):
         with pytest.raises(RecipeError, match="cannot merge in this space"):
@@ -209,23 +207,17 @@ def test_the_method_sees_calibrated_deltas_and_the_result_has_the_mean_norm(meth
     expected = merge_matrices(method, calibrated(pairs))
     mean = sum(float(d.norm()) for d in dense(pairs)) / len(pairs)
     found = merge_matrices(method, pairs, space="pico")
-    assert distance(found, expected * mean / expected.norm()) <= F64_ORACLE
-    assert distance(found, merge_matrices(method, dense(pairs))) > 1e-2  # it is another merge
+    assert relative_error(found, expected * mean / expected.norm()) <= F64_ORACLE
+    assert relative_error(found, merge_matrices(method, dense(pairs))) > 1e-2  # it is another merge
 
 
 def test_one_expert_and_experts_without_the_module_change_nothing() -> None:
     pairs = pico_adapters()
-    assert distance(merge_matrices("average", pairs[:1], space="pico"), dense(pairs)[0]) <= F64_ORACLE
+    assert relative_error(merge_matrices("average", pairs[:1], space="pico"), dense(pairs)[0]) <= F64_ORACLE
     zero = (torch.zeros(12, 2, dtype=torch.float64), torch.zeros(2, 16, dtype=torch.float64))
     found = merge_matrices("task_arithmetic", [*pairs, zero], space="pico")
-    assert distance(found, merge_matrices("task_arithmetic", pairs, space="pico")) <= F64_ORACLE
+    assert relative_error(found, merge_matrices("task_arithmetic", pairs, space="pico")) <= F64_ORACLE
     assert not merge_matrices("average", [zero, zero], space="pico").any()
-
-
-def test_methods_without_a_form_on_factors_are_refused() -> None:
-    chosen = get_method("ties")
-    problems = space_problems("pico", chosen, chosen.resolve_options({}), 3)
-    assert any("acts on single entries" in p and "dc_merge" in p for p in problems)
 
 
 # Steps of post-processing: naive transcriptions in float64, laws, and forms on factors.
@@ -242,10 +234,6 @@ def experts(rows: int, columns: int, *, count: int = 3, rank: int = 0, seed: int
     return [common + gaussian(rows, columns) for _ in range(count)]
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = F64_ORACLE) -> bool:
-    return float((found - expected).norm()) <= tolerance * max(float(expected.norm()), 1e-300)
-
-
 def run(name: str, merged: Tensor, deltas: list[Tensor], **options: Any) -> Merged:
     """A step with its defaults overlaid, as a merge calls it."""
     step = get_step(name)
@@ -253,12 +241,11 @@ def run(name: str, merged: Tensor, deltas: list[Tensor], **options: Any) -> Merg
 
 
 def test_isotropize_is_iso_c_of_a_sum() -> None:
-    from actmat.api.matrices import merge_matrices
-
     deltas = experts(6, 9)
     for mean in ("all", "rank", "rms"):
         expected = merge_matrices("iso_c", deltas, mean=mean)
-        assert close(merge_matrices("task_arithmetic", deltas, scaling=1.0, post=[f"isotropize:mean={mean}"]), expected)
+        found = merge_matrices("task_arithmetic", deltas, scaling=1.0, post=[f"isotropize:mean={mean}"])
+        assert relative_error(found, expected) <= F64_ORACLE
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -271,7 +258,7 @@ def test_factored_and_dense_forms_agree(step: PostStep) -> None:
     options = step.resolve_options({"beta": 0.5} if step.name == "subspace_boosting" else {})
     dense = step.apply(merged.dense(), [p.dense() for p in pairs], **options)
     factored = step.apply_lowrank(merged, pairs, **options)
-    assert close(factored.value.dense(), dense.value)
+    assert relative_error(factored.value.dense(), dense.value) <= F64_ORACLE
     assert factored.value.rank <= merged.rank
     assert dict(factored.stats).keys() == dict(dense.stats).keys()
 
@@ -296,14 +283,11 @@ def test_steps_leave_zeros_null_directions_and_inputs(step: PostStep, dtype: tor
 def test_steps_commute_with_rotations_and_with_scaling(step: PostStep) -> None:
     deltas = experts(6, 8)
     merged = sum(deltas[1:], deltas[0])
-    left, right = (
-        torch.linalg.qr(d[:, : d.shape[0]] if d.shape[0] <= d.shape[1] else d).Q for d in (deltas[0], deltas[0].mT)
-    )
-    right = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)).Q
+    left, right = orthogonal(6, 4), orthogonal(8, 5)
     plain = run(step.name, merged, deltas).value
     turned = run(step.name, left @ merged @ right, [left @ d @ right for d in deltas]).value
-    assert close(turned, left @ plain @ right)
-    assert close(run(step.name, 7 * merged, [7 * d for d in deltas]).value, 7 * plain)
+    assert relative_error(turned, left @ plain @ right) <= F64_ORACLE
+    assert relative_error(run(step.name, 7 * merged, [7 * d for d in deltas]).value, 7 * plain) <= F64_ORACLE
 
 
 def test_steps_work_on_batches() -> None:
@@ -312,7 +296,7 @@ def test_steps_work_on_batches() -> None:
     for step in STEPS.values():
         found = run(step.name, merged, stacks).value
         for e in range(2):
-            assert close(found[e], run(step.name, merged[e], [s[e] for s in stacks]).value)
+            assert relative_error(found[e], run(step.name, merged[e], [s[e] for s in stacks]).value) <= F64_ORACLE
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -321,4 +305,4 @@ def test_the_mean_norm_is_that_of_the_experts_that_change_the_matrix(shape: tupl
     merged = 9 * sum(deltas[1:], deltas[0])
     found = run("mean_norm", merged, deltas).value
     mean = sum(math.sqrt(sum(float(x) ** 2 for x in d.flatten())) for d in deltas[:3]) / 3
-    assert close(found, merged * (mean / float(merged.norm())))
+    assert relative_error(found, merged * (mean / float(merged.norm()))) <= F64_ORACLE

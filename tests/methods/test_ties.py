@@ -1,6 +1,5 @@
 """TIES against an entry-by-entry transcription, in its three public variants, per tensor and over a whole model."""
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,11 +7,12 @@ import pytest
 import torch
 from tests.helpers.masking import awkward_deltas, call, naive_elect, naive_top
 from tests.helpers.spectra import random_deltas
+from tests.helpers.survey import run_survey
 from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods.ties import TIES, GlobalTrim, kept_entries
+from actmat.methods.ties import TIES, kept_entries
 
 ZERO_SIGN = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
 
@@ -30,21 +30,6 @@ def naive_ties(
         }[variant]
         votes.append(weight * naive_top(delta, k, exact=variant != "original"))
     return naive_elect(votes, weights, reduce=reduce, zero_sign=ZERO_SIGN[variant])
-
-
-def survey(model: dict[str, list[Tensor]], order: Sequence[str], workers: int = 1, **given: Any) -> GlobalTrim:
-    options = TIES.resolve_options({"trim": "global", **given})
-    hook = TIES.survey
-    state = hook.start(len(next(iter(model.values()))), options)
-    again = True
-    while again:
-        forks = [hook.fork(state) for _ in range(workers)]
-        for i, name in enumerate(order):
-            hook.observe(forks[i % workers], model[name], options)
-        for fork in forks[::-1]:
-            hook.join(state, pickle.loads(pickle.dumps(fork)))
-        again = hook.advance(state)
-    return hook.finish(state)
 
 
 @pytest.mark.parametrize("variant", list(ZERO_SIGN))
@@ -73,28 +58,11 @@ def test_global_trim_equals_ties_of_the_concatenated_model(dtype: torch.dtype, m
     model = {n: [x * 2**i for x in make(3, *s, seed=i, dtype=dtype)] for i, (n, s) in enumerate(shapes.items())}
     whole = [torch.cat([model[n][t].reshape(-1) for n in shapes]) for t in range(3)]
     expected = naive_ties(whole, [1.0] * 3, [0.3] * 3, "original", reduce)
-    found = survey(model, list(shapes), density=0.3, reduce=reduce)
+    found = run_survey(TIES, model, TIES.resolve_options({"trim": "global", "density": 0.3, "reduce": reduce}))
     merged = [call(TIES, model[n], survey=found, trim="global", density=0.3, reduce=reduce).reshape(-1) for n in shapes]
     assert relative_error(torch.cat(merged), expected) < (1e-6 if dtype is torch.float32 else 1e-14)
     per_tensor = [call(TIES, model[n], density=0.3, reduce=reduce).reshape(-1) for n in shapes]
     assert relative_error(torch.cat(per_tensor), expected) > 0.05
-
-
-@pytest.mark.parametrize("density", [0.0, 1.0, [0.0, 1.0, 0.5]])
-def test_the_survey_takes_densities_at_the_ends(density: Any) -> None:
-    deltas = random_deltas(3, 40)
-    found = survey({"w": deltas}, ["w"], density=density)
-    assert (
-        relative_error(
-            call(TIES, deltas, survey=found, trim="global", density=density), call(TIES, deltas, density=density)
-        )
-        == 0
-    )
-
-
-def test_only_the_original_variant_asks_for_a_round_of_votes() -> None:
-    assert survey({"w": [torch.ones(4)]}, ["w"], density=0.5).majority == 1
-    assert survey({"w": [torch.ones(4)]}, ["w"], density=0.5, variant="actmat").majority == 0
 
 
 def test_global_trim_without_a_survey_is_refused() -> None:
@@ -103,19 +71,24 @@ def test_global_trim_without_a_survey_is_refused() -> None:
     assert not TIES.survey.applies(TIES.resolve_options({}))
 
 
+@pytest.mark.parametrize("density", [0.0, 1.0, [0.0, 1.0, 0.5]])
+def test_the_survey_takes_densities_at_the_ends(density: Any) -> None:
+    options = {"trim": "global", "density": density}
+    deltas = random_deltas(3, 40)
+    found = run_survey(TIES, {"w": deltas}, TIES.resolve_options(options))
+    assert torch.equal(call(TIES, deltas, survey=found, **options), call(TIES, deltas, density=density))
+
+
+@pytest.mark.parametrize(("variant", "majority"), [("original", 1), ("actmat", 0)])
+def test_only_the_original_variant_asks_for_a_round_of_votes(variant: str, majority: int) -> None:
+    options = TIES.resolve_options({"trim": "global", "density": 0.5, "variant": variant})
+    assert run_survey(TIES, {"w": [torch.ones(4)]}, options).majority == majority
+
+
 @pytest.mark.parametrize(("density", "match"), [([0.1], "a list of 1, but 2 experts"), ([0.1, 1.5], r"got \[1.5\]")])
 def test_wrong_density_lists_are_refused(density: list[float], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         call(TIES, random_deltas(2, 4), density=density)
-
-
-@pytest.mark.parametrize("variant", list(ZERO_SIGN))
-def test_rescaling_gives_a_trimmed_delta_its_l1_norm_back(variant: str) -> None:
-    (delta,) = random_deltas(1, 7, 9)
-    plain = call(TIES, [delta], density=0.3, variant=variant)
-    found = call(TIES, [delta], density=0.3, variant=variant, rescale="l1")
-    torch.testing.assert_close(found, plain * (delta.abs().sum() / plain.abs().sum()))
-    torch.testing.assert_close(found.abs().sum(), delta.abs().sum())
 
 
 def test_rescaling_comes_before_the_weights_and_the_vote() -> None:

@@ -100,7 +100,10 @@ def test_a_declaration_takes_the_place_of_a_name() -> None:
 
 
 def test_the_command_shows_a_users_rule(rule: Path) -> None:
-    assert "the first expert" in run(["methods", f"{rule}:FIRST"], code=0).out
+    shown = run(["methods", f"{rule}:FIRST"], code=0).out
+    assert "the first expert" in shown
+    assert "source: none" in shown
+    assert "\n\n\n" not in shown, "gaps for an equation and a source that it has not"
 
 
 @pytest.fixture
@@ -148,9 +151,3 @@ def test_outputs_of_a_users_rule_are_in_folders_with_plain_names(rule: Path) -> 
     recipe = make_recipe({"base": "b", "experts": ["e"], "out": "grid"})
     found = variants(recipe, ["average", f"{rule}:FIRST"], {"factor": [2, 3]})
     assert [r.out for r in found] == ["grid/average", "grid/my_rule-FIRST,factor=2", "grid/my_rule-FIRST,factor=3"]
-
-
-def test_a_rule_without_equation_and_source_is_shown_without_gaps(rule: Path) -> None:
-    shown = run(["methods", f"{rule}:FIRST"]).out
-    assert "source: none" in shown
-    assert "\n\n\n" not in shown

@@ -72,12 +72,6 @@ def test_every_oracle_has_a_method() -> None:
     assert len(CASES) == 235 + 32
 
 
-@pytest.mark.parametrize("oracle", sorted(ORACLE_METHODS))
-def test_the_table_names_methods_and_options_that_exist(oracle: str) -> None:
-    name, options = ORACLE_METHODS[oracle]
-    get_method(name).resolve_options({k: v for k, v in options.items() if k not in ("weights", "experts")})
-
-
 @pytest.mark.parametrize("case", NUMERIC, ids=str)
 def test_numbers_agree(case: Case) -> None:
     for dtype in DTYPES:

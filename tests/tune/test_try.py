@@ -48,19 +48,6 @@ def test_strengths_of_one_expert_are_tried_one_after_the_other(family: Path) -> 
     assert "one weight per expert" in run(["tune", *one, "--out", "x", "--data", "a=b"]).err
 
 
-@pytest.mark.parametrize("fields", [{}, {"method": "ties", "dtype": "float16"}])
-def test_a_merge_in_memory_has_the_bytes_of_one_on_disk(family: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
-    base, experts = family / "base", experts_of(family)
-    actmat.merge(base, experts, out=tmp_path / "out", durable=False, **fields)
-    found = actmat.merge(base, experts, **fields)
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.tensors.keys() == written.keys()
-    assert all(torch.equal(found.tensors[n], t) and found.tensors[n].dtype == t.dtype for n, t in written.items())
-    loaded, model = found.load(), load_model(str(tmp_path / "out")).model
-    assert all(torch.equal(a, b) for a, b in zip(loaded.model.state_dict().values(), model.state_dict().values(),
-                                                 strict=True))  # fmt: skip
-
-
 def test_adapters_are_merged_in_memory_onto_their_base(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(family)
     adapters = [f"adapters/{n}" for n in TEXTS]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.helpers.interference import EPS32, naive, self_grams
 from tests.helpers.lapack import failing
-from tests.helpers.spectra import random_deltas, shared_rows
+from tests.helpers.spectra import random_deltas, random_lowrank, shared_rows
 from tests.tolerances import relative_error
 
 from actmat.errors import NumericalError, StatisticsError
@@ -246,14 +246,6 @@ class TestRefusals:
 # Low-rank deltas against the dense rule on the same matrices.
 
 
-def adapters(ranks: list[int], *shape: int, dtype: torch.dtype = torch.float64) -> list[LowRank]:
-    *batch, rows, columns = shape
-    pairs = (
-        random_deltas(1, *batch, rows, r, seed=r) + random_deltas(1, *batch, r, columns, seed=50 + r) for r in ranks
-    )
-    return [LowRank(b.to(dtype), a.to(dtype)) for b, a in pairs]
-
-
 def dense(deltas, rule, **given):
     return Merged(*finish(prepare([d.dense() for d in deltas], rule, **given), rule, consume=True))
 
@@ -279,7 +271,7 @@ RULES = {
 @pytest.mark.parametrize("shape", [(20, 30), (9, 30), (30, 9), (2, 12, 14)])
 def test_low_rank_equals_dense(name, shape):
     """Ranks that fit in both sides, that fill the rows, and that fill the columns; a batch."""
-    deltas, rule = adapters([2, 3, 5], *shape), RULES[name]
+    deltas, rule = random_lowrank([2, 3, 5], *shape), RULES[name]
     weights = [1.0, 0.5, 2.0]
     value, stats = solve_lowrank(deltas, rule, weights=weights)
     expected = dense(deltas, rule, weights=weights)
@@ -292,13 +284,13 @@ def test_low_rank_equals_dense(name, shape):
 
 
 def test_cutoff_uses_the_inputs_of_the_layer_not_of_the_basis():
-    _, stats = solve_lowrank(adapters([2, 2], 10, 300), InterferenceRule())
+    _, stats = solve_lowrank(random_lowrank([2, 2], 10, 300), InterferenceRule())
     assert stats["rtol"] == 300 * EPS32
 
 
 def test_trim_is_refused_by_name():
     with pytest.raises(ValueError, match="'trim' is not available for low-rank"):
-        get_method("actmat").lowrank.merge(adapters([2], 5, 6), trim=0.5)
+        get_method("actmat").lowrank.merge(random_lowrank([2], 5, 6), trim=0.5)
 
 
 @pytest.mark.parametrize("rule", [
@@ -310,22 +302,19 @@ def test_trim_is_refused_by_name():
 @pytest.mark.parametrize("rows", [(4, 1, 3), (9, 20, 1)])
 def test_rows_in_place_of_their_grams(rule, rows):
     """Few rows are solved in the dual form, many by their Gram matrices; both give the naive formula's answer."""
-    deltas = [*adapters([2, 3], 20, 30), LowRank(torch.zeros(20, 2).double(), torch.ones(2, 30).double())]
+    deltas = [*random_lowrank([2, 3], 20, 30), LowRank(torch.zeros(20, 2).double(), torch.ones(2, 30).double())]
     roots = [random_deltas(1, n, 30, seed=n)[0] for n in rows]
     grams, weights = [z.T @ z for z in roots], [1.0, 2.0, 0.5]
     value, stats = solve_lowrank_with_grams(deltas, grams, rule, weights=weights, roots=roots)
     few = rule.off_diagonal == 1 and sum(rows) + 5 < 30
     assert str(stats["solver"]).startswith("dual/" if few else "primal/")
-    total, numerator = torch.zeros(30, 30).double(), torch.zeros(20, 30).double()
-    for delta, gram, weight in zip(deltas, grams, weights, strict=True):
-        own = delta.dense().T @ delta.dense()
+    estimates, dense = [], [d.dense() for d in deltas]
+    for own, gram in zip(self_grams(dense), grams, strict=True):
         term = gram / gram.trace() if rule.per_trace else gram
         if own.trace() > 0:
             term = term + rule.prior * term.trace() / own.trace() * own
-        term = rule.off_diagonal * term + (1 - rule.off_diagonal) * torch.diag(term.diagonal())
-        total, numerator = total + weight * term, numerator + weight * delta.dense() @ term
-    if rule.spectral.kind == "tikhonov":
-        inverse = torch.linalg.inv(total + rule.spectral.ridge * total.trace() / 30 * torch.eye(30).double())
-    else:
-        inverse = torch.linalg.pinv(total, rtol=30 * 2.0**-23, hermitian=True)
-    assert relative_error(value.dense(), numerator @ inverse) < 1e-10
+        estimates.append(rule.off_diagonal * term + (1 - rule.off_diagonal) * torch.diag(term.diagonal()))
+    level = rule.spectral.ridge * sum(w * float(e.trace()) for w, e in zip(weights, estimates, strict=True)) / 30
+    response = (lambda values: values / (values + level)) if rule.spectral.kind == "tikhonov" else None
+    expected = naive(dense, estimates, weights=weights, response=response)
+    assert relative_error(value.dense(), expected) < 1e-10

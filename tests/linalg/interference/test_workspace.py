@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from tests.helpers.experts import OnePass
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas, shared_rows, with_spectrum
 
@@ -90,8 +89,8 @@ def test_peak_does_not_grow_with_the_number_of_experts():
     assert workspace((64, 64), 3, InterferenceRule()) == workspace((64, 64), 30, InterferenceRule())
     peaks = []
     for count in (2, 8):
-        deltas, rule = OnePass([d.float() for d in random_deltas(count, 64, 64)]), InterferenceRule(solver="eigh")
-        peaks.append(peak_of(deltas, rule)[0])
+        deltas = random_deltas(count, 64, 64, dtype=torch.float32)
+        peaks.append(peak_of(deltas, InterferenceRule(solver="eigh"))[0])
     assert peaks[0] == peaks[1]
 
 

@@ -1,7 +1,6 @@
 """Masks by size, at random and by thresholds over streams, against naive forms."""
 
 import math
-import pickle
 from functools import partial
 
 import pytest
@@ -217,14 +216,6 @@ def test_pieces_of_several_workers_have_one_dtype() -> None:
     fork.observe(torch.ones(2, dtype=torch.float64))
     with pytest.raises(ValueError, match="needs one dtype"):
         selection.join(fork)
-
-
-def observed(selection: bytes, parts: list[torch.Tensor]) -> bytes:
-    """The pickled selection after it observed the parts."""
-    fork = pickle.loads(selection)
-    for part in parts:
-        fork.observe(part)
-    return pickle.dumps(fork)
 
 
 @pytest.mark.parametrize("k", [-3, 0])

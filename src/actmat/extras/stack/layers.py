@@ -127,10 +127,10 @@ class _ConfigStack:
 
     def config(self) -> dict[str, Any]:
         """The config of the first slice with the entries of the stack."""
-        self._read()
         order = [i for s in self.slices for i in range(s.start, s.stop)]
-        if order == list(range(self.lead.depth or -1)) and all(s.config == self.whole for s in self.slices):
+        if order == list(range(depth_of(self.whole) or -1)) and all(s.config == self.whole for s in self.slices):
             return dict(self.whole)
+        self._read()
         self._refuse_bound()
         entries = {**dict(self._lists()), **dict(self._numbered()), **dict(self._first_layers())}
         self._refuse_unknown(entries)
