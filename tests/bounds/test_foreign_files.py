@@ -25,7 +25,7 @@ from actmat.api.reading import read_recipe
 from actmat.checkpoints.formats import pickles
 from actmat.checkpoints.formats.pickles import PickleError, check_pickle
 from actmat.checkpoints.resolve import open_model, open_tensors
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
+from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
 from actmat.identity.reading import read_configs
 
@@ -183,21 +183,6 @@ def test_something_else_in_a_partial_folder(family: Family, make: Callable[[Path
     actmat(family.argv("--out", str(family.root / "other")), code=0)
     assert (family.root / "other" / "model.safetensors").read_bytes() == expected
     assert hidden(family.root) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"[" * 100_000, b'{"a":' * 5000, b'{"name": 1, "hash": 2}', b"\xff", b"9" * 9999],
-)
-def test_lines_of_a_journal_that_no_run_wrote(tmp_path: Path, line: bytes) -> None:
-    stage = Staging(tmp_path / "out", "print")
-    assert stage.open() == {}
-    stage.close()
-    journal = stage.path / JOURNAL_NAME
-    journal.write_bytes(journal.read_bytes() + line + b"\n")
-    again = Staging(tmp_path / "out", "print")
-    assert again.open() == {}
-    again.close()
 
 
 def test_a_stale_unfinished_report_is_replaced_not_written_through(tmp_path: Path) -> None:

@@ -192,17 +192,6 @@ def test_a_component_that_an_expert_lacks_is_copied(pipelines: Path, tmp_path: P
     assert torch.isfinite(image_of(DiffusionPipeline.from_pretrained(out))).all()
 
 
-def test_weights_of_blocks_by_pattern(pipelines: Path) -> None:
-    experts = [
-        {"path": str(pipelines / "e1"), "weight": [{"match": "unet.down_blocks.*", "value": 1.0}, {"value": 0.25}]},
-        {"path": str(pipelines / "e2"), "weight": 0.5},
-    ]
-    plan = actmat.plan(pipelines / "base", experts, method="linear", keep=["vae.*"])
-    assert plan.by_name["unet.down_blocks.0.resnets.0.time_emb_proj.weight"].call.weights == (1.0, 0.5)
-    assert plan.by_name["unet.mid_block.resnets.0.time_emb_proj.weight"].call.weights == (0.25, 0.5)
-    assert {i.action for i in plan.items if i.name.startswith("vae.")} == {"copy"}
-
-
 @pytest.mark.slow
 def test_an_interrupted_pipeline_goes_on(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (pipelines / "base", [pipelines / "e1", pipelines / "e2"])

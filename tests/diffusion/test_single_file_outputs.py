@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.diffusion.test_files import metadata_of
 from tests.helpers.merging import actmat_command
 from tests.tolerances import F32_ELEMENTWISE
 from torch import Tensor
@@ -27,11 +27,6 @@ def saved(folder: Path, name: str, metadata: dict[str, str] | None = None, **mar
     path = folder / f"{name}.safetensors"
     save_file({NAME: torch.randn(8, 8), **marks}, path, metadata)
     return path
-
-
-def metadata_of(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata() or {})
 
 
 def test_one_file_is_written(tmp_path: Path) -> None:

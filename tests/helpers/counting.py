@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from actmat.checkpoints.base import Tensors, TensorsHandle, TensorSpec, View
 
-__all__ = ["CountingTensors"]
-
 
 class CountingTensors(View):
     """A wrapper that behaves like the wrapped tensors and counts.

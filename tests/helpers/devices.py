@@ -21,8 +21,6 @@ from actmat.planning.item import Item, ItemCost, MethodCall, Reading, Target, Wr
 from actmat.planning.work import DeviceRoom, place
 from actmat.recipe import make_recipe
 
-__all__ = ["LINEAR", "executor_of", "large", "opened", "placed", "plain"]
-
 
 def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) -> Samples:
     """A base and three experts in bfloat16; a method that streams on the host holds its deltas on a device."""

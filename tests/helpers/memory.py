@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["peak_bytes"]
-
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Largest sum of live allocations made inside `function`, the result and LAPACK's work space included."""

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_files import save_folder
 from torch import Tensor
 
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
@@ -69,10 +70,8 @@ def expert_of(base: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object] | None = None) -> Path:
     """A folder with `config.json`, a tokenizer file and `model.safetensors`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(CONFIG if config is None else config)))
+    save_folder(folder, tensors, CONFIG if config is None else config)
     (folder / "tokenizer.json").write_text(json.dumps({"made by": folder.name}))
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

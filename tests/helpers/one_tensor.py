@@ -21,8 +21,6 @@ from actmat.planning.model import Item
 from actmat.planning.regions import cut
 from actmat.planning.statistics import ExpertStatistics
 
-__all__ = ["VECTOR", "OneTensor", "digest"]
-
 VECTOR = TensorLayout(Role.VECTOR, "")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["checked_suffixes", "suffix_problems"]
-
 SUFFIX = re.compile(r"[a-z0-9]_([A-Z0-9]+)$")
 PACKAGES = ("actmat.linalg.", "actmat.methods.", "actmat.extras.research.")
 

@@ -1,31 +1,16 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.plan.test_regions import layouts
 
-from actmat.layout.types import Block, Role, TensorLayout
+from actmat.layout.types import Role, TensorLayout
 
-
-@st.composite
-def packed(draw: st.DrawFn) -> tuple[TensorLayout, tuple[int, ...]]:
-    """A random layout of linear maps, in any order of blocks, and a shape that it fits."""
-    groups = draw(st.integers(1, 4))
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    batch = draw(st.sampled_from([(), (3,)]))
-    orientation = draw(st.sampled_from(["OI", "IO"]))
-    cols = draw(st.integers(1, 5))
-    blocks, start = [], 0
-    for index, size in enumerate(sizes):
-        blocks.append(Block(f"b{index}", start, start + size, groups))
-        start += size
-    rows = groups * start
-    shape = (*batch, rows, cols) if orientation == "OI" else (*batch, cols, rows)
-    role = Role.STACKED_EXPERTS if batch else Role.FUSED_LINEAR
-    return TensorLayout(role, "test", orientation, tuple(draw(st.permutations(blocks)))), shape
+PACKED = layouts([Role.FUSED_LINEAR, Role.STACKED_EXPERTS])
 
 
-@given(packed())
-def test_packing_undoes_unpacking(case: tuple[TensorLayout, tuple[int, ...]]) -> None:
-    layout, shape = case
+@given(PACKED)
+def test_packing_undoes_unpacking(shaped: tuple[tuple[int, ...], TensorLayout]) -> None:
+    shape, layout = shaped
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     matrices = layout.to_matrices(tensor)
     assert [tuple(m.shape) for m in matrices] == layout.matrix_shapes(shape)
@@ -34,9 +19,9 @@ def test_packing_undoes_unpacking(case: tuple[TensorLayout, tuple[int, ...]]) ->
     assert back.is_contiguous()
 
 
-@given(packed())
-def test_rows_land_where_the_definition_of_groups_says(case: tuple[TensorLayout, tuple[int, ...]]) -> None:
-    layout, shape = case
+@given(PACKED)
+def test_rows_land_where_the_definition_of_groups_says(shaped: tuple[tuple[int, ...], TensorLayout]) -> None:
+    shape, layout = shaped
     tensor = torch.randn(shape)
     by_row = tensor if layout.orientation == "OI" else tensor.transpose(-1, -2)
     for block, matrix in zip(layout.blocks, layout.to_matrices(tensor), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,9 +30,9 @@ KINDS: tuple[ActsOn, ...] = ("matrix", "tensor", "elementwise")
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], TensorLayout]:
+def layouts(draw: st.DrawFn, roles: Sequence[Role] = tuple(Role)) -> tuple[tuple[int, ...], TensorLayout]:
     """A shape and a layout that fits it."""
-    role = draw(st.sampled_from(list(Role)))
+    role = draw(st.sampled_from(roles))
     sizes = st.integers(1, 6)
     orientation = draw(st.sampled_from(["OI", "IO"]))
     if role in (Role.LINEAR, Role.EMBEDDING):
@@ -41,13 +42,13 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], TensorLayout]:
     if role in (Role.VECTOR, Role.BUFFER):
         return tuple(draw(st.lists(sizes, max_size=2))), TensorLayout(role, "")
     heights = draw(st.lists(sizes, min_size=1, max_size=4))
-    groups = draw(st.sampled_from([1, 1, 2])) if orientation == "OI" else 1
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
     stops = [sum(heights[: i + 1]) for i in range(len(heights))]
     blocks = [
         Block(f"b{i}", stop - height, stop, groups) for i, (stop, height) in enumerate(zip(stops, heights, strict=True))
     ]
     width = draw(sizes)
-    matrix = (sum(heights) * groups, width) if orientation == "OI" else (width, sum(heights))
+    matrix = (sum(heights) * groups, width) if orientation == "OI" else (width, sum(heights) * groups)
     layout = TensorLayout(role, "", orientation, tuple(draw(st.permutations(blocks))))
     return ((draw(st.integers(1, 3)), *matrix) if role is Role.STACKED_EXPERTS else matrix), layout
 

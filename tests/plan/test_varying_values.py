@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.merging import Family, actmat, contents
+from tests.helpers.merging import Family, actmat
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError, RecipeError
@@ -48,13 +48,6 @@ def test_ends_of_gradients() -> None:
     assert resolved((1.0, 2.0, 3.0), "x", NOWHERE) == 1.0, "tensors outside of layers have the first"
     assert [resolved((True, False), "x", TensorPlace(k, 3)) for k in range(3)] == [True, True, False]
     assert resolved((0.5,), "x", TensorPlace(2, 3)) == 0.5
-
-
-def test_places_count_each_stack_apart() -> None:
-    places = places_of(["encoder.layers.0.w", "encoder.layers.5.w", "decoder.layers.1.experts.7.w", "norm"])
-    assert places["encoder.layers.5.w"] == TensorPlace(5, 6)
-    assert places["decoder.layers.1.experts.7.w"] == TensorPlace(1, 2)
-    assert "norm" not in places
 
 
 def test_entries_decide_in_order() -> None:
@@ -224,9 +217,6 @@ out: out
         w = base[name].double()
         wanted = w + (2 + 2 * t) * (t * (one[name].double() - w) + second * (two[name].double() - w))
         torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
-    first = contents(tmp_path / "out")
-    actmat(["merge", file, "--threads", "2", "--quiet", "--overwrite"], code=0)
-    assert contents(tmp_path / "out")["model.safetensors"] == first["model.safetensors"]
     shown = actmat(["plan", file])
     assert "task_arithmetic with weights 0.5, 0.3;" in shown.words
     actmat(["verify", tmp_path / "out"], code=0)

@@ -94,7 +94,7 @@ def with_sixth(*given: str) -> Callable[[list[str]], list[str]]:
 DAMAGE: dict[str, tuple[Callable[[list[str]], list[str]], int]] = {
     "torn": (lambda lines: [*lines[:-1], lines[-1][: len(lines[-1]) // 2]], 10),
     "no newline": (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], 10),
-    "garbage": (with_sixth("\x00\x00\x00"), 4),
+    "garbage": (with_sixth("\x00\xff\x00"), 4),
     "other json": (with_sixth("[1]", "7"), 4),
     "too deep": (with_sixth("[" * 100_000), 4),
     "a huge number": (with_sixth('{"name": ' + "1" * 5000 + "}"), 4),
@@ -108,7 +108,7 @@ DAMAGE: dict[str, tuple[Callable[[list[str]], list[str]], int]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_journal(state: Interrupted, damage: str) -> None:
     edit, kept = DAMAGE[damage]
-    state.journal.write_text("".join(edit(state.lines())))
+    state.journal.write_text("".join(edit(state.lines())), "latin-1")
     assert state.resumed() == kept
     assert contents(state.out) == state.expected
 

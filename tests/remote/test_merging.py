@@ -84,7 +84,7 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
 ) -> None:
     monkeypatch.setattr(retry, "ATTEMPTS", 2)
     actmat(family.argv("--out", str(tmp_path / "local")), code=0)
-    out, tensors = tmp_path / "out", 4 * 4 + 3
+    out = tmp_path / "out"
     argv = ["merge", *inputs(server, family), "--out", str(out), "--threads", "1"]
 
     def fail(path: str, number: int, start: int) -> str:
@@ -96,9 +96,7 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
     assert "tensors are kept" in stopped.err
     assert not out.exists()
     server.fault = lambda path, number, start: ""
-    before = len(server.requests)
-    actmat(argv, code=0)
-    assert len(server.requests) - before > 0
+    assert "interrupted merge" in actmat(argv, code=0).err
     assert weights(out) == weights(tmp_path / "local")
     shutil.rmtree(out)
 
@@ -108,7 +106,7 @@ def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
     server.fault = lambda path, number, start: ""
     family.change(family.experts[1], lambda t: t["lm_head.weight"].mul_(2))
     done = actmat(argv, code=0)
-    assert f"{tensors} " in done.out or "merged" in done.out
+    assert "interrupted merge" not in done.err
     actmat(family.argv("--out", str(tmp_path / "local"), "--overwrite"), code=0)
     assert weights(out) == weights(tmp_path / "local")
     assert not [n for n in hidden(tmp_path) if n.startswith(".out.")]

@@ -54,23 +54,17 @@ def test_cards_are_read_whatever_they_hold(text: str, licenses: tuple[str, ...])
     assert read_licenses(text) == licenses
 
 
-def test_a_merge_takes_licenses_from_folders(tmp_path: Path) -> None:
-    family = Family.make(tmp_path, layers=1)
+def test_a_merge_takes_licenses_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family.make(tmp_path / "models", layers=1)
+    monkeypatch.chdir(tmp_path)
     (family.base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     for expert in family.experts:
         (expert / "README.md").write_text("---\nlicense: llama3.1\n---\n")
-    actmat.merge(family.base, family.experts, out=family.out, durable=False)
+    actmat.merge("models/base", ["models/expert0", "models/expert1"], out=family.out, durable=False)
     head, body = card(family.out)
     assert "license" not in head
     assert "`apache-2.0`: base; `llama3.1`: expert0, expert1." in body.partition("## License")[2]
     assert "base_model" not in head, "folders are no ids of the hub, also where they have a slash"
-
-
-def test_a_folder_with_a_slash_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Family.make(tmp_path / "models", layers=1)
-    monkeypatch.chdir(tmp_path)
-    actmat.merge("models/base", ["models/expert0"], out="out", durable=False)
-    assert "base_model" not in card(tmp_path / "out")[0]
 
 
 def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_commit(
@@ -89,13 +83,12 @@ def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_comm
 
 
 def test_an_adapter_names_its_base_as_a_relation(tmp_path: Path) -> None:
-    adapters = [save_adapter(tmp_path / str(n), "llama", n, r=2, target_modules=["q_proj"]) for n in range(2)]
-    for adapter in (tmp_path / "0", tmp_path / "1"):
-        (adapter / "README.md").write_text("---\nlicense: mit\n---\n")
+    for n in "01":
+        save_adapter(tmp_path / n, "llama", int(n), r=2, target_modules=["q_proj"])
+        (tmp_path / n / "README.md").write_text("---\nlicense: mit\n---\n")
     actmat.merge(experts=[tmp_path / "0", tmp_path / "1"], out=tmp_path / "out", durable=False)
     head, _ = card(tmp_path / "out")
     assert (head["base_model_relation"], head["license"]) == ("adapter", "mit")
-    assert len(adapters) == 2
 
 
 def test_parts_of_an_input_are_related_and_their_cards_read_at_their_own_commits(
