@@ -117,7 +117,7 @@ def test_layout_is_cut_and_answers_are_words(tmp_path) -> None:
         tmp_path / "agnews.test.jsonl",
         [{"text": "Title: Rain\nText: It rains  today\x85.\n", "label": "World"}, {"text": " ", "label": "World"}],
     )
-    task = load_small(tmp_path, seed=0, n_validation=10, names=["agnews"]).tasks[0]
+    task = load_small(tmp_path, seed=0, n_validation=10).tasks[0]
     assert [i.prompt for i in task.test] == ["news topic: Rain It rains today ."]
     assert task.test[0].target == "world"
 
@@ -139,10 +139,10 @@ def test_the_first_training_rows_hold_all_labels_even_of_a_file_sorted_by_label(
     write_small_data(tmp_path)
     rows = [{"text": f"review number {n}", "label": n // 30} for n in range(60)]
     write_rows(tmp_path / "mr.train.jsonl", rows)
-    task = load_small(tmp_path, seed=0, n_validation=10, names=["mr"]).tasks[0]
+    task, other = (load_small(tmp_path, seed=seed, n_validation=10).tasks[4] for seed in (0, 1))
     assert len(task.train) == 50
     assert 4 <= sum(item.label for item in task.train[:20]) <= 16
-    assert task.train != load_small(tmp_path, seed=1, n_validation=10, names=["mr"]).tasks[0].train
+    assert task.train != other.train
 
 
 def test_all_problems_of_the_data_come_at_once(tmp_path) -> None:

@@ -125,10 +125,10 @@ class Group:
             self._whole[method, kind] = {s: {task: some[task] for task in self.tasks} for s, some in whole.items()}
         return self._whole[method, kind]
 
-    def rows(self, *, varied: bool = False) -> list[str]:
-        """Methods, or variants of methods, the best first at the default scale in the seeds that all of them have."""
+    def rows(self) -> list[str]:
+        """Methods, the best first at the default scale in the seeds that all of them have."""
         names = dict.fromkeys(s.method for s in self.scores if s.method not in REFERENCES)
-        found = {name: self.points(name) for name in names if bool(method_of(name)) == varied}
+        found = {name: self.points(name) for name in names if not method_of(name)}
         found = {name: points for name, points in found.items() if points}
         shared = [s for s in self.seeds if all(s in points for points in found.values())]
         if found and not shared:

@@ -318,7 +318,6 @@ class Experiment(abc.ABC):
         self,
         rows: Sequence[Candidate],
         *,
-        only: Sequence[str] | None = None,
         tune: bool = True,
         inputs: MergeInputs | None = None,
     ) -> dict[str, dict[str, Any]]:
@@ -327,23 +326,19 @@ class Experiment(abc.ABC):
 
         Args:
             rows: what to merge, at scale 1 if it is to be tuned.
-            only: tasks whose experts are merged, and which are tested; default: all.
             tune: whether a scale is chosen on validation.
             inputs: other experts and statistics than the experiment's own.
         """
         if tune and any(row.scale != 1 for row in rows):
             raise ValueError("the scale of a row that has one already cannot be tuned")
-        chosen = [n for n in self.names if only is None or n in only]
-        given = inputs.experts if inputs else self.experts()
-        experts = {name: made for name, made in given.items() if name in chosen}
-        statistics: dict[str, Made] = {}
+        experts = inputs.experts if inputs else self.experts()
+        statistics: Mapping[str, Made] = {}
         if needs_statistics(rows):
-            measured = inputs.statistics if inputs else self.statistics(kinds_needed(rows))
-            statistics = {name: made for name, made in measured.items() if name in chosen}
+            statistics = inputs.statistics if inputs else self.statistics(kinds_needed(rows))
         scales = [1.0] + [scale for scale in self.scales if scale != 1] if tune else []
         key = {
             "version": _VERSION,
-            **self._key(chosen, ["validation", "test"]),
+            **self._key(self.names, ["validation", "test"]),
             "experts": [[name, made.digest] for name, made in experts.items()],
             "seed": self.seed,
             "scales": [scales, self.every_scale],
@@ -354,7 +349,7 @@ class Experiment(abc.ABC):
 
         def make(folders: Mapping[str, Path]) -> None:
             some = [by_name[name] for name in folders]
-            with self.watch.stage(f"merges: {self.regime}, {len(chosen)} experts", total=len(folders)) as stage:
+            with self.watch.stage(f"merges: {self.regime}, {len(experts)} experts", total=len(folders)) as stage:
                 self._merge_and_test(some, folders, experts, statistics, scales, stage)
 
         done: dict[str, Path] = {}

@@ -68,9 +68,7 @@ class SmallData:
     corpus: tuple[str, ...]
 
 
-def load_small(
-    folder: Path, *, seed: int, n_validation: int, n_test: int | None = None, names: Sequence[str] | None = None
-) -> SmallData:
+def load_small(folder: Path, *, seed: int, n_validation: int, n_test: int | None = None) -> SmallData:
     """Read, split and clean.
 
     Args:
@@ -78,7 +76,6 @@ def load_small(
             base's mixture and the statistics see, and files may be sorted by label.
         n_validation: how many, per task.
         n_test: test rows per task, the same for all seeds; default: all. No text of the others is trained on.
-        names: tasks to load; default: all. Test data and the corpus always come from all tasks.
 
     Raises:
         CheckpointError: files are missing or hold something else; all problems in one message.
@@ -102,8 +99,7 @@ def load_small(
     for name, part in parts.items():
         order = torch.randperm(len(part["test"]), generator=generator_for(0, f"test {name}")).tolist()
         part["test"] = [part["test"][n] for n in sorted(order[:n_test])]  # files may be sorted by label
-    wanted = [t for t in SMALL_TASKS if names is None or t.name in names]
-    items = {t.name: {part: _items(t, rows) for part, rows in parts[t.name].items()} for t in wanted}
+    items = {t.name: {part: _items(t, rows) for part, rows in parts[t.name].items()} for t in SMALL_TASKS}
     tasks = [TextTask(name, part["train"], part["validation"], part["test"]) for name, part in items.items()]
     return SmallData(tuple(tasks), tuple(dict.fromkeys(corpus)))
 
