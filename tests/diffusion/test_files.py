@@ -227,9 +227,13 @@ def test_what_is_a_folder_is_not_named_as_a_file(place: Path) -> None:
     for seed in (1, 2):
         save_adapter(place / f"peft{seed}", "llama", seed, **LLAMA)
     experts = [place / "peft1", place / "peft2"]
-    with pytest.raises(MergeError, match=r"x\.safetensors is a folder's place: one file is made of LoRA files"):
-        actmat.merge(None, experts, out=place / "x.safetensors", **RUN)
-    assert not (place / "x.safetensors").exists()
+    for name in ("x.safetensors", "x.gguf", "x.ckpt"):
+        with pytest.raises(MergeError, match=f"{name} would be a folder: one file .* is made of LoRA files"):
+            actmat.merge(None, experts, out=place / name, **RUN)
+        assert not (place / name).exists()
+    with pytest.raises(MergeError, match="found nothing there") as caught:
+        actmat.merge(None, [*experts, place / "missing"], out=place / "x.safetensors", **RUN)
+    assert "would be a folder" not in str(caught.value)
 
 
 @pytest.mark.parametrize("to", ["comfy", "kohya", "diffusers"])

@@ -6,12 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from actmat.bounds import is_url
 from actmat.checkpoints.remote import check_upload_url
 from actmat.checkpoints.resolve import find_source
+from actmat.checkpoints.side_files import WEIGHT_SUFFIXES
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.diagnostics.model import REPORT_NAME
@@ -138,9 +139,13 @@ def _check_outputs(
     Raises:
         OutputError: in use, an input, or given twice; all problems in one.
     """
-    fix = "one file is made of LoRA files of image models, or on a base that is one. Fix: a name without .safetensors"
-    problems = [f"{out} is a folder's place: {fix}" for out in outs if str(out).endswith(".safetensors")]
+    problems = []
     for out in outs:
+        if (suffix := PurePath(str(out)).suffix) in WEIGHT_SUFFIXES:
+            problems.append(
+                f"{out} would be a folder: one file (.safetensors) is made of LoRA files of image models, or on a base "
+                f"that is one. Fix: a name without {suffix}; 'actmat export --to gguf' makes a GGUF file of a merge"
+            )
         if isinstance(out, str):
             problems += check_upload_url(out) or _input_problems(out, inputs)
         else:

@@ -11,7 +11,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, met
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.extras.diffusion.recognized import models_of
 from actmat.layout.patterns import MatchError
+from actmat.planning.missing import lost_parts
 
 METADATA_KEY = "lora_adapter_metadata"
 """Metadata key under which diffusers stores the configs of all components of a file, as JSON."""
@@ -62,7 +63,8 @@ def list_file_modules(weights: Tensors, metadata: Mapping[str, str]) -> tuple[Li
                 problems.append(f"module '{parsed.module}' has two tensors for {parsed.side}: '{name}' and "
                                 f"'{group.names[parsed.side]}'")  # fmt: skip
             group.names[parsed.side] = name
-    problems += [_other_tensors(family, names) for family, names in others.items()]
+    factors = [n for group in groups.values() for n in group.names.values()]
+    problems += [_other_tensors(family, names, factors) for family, names in others.items()]
     layouts = {_layout(g.first): None for g in groups.values() if g.first.part or g.first.is_flat}
     if len(layouts) > 1:
         named = ", others as ".join(f"{x} does" for x in layouts)
@@ -94,8 +96,8 @@ def _layout(name: FactorName) -> AdapterLayout:
     return "kohya" if name.is_flat else "comfy" if name.is_comfy else "diffusers"
 
 
-def _other_tensors(family: str, names: list[str]) -> str:
-    """One sentence on tensors that are not LoRA factors."""
+def _other_tensors(family: str, names: list[str], factors: Collection[str]) -> str:
+    """One sentence on tensors that are not among the LoRA factors of a file."""
     which = f"{len(names)} tensors, such as '{names[0]}'," if len(names) > 1 else f"tensor '{names[0]}'"
     verb = "are" if len(names) > 1 else "is"
     if family:
@@ -109,9 +111,11 @@ def _other_tensors(family: str, names: list[str]) -> str:
             "their factors do not say how they multiply. Fix: convert the file to diffusers' or PEFT's names, or fold "
             "it into its base with the program that trained it"
         )
+    flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, factors)]
     return (
-        f"{which} {verb} not a LoRA factor; an adapter file contains factors only. Likely cause: a model "
-        "saved with its adapter unmerged. Fix: merge it first (merge_and_unload, fuse_lora)"
+        f"{which} {verb} not a LoRA factor; an adapter file contains factors only. Likely cause: a model saved with "
+        "its adapter unmerged, or embeddings of a trigger word. Fix: merge the adapter first (merge_and_unload, "
+        f"fuse_lora), or leave {'them' if len(names) > 1 else 'it'} out ({' '.join(flags)})"
     )
 
 
