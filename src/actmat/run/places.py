@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal
 
 from actmat.bounds import is_url
@@ -139,13 +139,9 @@ def _check_outputs(
     Raises:
         OutputError: in use, an input, or given twice; all problems in one.
     """
-    problems = []
+    fix = "one file (.safetensors) is made of LoRA files of image models, or on a base that is one. Fix: another ending"
+    problems = [f"{out} would be a folder: {fix}" for out in outs if str(out).endswith(WEIGHT_SUFFIXES)]
     for out in outs:
-        if (suffix := PurePath(str(out)).suffix) in WEIGHT_SUFFIXES:
-            problems.append(
-                f"{out} would be a folder: one file (.safetensors) is made of LoRA files of image models, or on a base "
-                f"that is one. Fix: a name without {suffix}; 'actmat export --to gguf' makes a GGUF file of a merge"
-            )
         if isinstance(out, str):
             problems += check_upload_url(out) or _input_problems(out, inputs)
         else:

@@ -41,8 +41,6 @@ BIN_INDEX_SUFFIX = ".bin.index.json"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts put the state dict."""
-OF_TRAINING = re.compile("optim|sched|scaler|rng|random|loops")
-"""Parts of the keys under which they put the state of training."""
 
 LEGACY_PICKLES = 5
 """Magic number, protocol, system, state dict, keys of storages."""
@@ -135,8 +133,8 @@ def _load(path: Path, label: str, location: str) -> tuple[Mapping[Any, Any], lis
             "cause: a hostile file. Fix: save {name: tensor.contiguous()} if they are meant.",
             [f"tensor {str(n)[:120]!r} in {label}: {_described(state[n])} of {size}" for n in repeated],
         )
-    others = () if content is state else (str(k) for k, v in content.items() if v is not state and _holds_tensors(v))
-    return state, [key for key in others if not OF_TRAINING.search(key)]
+    others = {} if content is state else content
+    return state, [str(key) for key, value in others.items() if value is not state and _holds_tensors(value)]
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -11,7 +11,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def _layout(name: FactorName) -> AdapterLayout:
     return "kohya" if name.is_flat else "comfy" if name.is_comfy else "diffusers"
 
 
-def _other_tensors(family: str, names: list[str], factors: Collection[str]) -> str:
+def _other_tensors(family: str, names: list[str], factors: Sequence[str]) -> str:
     """One sentence on tensors that are not among the LoRA factors of a file."""
     which = f"{len(names)} tensors, such as '{names[0]}'," if len(names) > 1 else f"tensor '{names[0]}'"
     verb = "are" if len(names) > 1 else "is"
