@@ -133,9 +133,11 @@ def open_file_of_factors(source: Source) -> Model | None:
     if name is None:
         return None
     try:
-        return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source.only(name))
+        file = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source.only(name))
     except CheckpointError:
         return None  # opening it as a model gives the error
+    folder = replace(file.folder, files=(source,), merged=(name,))  # what lies beside it may be weights, too
+    return file if source.named else replace(file, folder=folder)
 
 
 def without(located: OpenInput, drop: Sequence[str]) -> OpenInput:

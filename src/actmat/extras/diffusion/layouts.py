@@ -37,7 +37,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
 from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture, Parts
 from actmat.extras.diffusion.lora_files import adapter_of
-from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of
+from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of, find_modules
 from actmat.extras.diffusion.recognized import find_architecture, is_denoiser, original_of, text_of
 
 FileLayout = Literal["diffusers", "kohya", "comfy"]
@@ -273,7 +273,8 @@ class _LayoutConversion:
         modules = {name: self._module(name, weights) for name in self._pieces}
         change = "renamed" if adapter.layout == layout else f"converted from the layout of {adapter.layout} to {layout}"
         notes = (*adapter.listing.notes, f"{change}, as an adapter of {self._of.name}")
-        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None, notes=notes)
+        find = find_modules if layout == "kohya" else None
+        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=find, notes=notes)
         return ConvertedAdapter(adapter, dataclasses.replace(adapter.model, tensors=weights), listing), []
 
     def _module(self, name: str, weights: Tensors) -> AdapterModule:

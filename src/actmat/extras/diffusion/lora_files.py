@@ -10,6 +10,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import Source
-from actmat.experts.deltas import AdapterFamily
+from actmat.errors import CheckpointError
+from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.deltas import fit_factors
@@ -34,6 +36,8 @@ from actmat.extras.diffusion.recognized import models_of
 from actmat.layout.patterns import MatchError
 from actmat.planning.missing import lost_parts
 
+_TO_FIT: tuple[AdapterLayout, ...] = ("kohya", "diffusers")
+"""Layouts with the names of single files, without their dots, and of folders."""
 METADATA_KEY = "lora_adapter_metadata"
 """Metadata key under which diffusers stores the configs of all components of a file, as JSON."""
 
@@ -229,4 +233,25 @@ def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> 
     return adapter_of(file) if file is not None and first_factor(file.specs) is not None else None
 
 
-LORA_FILE = AdapterFamily("LoRA file", _look, fit_factors, lambda adapter: "")
+def _fit(adapter: Adapter, base: Model) -> Deltas:
+    """The deltas on a base; a file in the names of another tool than the base's is converted, if its model is known.
+
+    Raises:
+        CheckpointError: it fits in no layout; carries all problems of its own.
+    """
+    from actmat.extras.diffusion.layouts import in_layout  # which opens files by this module
+
+    try:
+        return fit_factors(adapter, base)
+    except CheckpointError:
+        for layout in _TO_FIT if not adapter.problems else ():
+            converted, problems = in_layout(adapter, layout)
+            if not problems and converted is not adapter:
+                fitting = converted.with_problems(())
+                fitting.family, fitting.drop = adapter.family, adapter.drop
+                with contextlib.suppress(CheckpointError):
+                    return fit_factors(fitting, base)
+        raise
+
+
+LORA_FILE = AdapterFamily("LoRA file", _look, _fit, lambda adapter: "")
