@@ -247,10 +247,8 @@ def _fit(adapter: Adapter, base: Model) -> Deltas:
         for layout in _TO_FIT if not adapter.problems else ():
             converted, problems = in_layout(adapter, layout)
             if not problems and converted is not adapter:
-                fitting = converted.with_problems(())
-                fitting.family, fitting.drop = adapter.family, adapter.drop
                 with contextlib.suppress(CheckpointError):
-                    return fit_factors(fitting, base)
+                    return fit_factors(converted, base)
         raise
 
 
