@@ -14,8 +14,10 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
+from actmat import plugins
 from actmat.bounds import parse_json
 from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.folder import shown
@@ -239,8 +241,7 @@ def _fit(adapter: Adapter, base: Model) -> Deltas:
     Raises:
         CheckpointError: it fits in no layout; carries all problems of its own.
     """
-    from actmat.extras.diffusion.layouts import in_layout  # which opens files by this module
-
+    in_layout = plugins.needed("actmat.experts", "layout.image", FunctionType)
     try:
         return fit_factors(adapter, base)
     except CheckpointError:
