@@ -197,15 +197,16 @@ def format_size(nbytes: float) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that suggests the most similar known word; empty without one.
+    """A question that suggests the most similar known word, whatever its case; empty without one.
 
-    >>> did_you_mean("tise", ["ties", "dare"])
+    >>> did_you_mean("TISE", ["ties", "dare"])
     " Did you mean 'ties'?"
     """
     import difflib
 
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    spelled = {k.casefold(): k for k in known}
+    near = difflib.get_close_matches(word.casefold(), [*spelled], n=1, cutoff=0.6)
+    return f" Did you mean '{spelled[near[0]]}'?" if near else ""
 
 
 NoteSeverity = Literal["note", "warning"]

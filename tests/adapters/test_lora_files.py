@@ -184,6 +184,7 @@ DAMAGE: list[tuple[dict[str, Tensor | None], str]] = [
     ({"m.dora_scale": torch.ones(3, 1)}, "is of DoRA"),
     ({"m.lora_mid.weight": torch.ones(2, 2)}, "with a third factor"),
     ({"model.norm.weight": torch.ones(2)}, "saved with its adapter unmerged"),
+    ({"bundle_emb.ink.string_to_param.*": torch.ones(2, 4)}, "leave it out (--drop 'bundle_emb.*')"),
 ]
 
 
@@ -194,6 +195,12 @@ def test_damage_of_a_file_is_named(change: dict[str, Tensor | None], words: str,
     assert is_adapter(tmp_path / "lora.safetensors")
     with open_adapter(tmp_path / "lora.safetensors") as adapter:
         assert any(words in p for p in adapter.problems), adapter.problems
+
+
+def test_a_file_without_what_is_no_factor_is_read(tmp_path: Path) -> None:
+    save_file({**FILE, "bundle_emb.ink.string_to_param.*": torch.ones(2, 4)}, tmp_path / "lora.safetensors")
+    report = actmat.merge(experts=[tmp_path / "lora.safetensors"], drop="bundle_emb.*", out=tmp_path / "o", **RUN)
+    assert [n.text for n in report.plan.notes if "are not merged" in n.text]
 
 
 def test_factors_are_never_merged_as_plain_tensors(place: Path, tmp_path: Path) -> None:

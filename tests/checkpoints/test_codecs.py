@@ -93,6 +93,7 @@ def test_wide_tensors_are_decoded_window_by_window(tmp_path: Path) -> None:
 def test_single_files_of_image_tools(tmp_path: Path) -> None:
     stored, expected = fp8_scaled(NAME, noise(24, 40))
     stored |= {"scaled_fp8": torch.empty(2, dtype=torch.float8_e4m3fn), "img_in.bias": torch.ones(3)}
+    stored[NAME.replace("weight", "comfy_quant")] = torch.tensor([*b'{"format": "float8_e4m3fn"}'], dtype=torch.uint8)
     folder = save_folder(tmp_path, stored)
     with open_model(folder / "model.safetensors") as checkpoint:
         assert set(checkpoint.specs) == {"img_in.bias", NAME}

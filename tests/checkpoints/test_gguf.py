@@ -62,7 +62,7 @@ def write_gguf(
     if tokens:
         writer.add_tokenizer_model("gpt2")
     for key, value in extra.items():
-        writer.add_uint32(key.replace("__", "."), value)
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key.replace("__", "."), value)
     rng = np.random.default_rng(seed)
     added = {f"blk.{i}.{n}.bias": (BIASES[n],) for i in range(LAYERS) for n in biases}
     for name, shape in (shapes(architecture) | added).items():
@@ -291,6 +291,8 @@ def test_every_type_that_is_listed_can_be_decoded(kind: str) -> None:
     [
         ({"architecture": "gemma"}, "found 'gemma'"),
         ({"split__count": 2}, "file 1 belongs to 2 parts, but 1 are present"),
+        ({"general__type": "adapter"}, "found one of type 'adapter'"),
+        ({"general__type": "imatrix"}, "found one of type 'imatrix'"),
     ],
 )
 def test_files_that_are_not_read_are_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:

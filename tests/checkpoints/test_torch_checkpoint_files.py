@@ -6,11 +6,12 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from actmat.checkpoints.resolve import open_tensors
+from actmat.checkpoints.resolve import open_model, open_tensors
 from actmat.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -70,6 +71,24 @@ def test_the_usual_wrappers_are_peeled(tmp_path: Path, key: str) -> None:
     torch.save({"epoch": 3, key: inner, "optimizer": {"state": {}, "lr": 0.1}}, tmp_path / "run.pt")
     with open_tensors(tmp_path / "run.pt") as checkpoint:
         assert torch.equal(checkpoint.read("w"), inner["w"])
+
+
+@pytest.mark.parametrize("name", ["run.pt", "run.ckpt"])
+@pytest.mark.parametrize(
+    ("others", "unread"),
+    [
+        ({"ema": {"decay": 0.9, "shadow": {"w": torch.ones(3)}}}, "left out: 'ema'"),
+        ({"callbacks": {"EMA": [{"w": torch.ones(3)}]}, "heads": [torch.ones(3)]}, "left out: 'callbacks', 'heads'"),
+        ({"optimizer": {"state": {0: torch.ones(3)}}}, "left out: 'optimizer'"),
+        ({"callbacks": {"a": {"best": torch.tensor(0.5)}}, "epoch": 3}, ""),
+    ],
+)
+def test_tensors_beside_the_state_dict_are_said(tmp_path: Path, name: str, others: Any, unread: str) -> None:
+    torch.save({"state_dict": {"w": torch.arange(3.0)}, **others}, tmp_path / name)
+    with open_model(tmp_path / name) as model:
+        assert torch.equal(model.tensors.read("w"), torch.arange(3.0))
+        assert bool(model.folder.notes) == bool(unread)
+        assert all(unread in n.text for n in model.folder.notes)
 
 
 @pytest.mark.parametrize(

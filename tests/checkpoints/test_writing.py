@@ -153,7 +153,7 @@ def test_places_to_write(tmp_path: Path) -> None:
     assert problems(tmp_path / "new" / "deep" / "out") == []
     assert "is, or contains, an input" in problems(tmp_path / "link")[0]
     assert "lies inside an input" in problems(tmp_path / "link" / "out")[0]
-    assert "is not a directory" in problems(tmp_path / "dangling")[0]
+    assert "is a link or a file" in problems(tmp_path / "dangling")[0]
     done = folder(tmp_path / "done", actmat_manifest__json="{}")
     assert "pass --overwrite" in problems(done)[0]
     assert problems(done, overwrite=True) == []

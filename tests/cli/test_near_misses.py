@@ -15,6 +15,7 @@ from actmat.run.automatic import check_options
 FLAGS = [
     (["--to", "modl"], "found 'modl', expected model, adapter, extracted, peft, kohya"),
     (["--to", "modl"], "Did you mean 'model'?"),
+    (["-m", "TIES"], "Did you mean 'ties'?"),
     (["--dtype", "bf16"], "Did you mean 'bfloat16'?"),
     (["--dtype", "fp16"], "Did you mean 'float16'?"),
     (["--dtype", "bfloat61"], "Did you mean 'bfloat16'?"),

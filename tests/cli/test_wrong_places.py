@@ -44,6 +44,15 @@ def test_a_recipe_file_with_a_missing_path_names_it_too(place: Path) -> None:
     assert "experts/nope: expected a folder" in actmat(["merge", "r.yaml"]).err
 
 
+def test_an_output_at_home_is_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    (place / "r.yaml").write_text("experts: [adapters/math, adapters/code]\nout: ~/one\n")
+    actmat(["merge", "r.yaml"], code=0)
+    actmat(["merge", "-e", "~/adapters/math", "-e", "~/adapters/code", "--out=~/two"], code=0)
+    assert (place / "one").is_dir()
+    assert (place / "two").is_dir()
+
+
 def test_checkpoints_without_a_base_are_averaged_by_default(place: Path) -> None:
     done = actmat(["merge", "-e", "experts/math", "-e", "experts/code", "--out", "out"], code=0)
     assert "average" in done.out

@@ -145,17 +145,36 @@ def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:
     )
 
 
-def test_a_comfy_file_fits_the_single_file_of_its_model(place: Path) -> None:
-    """Without a conversion: its names are those of the base, below any prefix."""
-    rows = {n: sum(r) for n, (_, _, r) in MODULES.items()}
-    base = {f"model.diffusion_model.{n}.weight": torch.zeros(k * WIDTH, WIDTH).double() for n, k in rows.items()}
-    save_file(base, place / "flux.safetensors")
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("layout", ["comfy", "kohya", "diffusers"])
+def test_a_file_fits_bases_in_the_names_of_each_tool(layout: str, is_folder: bool, place: Path) -> None:
+    truth = deltas(place / f"{ {'comfy': 'truth2', 'diffusers': 'truth3'}.get(layout, layout) }.safetensors")
+    right = {f"model.{name}.weight": delta for name, delta in truth.items()}
+    if is_folder:
+        rows = [(f"diffusion_model.{name}", *parts) for name, parts in MODULES.items()]
+        right = {
+            f"{block}.{leaf}.weight": part
+            for name, block, leaves, sizes in rows
+            for leaf, part in zip(leaves, truth[name].split([n * WIDTH for n in sizes]), strict=True)
+        }
+    save_file({name: torch.zeros_like(delta) for name, delta in right.items()}, place / "flux.safetensors")
     options = {"method": "task_arithmetic", "options": {"scaling": 1.0}, **RUN}
-    actmat.merge(place / "flux.safetensors", [place / "comfy.safetensors"], out=place / "model", **options)
-    (file,) = (place / "model").glob("*.safetensors")
-    found = load_file(file)
-    for name, delta in deltas(place / "comfy.safetensors").items():
-        torch.testing.assert_close(found[f"model.{name}.weight"], delta, rtol=1e-12, atol=1e-12)
+    report = actmat.merge(place / "flux.safetensors", [place / f"{layout}.safetensors"], out=place / "o", **options)
+    assert actmat.verify(place / "o").ok
+    (file,) = (place / "o").glob("*.safetensors")
+    torch.testing.assert_close(load_file(file), right, rtol=1e-12, atol=1e-12)
+    is_own = layout == "comfy" if not is_folder else layout == "diffusers"
+    converted = [note.text for note in report.plan.notes if "as an adapter of Flux" in note.text]
+    assert len(converted) == (not is_own and not (layout == "kohya" and not is_folder))
+
+
+def test_weights_beside_a_lora_file_are_said(tmp_path: Path) -> None:
+    """As the embeddings of a trigger word, which trainers save into the folder of their LoRA."""
+    (tmp_path / "lora").mkdir()
+    lora(tmp_path / "lora/pytorch_lora_weights.safetensors", 1, "diffusers")
+    save_file({"clip_l": torch.ones(2, WIDTH)}, tmp_path / "lora/ink_emb.safetensors")
+    notes = [note.text for note in actmat.plan(experts=[tmp_path / "lora"]).notes]
+    assert any("beside its adapter that are not merged: 'ink_emb.safetensors'" in text for text in notes), notes
 
 
 def test_a_file_says_what_it_was_made_of(place: Path) -> None:
@@ -227,9 +246,13 @@ def test_what_is_a_folder_is_not_named_as_a_file(place: Path) -> None:
     for seed in (1, 2):
         save_adapter(place / f"peft{seed}", "llama", seed, **LLAMA)
     experts = [place / "peft1", place / "peft2"]
-    with pytest.raises(MergeError, match=r"x\.safetensors is a folder's place: one file is made of LoRA files"):
-        actmat.merge(None, experts, out=place / "x.safetensors", **RUN)
-    assert not (place / "x.safetensors").exists()
+    for name in ("x.safetensors", "x.gguf", "x.ckpt"):
+        with pytest.raises(MergeError, match=f"{name} would be a folder: one file .* is made of LoRA files"):
+            actmat.merge(None, experts, out=place / name, **RUN)
+        assert not (place / name).exists()
+    with pytest.raises(MergeError, match="found nothing there") as caught:
+        actmat.merge(None, [*experts, place / "missing"], out=place / "x.safetensors", **RUN)
+    assert "would be a folder" not in str(caught.value)
 
 
 @pytest.mark.parametrize("to", ["comfy", "kohya", "diffusers"])

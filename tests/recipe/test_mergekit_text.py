@@ -180,6 +180,12 @@ def test_a_base_model_of_the_slices_counts_as_one_of_all() -> None:
         converted(f"{{merge_method: multislerp, slices: [{mixed}]}}")
 
 
+def test_the_model_that_stands_in_for_a_base_is_not_taken_for_one() -> None:
+    models = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]"
+    assert converted(f"{{merge_method: linear, {models}}}")["measured_from"] == "a"
+    assert "measured_from" not in converted(f"{{merge_method: ties, base_model: c, {models}}}")
+
+
 def test_an_adapter_of_the_base_is_an_expert() -> None:
     text = "{merge_method: task_arithmetic, base_model: b, models: [{model: b+lora, parameters: {weight: 1}}]}"
     assert converted(text)["experts"] == [{"path": "lora"}]

@@ -163,7 +163,7 @@ def stored_model(tensors: TensorFiles) -> Model:
     except CheckpointError as error:  # raised when the config is used, with all problems of the inputs
         config = error
     folder = ModelFolder(config, {}, (source,), tensors.labels, header=tensors.header, absent=tensors.absent)
-    return Model(tensors, folder.noted(*source.notes))
+    return Model(tensors, folder.noted(*source.notes, *tensors.notes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,10 +207,12 @@ class TensorFiles(Tensors):
         source, labels: the files, and the names of those with weights.
         header: texts in their headers; empty for formats without them.
         absent: names that an index lists and no file holds.
+        notes: remarks for plans.
     """
 
     header: Mapping[str, str] = {}
     absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, source: Source, labels: Sequence[str]) -> None:
         self.source, self.labels, self.location = source, tuple(labels), source.location

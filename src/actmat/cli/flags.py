@@ -113,7 +113,7 @@ class RecipeFlags:
         try:
             recipe = make_recipe(with_output({}, fields)) if file is None else read_recipe(file, fields)
         except RecipeError as error:
-            if file is None or "experts" not in fields or file.suffix in RECIPE_SUFFIXES:
+            if file is None or file.suffix in RECIPE_SUFFIXES:
                 raise
             hint = f"Fix, if '{file}' is an expert: each needs its own flag, -e A -e B"
             raise RecipeError(f"{error.sentence}. {hint}") from None

@@ -133,16 +133,24 @@ def open_file_of_factors(source: Source) -> Model | None:
     if name is None:
         return None
     try:
-        return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source.only(name))
+        file = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source.only(name))
     except CheckpointError:
         return None  # opening it as a model gives the error
+    folder = replace(file.folder, files=(source,), merged=(name,))  # what lies beside it may be weights, too
+    return file if source.named else replace(file, folder=folder)
 
 
 def without(located: OpenInput, drop: Sequence[str]) -> OpenInput:
     """An input without the stored tensors that the recipe leaves out; itself if it has none of them."""
-    if isinstance(located, Adapter):
-        return located.without(drop)
-    return leave_out(located, drop)[0]
+    if not isinstance(located, Adapter):
+        return leave_out(located, drop)[0]
+    if located.family in SIGNED:  # without a config its names tell what it is: what is left may be without problems
+        model, lost = leave_out(located.model, drop)
+        adapter = family_of(located).look(model.folder.files[0], model, ()) if lost else None
+        if adapter is not None:
+            adapter.family, adapter.drop = located.family, tuple(drop)
+            return adapter
+    return located.without(drop)
 
 
 def stored_of(located: OpenInput) -> Model:

@@ -22,7 +22,7 @@ _PARTS = (
     ("text_encoders.clip_l.", "text encoder CLIP-L"),
     ("text_encoders.clip_g.", "text encoder CLIP-G"),
     ("text_encoders.t5xxl.", "text encoder T5"),
-    ("model_ema.", "moving average of the weights"),
+    ("model_ema.", "moving average of the weights, unchanged by adapters"),
     ("control_model.", "ControlNet"),
 )
 """Prefix of names -> part of a single file."""

@@ -169,6 +169,6 @@ def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(fields.get("experts"), list):
         fields["experts"] = [local(e) for e in fields["experts"]]
     out = fields.get("out")
-    if isinstance(out, str) and not is_url(out) and not Path(out).is_absolute():
-        fields["out"] = str(folder / fields["out"])
+    if isinstance(out, str) and not is_url(out):
+        fields["out"] = str(folder / os.path.expanduser(out))
     return fields

@@ -5,6 +5,7 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -202,9 +203,9 @@ class Recipe(Strict):
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed)] = Field(
         default=(), description="codes of checks to silence, such as AM402; see `actmat diagnose`"
     )
-    out: Annotated[str | None, Flag()] = Field(
-        default=None, description="folder or URL of the output; in a recipe file, relative to its folder"
-    )
+    out: Annotated[
+        str | None, BeforeValidator(lambda out: os.path.expanduser(out) if isinstance(out, str) else out), Flag()
+    ] = Field(default=None, description="folder or URL of the output; in a recipe file, relative to its folder")
 
     measured_from: str | None = Field(
         default=None, description="expert that is the base, where the result depends on none; set where none is given"

@@ -12,6 +12,7 @@ from typing import Literal
 from actmat.bounds import is_url
 from actmat.checkpoints.remote import check_upload_url
 from actmat.checkpoints.resolve import find_source
+from actmat.checkpoints.side_files import WEIGHT_SUFFIXES
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.diagnostics.model import REPORT_NAME
@@ -138,8 +139,8 @@ def _check_outputs(
     Raises:
         OutputError: in use, an input, or given twice; all problems in one.
     """
-    fix = "one file is made of LoRA files of image models, or on a base that is one. Fix: a name without .safetensors"
-    problems = [f"{out} is a folder's place: {fix}" for out in outs if str(out).endswith(".safetensors")]
+    fix = "one file (.safetensors) is made of LoRA files of image models, or on a base that is one. Fix: another ending"
+    problems = [f"{out} would be a folder: {fix}" for out in outs if str(out).endswith(WEIGHT_SUFFIXES)]
     for out in outs:
         if isinstance(out, str):
             problems += check_upload_url(out) or _input_problems(out, inputs)

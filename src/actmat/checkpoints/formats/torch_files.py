@@ -1,4 +1,4 @@
-"""Files of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, single or sharded.
+"""Files of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, `.ckpt`, single or sharded.
 
 These files are pickles, which can run code when loaded. They are opened by torch's restricted unpickler
 (`weights_only=True`), which builds tensors and plain containers and refuses anything else before it runs.
@@ -32,10 +32,10 @@ from actmat.checkpoints.formats.pickles import PickleError, check_pickle
 from actmat.checkpoints.memory import MemoryTensors, tensor_specs
 from actmat.checkpoints.model import Format, Model, stored_model
 from actmat.checkpoints.source import Source, TensorFiles, join_shards
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, first_names
 from actmat.system import total_memory
 
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_SUFFIX = ".bin.index.json"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -65,7 +65,11 @@ class TorchFiles(TensorFiles):
         super().__init__(source, labels)
         self._files = {label: source.fetch(label) for label in labels}
         self._opened = {label: file_identity(path) for label, path in self._files.items()}
-        states = {label: _load(path, label, self.location) for label, path in self._files.items()}
+        states: dict[str, Mapping[Any, Any]] = {}
+        for label, path in self._files.items():
+            states[label], unread = _load(path, label, self.location)
+            if unread:
+                self.notes += (f"tensors outside of the state dict in {label} are left out: {first_names(unread)}",)
         shards = {label: tensor_specs(state, label, location=self.location) for label, state in states.items()}
         self.specs = MappingProxyType(join_shards(shards, weight_map, location=self.location))
         self.absent = tuple(n for n in weight_map or () if n not in self.specs)
@@ -118,8 +122,8 @@ def _main_file(names: Sequence[str], location: str) -> str:
     return names[0]
 
 
-def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
-    """The state dict of one file."""
+def _load(path: Path, label: str, location: str) -> tuple[Mapping[Any, Any], list[str]]:
+    """The state dict of one file, and other keys of the file that hold tensors."""
     content = load_torch(path, label, location)
     state, size = _unwrap(content, label, location), path.stat().st_size
     repeated = [n for n, t in state.items() if isinstance(t, Tensor) and t.numel() * t.itemsize > size]
@@ -129,7 +133,21 @@ def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
             "cause: a hostile file. Fix: save {name: tensor.contiguous()} if they are meant.",
             [f"tensor {str(n)[:120]!r} in {label}: {_described(state[n])} of {size}" for n in repeated],
         )
-    return state
+    others = {} if content is state else content
+    return state, [str(key) for key, value in others.items() if value is not state and _holds_tensors(value)]
+
+
+def _holds_tensors(value: Any) -> bool:
+    """True for a tensor that is no number, and for anything that has one in it."""
+    rest, seen = [value], set[int]()
+    while rest:
+        item = rest.pop()
+        if isinstance(item, Tensor) and item.ndim:
+            return True
+        if isinstance(item, Mapping | list | tuple) and id(item) not in seen:  # a pickle may hold a list in itself
+            seen.add(id(item))
+            rest += item.values() if isinstance(item, Mapping) else item
+    return False
 
 
 def _described(tensor: Tensor) -> str:

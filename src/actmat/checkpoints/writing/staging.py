@@ -104,7 +104,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
         elif _identity(source) in above and os.path.isdir(source):
             problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
     if os.path.islink(out) or (os.path.exists(out) and not os.path.isdir(out)):
-        problems.append(f"{out} exists and is not a directory; choose another place")
+        problems.append(f"{out} is a link or a file, expected a folder; choose another place, or one inside the link")
     else:
         problems += occupied(out, overwrite=overwrite)
     parent = resolved.parent

@@ -6,7 +6,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,6 +126,15 @@ class Adapter(AbstractContextManager["Adapter"]):
         adapter = Adapter(model, self.config, problems, replace(listing, problems=()))
         adapter.family, adapter.drop = self.family, self.drop
         return adapter
+
+    @property
+    def origin(self) -> Adapter:
+        """The adapter as it is stored, whose tensors identify the input: itself, unless it was converted."""
+        return self
+
+    def stored_names(self, names: Iterable[str]) -> list[str]:
+        """Names of the stored tensors that these are made of."""
+        return list(names)
 
     @property
     def notes(self) -> tuple[str, ...]:

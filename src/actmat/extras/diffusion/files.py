@@ -82,22 +82,23 @@ class FileMerge:
 
 
 def _look(recipe: Recipe, held: Held) -> FileMerge | None:
-    """The merge, if its output is one file: a LoRA, or a model of a single-file base."""
+    """The merge, if its output is one file: a LoRA, or a model of a single-file base.
+
+    Raises:
+        CheckpointError: inputs cannot be opened; carries all problems.
+    """
     if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
-    try:
-        with locate_inputs(recipe, held) as inputs:
-            headers = tuple(stored_of(e).folder.header for e in inputs.experts)
-            base = inputs.base or inputs.experts[0]
-            if recipe.base or isinstance(base, Model):
-                is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
-                is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
-                return FileMerge(False, headers) if is_file and is_model else None
-            stored = {e.layout if isinstance(e, Adapter) else "peft" for e in inputs.experts}
-            layouts = stored if recipe.adapter.layout == "same" else {recipe.adapter.layout}
-            return FileMerge(True, headers) if layouts <= IN_ONE_FILE else None
-    except MergeError:  # the merge reports the error
-        return None
+    with locate_inputs(recipe, held) as inputs:
+        headers = tuple(stored_of(e).folder.header for e in inputs.experts)
+        base = inputs.base or inputs.experts[0]
+        if recipe.base or isinstance(base, Model):
+            is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
+            is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
+            return FileMerge(False, headers) if is_file and is_model else None
+        stored = {e.layout if isinstance(e, Adapter) else "peft" for e in inputs.experts}
+        layouts = stored if recipe.adapter.layout == "same" else {recipe.adapter.layout}
+        return FileMerge(True, headers) if layouts <= IN_ONE_FILE else None
 
 
 def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:

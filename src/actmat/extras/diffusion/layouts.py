@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -37,7 +36,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
 from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture, Parts
 from actmat.extras.diffusion.lora_files import adapter_of
-from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of
+from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of, find_modules
 from actmat.extras.diffusion.recognized import find_architecture, is_denoiser, original_of, text_of
 
 FileLayout = Literal["diffusers", "kohya", "comfy"]
@@ -137,22 +136,27 @@ class BlockFactors(View):
 
 
 class ConvertedAdapter(Adapter):
-    """An adapter in another layout, with the content hashes of its file.
+    """An adapter in another layout.
 
     Args:
         origin: the stored adapter; closed with this one.
         model: view of its weights, with its files.
         listing: its content in the new layout.
+        sources: factor that is assembled -> the tensors that it is made of.
     """
 
-    def __init__(self, origin: Adapter, model: Model, listing: Listing) -> None:
+    def __init__(self, origin: Adapter, model: Model, listing: Listing, sources: Mapping[str, list[str]]) -> None:
         super().__init__(model, origin.config, (), listing)
-        self._origin = origin
+        self._origin, self._sources = origin, sources
 
-    @cached_property
-    def hashes(self) -> Mapping[str, str]:
-        """Content hashes of the stored tensors, which identify the input."""
-        return self._origin.hashes
+    @property
+    def origin(self) -> Adapter:
+        """The stored adapter."""
+        return self._origin
+
+    def stored_names(self, names: Iterable[str]) -> list[str]:
+        """Names of the stored tensors that these factors are made of."""
+        return [source for name in names for source in self._sources.get(name, (name,))]
 
 
 def in_layout(
@@ -174,7 +178,7 @@ def in_layout(
         return adapter, [] if adapter.layout == layout else [problem]
     modules, problems = _renamed(adapter, layout)
     listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
-    return ConvertedAdapter(adapter, adapter.model, listing), problems
+    return ConvertedAdapter(adapter, adapter.model, listing, {}), problems
 
 
 def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, AdapterModule], list[str]]:
@@ -273,8 +277,14 @@ class _LayoutConversion:
         modules = {name: self._module(name, weights) for name in self._pieces}
         change = "renamed" if adapter.layout == layout else f"converted from the layout of {adapter.layout} to {layout}"
         notes = (*adapter.listing.notes, f"{change}, as an adapter of {self._of.name}")
-        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None, notes=notes)
-        return ConvertedAdapter(adapter, dataclasses.replace(adapter.model, tensors=weights), listing), []
+        find = find_modules if layout == "kohya" else None
+        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=find, notes=notes)
+        sources: dict[str, list[str]] = {}
+        for name, pieces in self._pieces.items():
+            stored = [p.module for p in pieces]
+            sources[f"{name}.lora_A.weight"] = [m.a for m in stored]
+            sources[f"{name}.lora_B.weight"] = [n for m in stored for n in (m.b, m.alpha) if n is not None]
+        return ConvertedAdapter(adapter, dataclasses.replace(adapter.model, tensors=weights), listing, sources), []
 
     def _module(self, name: str, weights: Tensors) -> AdapterModule:
         first = self._pieces[name][0].module

@@ -10,18 +10,22 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
+from actmat import plugins
 from actmat.bounds import parse_json
 from actmat.checkpoints.base import Tensors, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.source import Source
-from actmat.experts.deltas import AdapterFamily
+from actmat.errors import CheckpointError
+from actmat.experts.deltas import AdapterFamily, Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.deltas import fit_factors
@@ -32,7 +36,10 @@ from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, met
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.extras.diffusion.recognized import models_of
 from actmat.layout.patterns import MatchError
+from actmat.planning.missing import lost_parts
 
+_TO_FIT: tuple[AdapterLayout, ...] = ("kohya", "diffusers")
+"""Layouts with the names of single files, without their dots, and of folders."""
 METADATA_KEY = "lora_adapter_metadata"
 """Metadata key under which diffusers stores the configs of all components of a file, as JSON."""
 
@@ -62,7 +69,8 @@ def list_file_modules(weights: Tensors, metadata: Mapping[str, str]) -> tuple[Li
                 problems.append(f"module '{parsed.module}' has two tensors for {parsed.side}: '{name}' and "
                                 f"'{group.names[parsed.side]}'")  # fmt: skip
             group.names[parsed.side] = name
-    problems += [_other_tensors(family, names) for family, names in others.items()]
+    factors = [n for group in groups.values() for n in group.names.values()]
+    problems += [_other_tensors(family, names, factors) for family, names in others.items()]
     layouts = {_layout(g.first): None for g in groups.values() if g.first.part or g.first.is_flat}
     if len(layouts) > 1:
         named = ", others as ".join(f"{x} does" for x in layouts)
@@ -94,8 +102,8 @@ def _layout(name: FactorName) -> AdapterLayout:
     return "kohya" if name.is_flat else "comfy" if name.is_comfy else "diffusers"
 
 
-def _other_tensors(family: str, names: list[str]) -> str:
-    """One sentence on tensors that are not LoRA factors."""
+def _other_tensors(family: str, names: list[str], factors: Sequence[str]) -> str:
+    """One sentence on tensors that are not among the LoRA factors of a file."""
     which = f"{len(names)} tensors, such as '{names[0]}'," if len(names) > 1 else f"tensor '{names[0]}'"
     verb = "are" if len(names) > 1 else "is"
     if family:
@@ -109,9 +117,11 @@ def _other_tensors(family: str, names: list[str]) -> str:
             "their factors do not say how they multiply. Fix: convert the file to diffusers' or PEFT's names, or fold "
             "it into its base with the program that trained it"
         )
+    flags = [f"--drop '{pattern}'" for pattern in lost_parts(names, factors)]
     return (
-        f"{which} {verb} not a LoRA factor; an adapter file contains factors only. Likely cause: a model "
-        "saved with its adapter unmerged. Fix: merge it first (merge_and_unload, fuse_lora)"
+        f"{which} {verb} not a LoRA factor; an adapter file contains factors only. Likely cause: a model saved with "
+        "its adapter unmerged, or embeddings of a trigger word. Fix: merge the adapter first (merge_and_unload, "
+        f"fuse_lora), or leave {'them' if len(names) > 1 else 'it'} out ({' '.join(flags)})"
     )
 
 
@@ -225,4 +235,22 @@ def _look(source: Source, file: Model | None, stacks: tuple[StackWord, ...]) -> 
     return adapter_of(file) if file is not None and first_factor(file.specs) is not None else None
 
 
-LORA_FILE = AdapterFamily("LoRA file", _look, fit_factors, lambda adapter: "")
+def _fit(adapter: Adapter, base: Model) -> Deltas:
+    """The deltas on a base; a file in the names of another tool than the base's is converted, if its model is known.
+
+    Raises:
+        CheckpointError: it fits in no layout; carries all problems of its own.
+    """
+    in_layout = plugins.needed("actmat.experts", "layout.image", FunctionType)
+    try:
+        return fit_factors(adapter, base)
+    except CheckpointError:
+        for layout in _TO_FIT if not adapter.problems else ():
+            converted, problems = in_layout(adapter, layout)
+            if not problems and converted is not adapter:
+                with contextlib.suppress(CheckpointError):
+                    return fit_factors(converted, base)
+        raise
+
+
+LORA_FILE = AdapterFamily("LoRA file", _look, _fit, lambda adapter: "")

@@ -98,8 +98,13 @@ def architecture_of(header: GgufHeader, location: str) -> str:
     """The architecture that the metadata names.
 
     Raises:
-        CheckpointError: the architecture is not supported.
+        CheckpointError: not a model, or the architecture is not supported.
     """
+    if (kind := str(header.metadata.get("general.type", "model"))) != "model":
+        raise CheckpointError(
+            f"{location}: expected a GGUF file of a model, found one of type {kind[:80]!r}. Fix: give the model; of an "
+            "adapter, the folder or file that it was converted from."
+        )
     if (architecture := _arch(header)) not in ARCHITECTURES:
         raise CheckpointError(
             f"{location}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found {architecture[:80]!r}: its tensors "

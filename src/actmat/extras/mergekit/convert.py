@@ -20,7 +20,7 @@ from actmat.extras.mergekit.config import (
 )
 from actmat.extras.mergekit.methods import METHODS, Arrangement, Method, MethodMapping
 from actmat.extras.mergekit.parameters import Parameters
-from actmat.recipe.experts import RESERVED
+from actmat.recipe.experts import RESERVED, ExpertRef
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -121,6 +121,8 @@ class _RecipeConversion:
         out |= {"normalize": True} if choice.normalize else {}
         out |= {"scale": choice.scale} if choice.scale != 1.0 else {}
         out["scope"] = "all"
+        own = [ExpertRef.model_validate(e).label for e in out["experts"] if e["path"] == out["base"]]
+        out |= {"measured_from": own[0]} if own else {}  # without a base, the first model stands in for it
         if not out["experts"]:
             del out["experts"], out["method"]
         out |= self._dtypes() | self._files(out.get("experts", []))

@@ -3,7 +3,7 @@
 | stored next to the codes `NAME` | written by |
 |---|---|
 | `NAME_scale_inv`, one per block, 128 x 128 by default, the last ones smaller | DeepSeek-V3, transformers' fp8 |
-| `STEM.scale_weight`, one | single files `fp8_scaled` of image tools |
+| `STEM.scale_weight`, or `NAME_scale`, one | single files of image tools, `fp8_scaled` |
 | `NAME_scale`, one, one per row, per group of columns or per block; `NAME_zero_point` | compressed-tensors |
 
 The scale is always a factor, also under the name `scale_inv`. Products are formed in float32 and rounded once.
@@ -31,8 +31,8 @@ ACTIVATIONS = ("input_scale", "scale_input", "activation_scale", "input_zero_poi
                "k_scale", "v_scale", "q_scale", "input_global_scale")  # fmt: skip
 """Name suffixes of scales of activations and caches, which are ignored."""
 
-MARKER = "scaled_fp8"
-"""Marker tensor in single files, without content."""
+MARKERS = ("scaled_fp8", "comfy_quant")
+"""Marker tensors in single files: of the whole file, without content, and of a layer, with the name of its format."""
 
 
 @dataclass(frozen=True)
@@ -212,5 +212,5 @@ def _words(grid: Grid, *, per_tensor: bool) -> str:
 
 
 SCALED = Codec(
-    "scaled", METHODS, _find, (*ACTIVATIONS, MARKER), {"fp8": FP8_KEYS, "compressed-tensors": COMPRESSED_KEYS}
+    "scaled", METHODS, _find, (*ACTIVATIONS, *MARKERS), {"fp8": FP8_KEYS, "compressed-tensors": COMPRESSED_KEYS}
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -180,9 +179,7 @@ def _files_of(source: Source) -> Source | None:
 def _open(source: Source) -> Model:
     files = _files_of(source)
     assert files is not None, "the source is claimed"
-    tensors = DcpFiles(source, files)
-    model = stored_model(tensors)
-    return replace(model, folder=model.folder.noted(*tensors.notes))
+    return stored_model(DcpFiles(source, files))
 
 
 DCP = Format(claims=lambda source: _files_of(source) is not None, open=_open)
