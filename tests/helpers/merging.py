@@ -71,7 +71,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping
     """A folder with `config.json`, a tokenizer file and `model.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(CONFIG if config is None else config)))
-    (folder / "tokenizer.json").write_text(json.dumps({"made by": folder.name}))
+    (folder / "tokenizer.json").write_text(json.dumps({"version": folder.name}))
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
