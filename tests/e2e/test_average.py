@@ -131,7 +131,7 @@ def test_a_merge_without_a_base_is_that_with_any(tmp_path: Path, method: str, op
     for name in wanted:
         assert relative_error(found[name], wanted[name]) < F32_PRODUCT
     assert any("deltas are measured from expert 'expert0'" in n for n in map(str, without.plan.notes))
-    assert json.loads((without.out / "tokenizer.json").read_text()) == {"made by": "expert0"}
+    assert json.loads((without.out / "tokenizer.json").read_text()) == {"version": "expert0"}
 
 
 def test_command_line_and_recipe_take_no_base(tmp_path: Path) -> None:

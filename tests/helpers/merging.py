@@ -71,7 +71,7 @@ def expert_of(base: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object] | None = None) -> Path:
     """A folder with `config.json`, a tokenizer file and `model.safetensors`."""
     save_folder(folder, tensors, CONFIG if config is None else config)
-    (folder / "tokenizer.json").write_text(json.dumps({"made by": folder.name}))
+    (folder / "tokenizer.json").write_text(json.dumps({"version": folder.name}))
     return folder
 
 

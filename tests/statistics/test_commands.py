@@ -160,7 +160,7 @@ def test_targets_feed_the_decoder_shifted_by_one(family: Path, tmp_path: Path) -
     [
         ({"--data": "nothing.jsonl"}, "nothing.jsonl: no such file or folder"),
         ({"--data": "~nobody-of-this-name/x.jsonl"}, "nobody-of-this-name"),
-        ({"--data": "x.md"}, "expected one of .json, .jsonl, .csv, .txt, .parquet, .npz"),
+        ({"--data": "x.md"}, "expected one of .json, .jsonl, .csv, .txt, .parquet, .arrow, .npz"),
         ({"--set": "text_column=txet"}, "no column of texts 'txet'; it has text. Did you mean 'text'?"),
         ({"--set": "model_class=AutoModelForCausaLM"}, "no model class 'AutoModelForCausaLM'. Did you mean"),
         ({"--set": "model_class=LlamaForTokenClassification"}, "parameters that the checkpoint lacks"),

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import DataOptions, read_rows
+from actmat.extras.collect.data import MESSAGES, DataOptions, read_rows
 from actmat.extras.models import chats
 
 CHATS = [
@@ -78,6 +78,8 @@ FILES = {  # name, text -> rows, or words of the error
     ("q.jsonl", "\ufeff" + json.dumps(A) + "\n" + json.dumps(B) + "\n"): [A, B],
     ("q.txt", "\ufeffwhat is two , or three ?\nb\n"): [A, B],
     ("q.json", "\ufeff" + json.dumps([A, B])): [A, B],
+    ("q.jsonl", '{"text": "a"}\n{"prompt": "b"}\n'): "texts of all rows in one column, found them in text, prompt. Fix",
+    ("q.jsonl", '{"text": "a"}\n{"text": null}\n'): "found them in text, none of these",
 }
 
 
@@ -92,3 +94,22 @@ def test_files_of_texts(tmp_path: Path, file: tuple[str, str], right: Any, in_fo
             read_rows(options)
     else:
         assert read_rows(options) == right
+
+
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CHAT_ROWS: list[tuple[dict[str, Any], str | None, Any, Any]] = [  # row, column -> messages, answer
+    ({"messages": [ASKED, SAID]}, None, [ASKED], "b"),
+    ({"messages": [ASKED], "prompt": "c"}, None, [ASKED], None),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, None, [ASKED], "b"),
+    ({"id": "7", "prompt": [ASKED], "completion": [SAID]}, None, [ASKED], "b"),
+    ({"rejected": [ASKED], "chosen": [ASKED, SAID]}, "chosen", [ASKED], "b"),
+    ({"prompt": "a", "chosen": [ASKED, SAID]}, None, None, None),
+    ({"text": "a", "messages": [ASKED, SAID]}, "text", None, None),
+    ({"text": "a", "tags": [{"name": "b"}]}, None, None, None),
+]
+
+
+@pytest.mark.parametrize(("row", "column", "messages", "answer"), CHAT_ROWS)
+def test_chats_in_the_columns_of_trainers(row: dict[str, Any], column: str | None, messages: Any, answer: Any) -> None:
+    (asked,) = read_rows(DataOptions("rows", rows=(row,), text_column=column))
+    assert (asked.get(MESSAGES), asked.get("answer")) == (messages, answer)

@@ -14,9 +14,11 @@ from actmat.errors import first_of
 from actmat.identity.configs import InputAgreement, words_of
 from actmat.identity.entries import same
 from actmat.identity.inventory import DAMAGED, TEMPLATES, Inventory, matches
-from actmat.identity.tokens import TOKENIZER, TOKENIZERS, WORDS, tokenizer_file
+from actmat.identity.tokens import FLAGS, TOKENIZER, TOKENIZERS, WORDS, tokenizer_file
 
 _OF_TOKENIZER = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "*chat_template*")
+_OF_PROCESSOR = "processor_config.json"
+"""End of the names of files of a processor: one in the form of transformers 5 holds the entries of the others."""
 SHOWN = 6
 """Entries that a note names."""
 FIX = ". Another one: --set files_from=NAME"
@@ -39,9 +41,11 @@ def agree_files(
     whole = {top for of_input in files.values() for top in of_input.side.modules}
     paths = sorted({path for of_input in files.values() for path in of_input.contents})
     of_tokenizer = [p for p in paths if p == TEMPLATES or matches(p, _OF_TOKENIZER)]
+    of_processor = [p for p in paths if p.endswith(_OF_PROCESSOR) and "/" not in p]
+    others = [[p] for p in paths if p not in (*of_tokenizer, *of_processor)]
     taken: dict[str, str] = {}
     notes: list[str] = []
-    for group in filter(None, (of_tokenizer, *([p] for p in paths if p not in of_tokenizer))):
+    for group in filter(None, (of_tokenizer, of_processor, *others)):
         is_whole, is_code = group == of_tokenizer, group[0].endswith(".py")
         of_base = not is_whole and is_of_architecture(group[0], whole)
         written = coded if is_code else "base" if of_base else owner or "base"
@@ -53,7 +57,8 @@ def agree_files(
         if source is not None:
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=is_whole), source)
             keys_of = {p: list(dict.fromkeys(key for path, key, _ in rows if path == p)) for p, *_ in rows}
-            shown = "; ".join(f"{p}: {first_of(keys, SHOWN)}".removesuffix(": ") for p, keys in keys_of.items())
+            lines = (f"{p}: {'none' if keys == ['not'] else first_of(keys, SHOWN)}" for p, keys in keys_of.items())
+            shown = "; ".join(line.removesuffix(": ") for line in lines)
             fix = ", those of the base not (--set files_from=base)" if can_choose else ""
             notes.append(f"{shown}: the experts agree, and theirs are written{fix}")
             continue
@@ -78,11 +83,21 @@ def _unlike(ours: Mapping[str, Mapping[str, Any]], other: Inventory, group: Sequ
     has_form = any(p in ours and matches(p, (TOKENIZER, *WORDS)) for p in group)
     for path in group:
         if path in ours and path in theirs:
-            yield from ((path, key) for key in unequal_keys(ours[path], theirs[path]))
+            yield from ((path, key) for key in unequal_keys(*_of_both(ours[path], theirs[path])))
         elif path in theirs and (path == TEMPLATES or not has_form):
             yield path, ""
         elif path in ours and not (other.is_adapter or matches(path, _OF_TOKENIZER)):
             yield path, "not"
+
+
+def _of_both(*contents: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Two contents; of tokenizers, with the flags of tokens that both have: the others differ as tokens."""
+    for content, other in (contents, contents[::-1]):
+        flags = content[FLAGS] if "tokens" in content and FLAGS in content else {}
+        yield {
+            **content,
+            **({FLAGS: {t: f for t, f in flags.items() if t in other.get("tokens", ())}} if flags else {}),
+        }
 
 
 def unequal_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

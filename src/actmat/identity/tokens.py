@@ -29,8 +29,10 @@ WORDS = ("vocab.*", "merges.txt", "*.model", "tokenizer.model*", "*.spm", "*.tik
 TOKENIZERS = (TOKENIZER, "tokenizer_config.json", *WORDS)
 """Files by which a folder has a tokenizer."""
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
-RULES = ("normalizer", "pre_tokenizer", "post_processor", "merges")
-"""Entries of `tokenizer.json` by which a text becomes tokens."""
+FLAGS = "added_tokens"
+"""Entry of `tokenizer.json` that says how added tokens are split off and shown."""
+_OF_CALLS = ("version", "truncation", "padding")
+"""Entries that change no token: transformers sets the latter two in every call."""
 MOST_ROWS = 2**31
 BY_TOKEN = "take rows by token (--set vocabulary=union, or base, or the name of an expert)"
 
@@ -73,12 +75,15 @@ def _vocabulary(listed: Any) -> dict[str, int]:
     return {}
 
 
-def _merges(data: Mapping[str, Any]) -> str:
-    """Hash of the merges of BPE, which are pairs or, in older files, two words."""
-    listed = model.get("merges") if isinstance(model := data.get("model"), Mapping) else None
-    pairs = listed if isinstance(listed, list) else ()
-    words = (" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs)
-    return hashlib.sha256("\n".join(words).encode("utf-8", "replace")).hexdigest()
+def _rules(data: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All by which texts become tokens, and tokens texts, in a `tokenizer.json`; not the rows of its tokens."""
+    model = dict(listed) if isinstance(listed := data.get("model"), Mapping) else {}
+    vocabulary, pairs = (v if isinstance(v := model.pop(key, ()), list) else [] for key in ("vocab", "merges"))
+    scores = [pair[1:] for pair in vocabulary if isinstance(pair, list)]
+    words = [" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs]  # older files: both
+    hashes = {k: hashlib.sha256(json.dumps(v).encode()).hexdigest() for k, v in (("scores", scores), ("merges", words))}
+    flags = {entry["content"]: {k: v for k, v in entry.items() if k not in ("id", "content")} for entry in added}
+    return {k: v for k, v in data.items() if k not in (*_OF_CALLS, "model")} | model | hashes | {FLAGS: flags}
 
 
 def tokenizer_file(files: Source) -> str | None:
@@ -97,7 +102,7 @@ class TokenReader:
         """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
     def read(self, files: Source, first: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:
-        """Token -> row, from the tokenizer among files, empty without one that is read; and how it splits a text.
+        """Token -> row, from the tokenizer among files, empty without one that is read; and its other rules.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -109,11 +114,11 @@ class TokenReader:
         decoder = config.get("added_tokens_decoder")
         seen = hashlib.sha256(text + json.dumps([first, added, decoder, config.get("extra_ids")]).encode()).digest()
         if seen not in self._parsed:
-            data: dict[str, Any] = {}
+            rules: dict[str, Any] = {}
             if first == TOKENIZER:
                 data = parse_object(text, str(path))
-                tokens = listed_tokens(data, path)[0]
-                data |= {"merges": _merges(data)}
+                tokens, entries = listed_tokens(data, path)
+                rules = _rules(data, entries)
             elif first.endswith(".txt"):
                 lines = text.decode("utf-8", "replace").split("\n")
                 tokens = {line.rstrip("\r"): i for i, line in enumerate(lines) if line}
@@ -129,7 +134,7 @@ class TokenReader:
                 token = entry.get("content") if isinstance(entry, Mapping) else None
                 if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
                     named.setdefault(token, int(row))
-            self._parsed[seen] = {**named, **tokens} if tokens else {}, {k: data[k] for k in RULES if k in data}
+            self._parsed[seen] = {**named, **tokens} if tokens else {}, rules
         self._of_file[path] = self._parsed[seen]
         return self._parsed[seen]
 

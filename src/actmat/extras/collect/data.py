@@ -25,12 +25,16 @@ from actmat.extras.models.loading import Loaded, extra, from_files
 from actmat.foreign import in_one_line
 from actmat.recipe import Recipe
 
-READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
+READERS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
 LINES = frozenset({".csv", ".jsonl", ".txt"})
 """Files that are read here, line by line; others by `datasets`."""
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 MESSAGES = "messages"
 """Column of chats: messages with `role` and `content`, for the template of the tokenizer."""
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of messages with `from` and `value`, of ShareGPT -> those of chat templates."""
 RENDERED = "rendered chat"
 """Column of the text of a chat."""
 CHATS = 256
@@ -91,16 +95,42 @@ def read_rows(options: DataOptions) -> list[Row]:
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
     if not rows:
         raise StatisticsError(f"{options.location} is empty; expected at least one sample")
-    return [_asked(row) for row in rows]
+    rows = [_asked(row, options.text_column) for row in rows]
+    columns = (MESSAGES, *TEXT_COLUMNS)
+    places = dict.fromkeys(next((c for c in columns if row.get(c) is not None), "none of these") for row in rows)
+    if len(places) > 1 and options.text_column is None:
+        raise StatisticsError(
+            f"{options.location}: expected the texts of all rows in one column, found them in {', '.join(places)}. "
+            "Fix: --set text_column=NAME of a column that every row has, or a file for each"
+        )
+    return rows
 
 
-def _asked(row: Row) -> Row:
-    """The row of a chat without the answer of the assistant, which gets a column of its own."""
-    chat = row.get(MESSAGES)
-    if not isinstance(chat, list) or len(chat) < 2 or not isinstance(chat[-1], Mapping):
-        return row
-    is_answered = chat[-1].get("role") == "assistant" and isinstance(chat[-1].get("content"), str)
-    return {"answer": chat[-1]["content"], **row, MESSAGES: chat[:-1]} if is_answered else row
+def _asked(row: Row, column: str | None) -> Row:
+    """The row of a chat as `messages`, without the answer of the assistant, which gets a column of its own.
+
+    Args:
+        column: of the texts, if the user names one; else a chat is in `messages`, or in place of a text.
+    """
+    has_text = any(isinstance(row.get(name), str) for name in TEXT_COLUMNS)
+    names = [column] if column else [MESSAGES, *(() if has_text else row)]
+    chat = next((messages for name in names if (messages := _messages(row.get(name)))), None)
+    if chat is None:
+        return {k: v for k, v in row.items() if k != MESSAGES} if column else row
+    if column is None:
+        chat += _messages(row.get("completion")) or []
+    is_answered = len(chat) > 1 and chat[-1].get("role") == "assistant" and isinstance(chat[-1].get("content"), str)
+    answer = {"answer": chat[-1]["content"]} if is_answered else {}
+    return {**answer, **row, MESSAGES: chat[:-1] if is_answered else chat}
+
+
+def _messages(value: Any) -> list[Mapping[str, Any]] | None:
+    """The messages of a chat, with `role` and `content`; None for any other value."""
+    if not (isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value)):
+        return None
+    if all({"from", "value"} <= m.keys() for m in value):
+        return [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+    return [*value] if all("role" in m for m in value) else None
 
 
 def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
@@ -153,12 +183,14 @@ def make_batches(
         apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
         note: called with a fact about the data that the user should know.
     """
-    rows = iter(map(_asked, itertools.islice(_rows(options), options.max_samples)) if rows is None else rows)
+    if rows is None:
+        rows = (_asked(row, options.text_column) for row in itertools.islice(_rows(options), options.max_samples))
+    rows = iter(rows)
     encode = _Encoder(loaded, options, labels=labels, apart=apart)
     if encode.padded_by is not None:
         note(f"the tokenizer has no pad token: texts are padded by '{encode.padded_by}', and padding is masked")
     device = next(loaded.model.parameters()).device
-    if encode.tokenizer is not None and options.text_column in (None, MESSAGES):
+    if encode.tokenizer is not None:
         rows = _with_texts(rows, encode.tokenizer, options.location)
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
@@ -472,8 +504,9 @@ def _column(
         hint = did_you_mean(wanted, columns) if wanted else f" Fix: --set {what}_column=NAME."
         named = f" {wanted!r}" if wanted else ""
         raise StatisticsError(f"{where}: no column of {what}s{named}; it has {', '.join(columns)}.{hint}")
-    values = [row[name] for row in rows]
-    wrong = [type(v).__name__ for v in values if kind is not None and not isinstance(v, kind)]
-    if kind is not None and wrong:
-        raise StatisticsError(f"{where}: column '{name}' holds {wrong[0]}, expected {kind.__name__}")
+    values = [row.get(name) for row in rows]
+    wrong = [type(v).__name__ for v in values if v is None or (kind is not None and not isinstance(v, kind))]
+    if wrong:
+        expected = (kind.__name__ if kind else what) + " or a list of messages with role and content" * (what == "text")
+        raise StatisticsError(f"{where}: column '{name}' holds {wrong[0]}, expected {expected}, in every row")
     return values
