@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from tests.helpers.diagnoses import a_measure, a_sample, some_facts
+from tests.helpers.diagnoses import a_measure, some_facts
 from tests.helpers.repository import ROOT
 
 from actmat.diagnostics.checks import CHECKS, Facts, check_codes, run_checks
@@ -16,10 +16,6 @@ from actmat.errors import RecipeError
 def measured(n: int = 2, **fields: object) -> Facts:
     """Facts whose matrices all differ from the unremarkable one in these fields."""
     return some_facts(n, measures=[a_measure(m.name, n, **fields) for m in some_facts(n).measures])
-
-
-def sampled(**fields: object) -> Facts:
-    return some_facts(samples={name: a_sample(**fields) for name in some_facts().samples})
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,6 @@ CASES = (
         r"'code' in 2 of 2 .*0\.4 half ulps",
         (lambda: measured(snr=None),),
     ),
-    Case(
-        "AM104",
-        lambda: sampled(group_levels=[60.0, 15.5]),
-        "'code' in 2 of 2",
-        (lambda: sampled(base_group_levels=None),),
-    ),
-    Case("AM104", lambda: sampled(levels=[255, 1200]), "'math' in 2 of 2", (lambda: sampled(base_group_levels=None),)),
     Case(
         "AM203",
         lambda: measured(relative_norms=(0.02, 1.4)),
@@ -89,7 +78,7 @@ def test_findings_are_muted_by_the_recipe() -> None:
 
 def test_unknown_codes_are_all_named() -> None:
     check_codes(["AM101", "AM404"])
-    with pytest.raises(RecipeError, match=r"there is no check 'AM109'\. Did you mean 'AM10") as caught:
+    with pytest.raises(RecipeError, match=r"there is no check 'AM109'\. Did you mean 'AM") as caught:
         check_codes(["AM109", "AM101", "AM777"])
     assert len(caught.value.problems) == 2
 

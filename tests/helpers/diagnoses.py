@@ -34,24 +34,12 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
     return MatrixRow(name=name, **(settings | fields))
 
 
-def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
-    """What a look at a trained bfloat16 tensor gives."""
-    return {
-        "entries": 4096,
-        "levels": [1200] * n,
-        "base_levels": 1200,
-        "group_levels": [60.0] * n,
-        "base_group_levels": 60.0,
-    } | fields
-
-
 def some_facts(n: int = 2, **fields: Any) -> Facts:
     """Two matrices of unremarkable experts, nothing wrong."""
     names = ["model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"]
     settings: dict[str, Any] = {
         "labels": ["math", "code", "law"][:n],
         "measures": [a_measure(name, n) for name in names],
-        "samples": {name: a_sample(n) for name in names},
     }
     return Facts(**(settings | fields))
 

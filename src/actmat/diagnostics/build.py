@@ -41,7 +41,6 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None) -> Di
     facts = Facts(
         labels=plan.recipe.labels,
         measures=measures,
-        samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         of_records=merge_findings(plan, records, totals_of(plan, records)),
     )
     recipe = plan.recipe

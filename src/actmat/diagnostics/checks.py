@@ -2,7 +2,7 @@
 
 A check is a function from facts to a finding, something that a user should know, in one sentence that holds the
 numbers; or None. Thresholds are constants, each with its reason; docs/checks.md has a section for every code. AM1xx:
-errors of rounding and quantization; AM2xx: identity of base and experts; AM3xx: balance between experts; AM4xx: size of
+errors of rounding; AM2xx: identity of base and experts; AM3xx: balance between experts; AM4xx: size of
 the merged delta.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from actmat.diagnostics.model import Finding, MatrixRow, Severity
 from actmat.errors import RecipeError, did_you_mean
@@ -26,13 +25,11 @@ class Facts:
     Args:
         labels: names of the experts.
         measures: of matrices.
-        samples: tensor -> counts of `diagnostics.sample`.
         of_records: code -> words, of `diagnostics.warnings.merge_findings`.
     """
 
     labels: Sequence[str]
     measures: Sequence[MatrixRow]
-    samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     of_records: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,9 +69,6 @@ class Check:
 MOST = 0.5
 """Least share of an expert's tensors at which the expert is reported."""
 
-FOUR_BIT, EIGHT_BIT = 16.5, 256
-"""Most values of a 4-bit format in a group, of an 8-bit format in a row."""
-
 
 def _below_rounding(facts: Facts) -> Outcome:
     rows = [(m, m.snr) for m in facts.measures if m.snr is not None]
@@ -94,30 +88,6 @@ def _below_rounding(facts: Facts) -> Outcome:
         "and leave out an expert that is the base saved again in another dtype",
         names,
     )
-
-
-def _quantized(facts: Facts) -> Outcome:
-    matrices = {m.name for m in facts.measures}
-    samples = {n: s for n, s in facts.samples.items() if n in matrices and s["base_group_levels"] is not None}
-    said, names = [], []
-    for t, label in enumerate(facts.labels):
-        hits = [n for n, s in samples.items() if _takes_few_values(s, t)]
-        if hits and len(hits) >= MOST * len(samples):
-            said.append(f"'{label}' in {len(hits)} of {len(samples)} tensors")
-            names += hits
-    if not said:
-        return None
-    return (
-        f"{'; '.join(said)}: weights take as few values as a 4- or 8-bit format has: they were quantized and "
-        "dequantized, and the delta contains that error. Merge the expert from before its quantization",
-        names,
-    )
-
-
-def _takes_few_values(sample: Mapping[str, Any], t: int) -> bool:
-    by_group = sample["group_levels"][t] <= FOUR_BIT and sample["base_group_levels"] >= 2 * FOUR_BIT
-    by_row = sample["levels"][t] <= EIGHT_BIT and sample["base_levels"] >= 2 * sample["levels"][t]
-    return bool(by_group or (by_row and sample["entries"] >= 8 * EIGHT_BIT))
 
 
 FOREIGN = 0.5
@@ -143,7 +113,6 @@ def _foreign(facts: Facts) -> Outcome:
 
 CHECKS = (
     Check("AM101", "Delta below the rounding of its storage", "issue", _below_rounding),
-    Check("AM104", "Expert was quantized", "issue", _quantized),
     Check("AM201", "Expert equals the base", "issue"),
     Check("AM202", "Two experts are the same", "issue"),
     Check("AM203", "Expert is not from this base", "issue", _foreign),

@@ -17,7 +17,6 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.layer_names import split_layer
 from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank
 from actmat.diagnostics.model import MatrixRow
-from actmat.diagnostics.sample import take_sample
 from actmat.engine.method import generator_for
 from actmat.engine.observer import ObservedMerge
 from actmat.linalg.lowrank import LowRank
@@ -36,12 +35,9 @@ class ItemObserver:
         self._next = 0
         self._buffers: list[Tensor] = []
         self._measures: list[dict[str, Any]] = []
-        self._sample: dict[str, Any] = {}
 
     def region(self, merged: ObservedMerge) -> None:
         """Measure complete matrices; buffer partial ones."""
-        if not self._sample and merged.factors is None:
-            self._sample = take_sample(self._item, merged)
         if isinstance(merged.value, LowRank):
             self._measure_module(merged, merged.value)
         elif merged.factors is not None:
@@ -50,8 +46,8 @@ class ItemObserver:
             self._gather(merged, merged.value)
 
     def finish(self) -> dict[str, Any]:
-        """Measures of matrices, and results of the sample."""
-        return {"measures": self._measures, **({"sample": self._sample} if self._sample else {})}
+        """Measures of matrices."""
+        return {"measures": self._measures}
 
     def _add(self, label: str, shape: Sequence[int], numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
