@@ -210,14 +210,14 @@ class Family:
 
     def answers(self, folder: Path) -> Any:
         """What the library of the class makes of a folder: outputs, ids, texts, settings."""
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig, PreTrainedTokenizerFast
 
         model = self.kind.from_pretrained(folder).eval()
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False  # what is kept for the next token, and in FSMT which logits are returned
         given: list[Any] = [t.double().tolist() for t in _outputs(model, self.batch)]
         if self.has_text:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
             chat = [{"role": "user", "content": "w5"}]
             given += [tokenizer(TEXT)["input_ids"], tokenizer.decode(range(VOCABULARY)), tokenizer.special_tokens_map]
             given += [tokenizer.padding_side, tokenizer.truncation_side]

@@ -133,8 +133,8 @@ def _lacks_head(of_input: Inventory) -> bool:
     if not config or not may_have_head(config) or ties_embeddings(config):
         return False
     rows = {spec.shape[:1] for name, spec in specs.items() if is_token_table(name)}
-    others = [n for n, spec in specs.items() if len(spec.shape) == 2 and spec.shape[:1] in rows]
-    return all(map(is_token_table, others)) and not any(map(is_output_head, specs))
+    matrices = [n for n, s in specs.items() if len(s.shape) == 2 and (not rows or s.shape[:1] in rows)]
+    return not any(is_output_head(n) or (rows and not is_token_table(n) and "embed" not in n) for n in matrices)
 
 
 def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:

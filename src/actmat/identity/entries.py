@@ -38,7 +38,7 @@ _USAGE = re.compile(
 )
 """Entries by which a library uses what a model computes: in pipelines, and in generation without a file of its own."""
 _COUNTS = {("tapas", "temperature"), ("phimoe", "router_jitter_noise"), ("audio-spectrogram-transformer", "max_length"),
-           ("flava_image_model", "mask_token")}  # fmt: skip
+           ("flava_image_model", "mask_token"), ("pp_lcnet", "hidden_dropout_prob")}  # fmt: skip
 """Type of model and entry that changes what it computes, though its name is one of the harmless."""
 LISTED = {
     "layer_types": ("full_attention_interval", "global_attn_every_n_layers", "layer_group_size", "max_window_layers",

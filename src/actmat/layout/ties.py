@@ -126,7 +126,7 @@ def head_of(table: str) -> str | None:
 
 
 _HEADLESS = re.compile(
-    "For(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|(?<!LMHead)(?<!DoubleHeads)Model$|Encoder$"
+    "For(?=[A-Z])(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|(?<!LMHead)(?<!DoubleHeads)Model$|Encoder$"
 )
 """Classes of another task, or of none."""
 
@@ -134,7 +134,7 @@ _HEADLESS = re.compile(
 def may_have_head(config: Config | None) -> bool:
     """False for a config whose first architecture is one without an output head over the vocabulary.
 
-    >>> [may_have_head({"architectures": [name]}) for name in ("BertGenerationDecoder", "BertForMaskedLM", "BertModel")]
+    >>> [may_have_head({"architectures": [name]}) for name in ("BertGenerationDecoder", "RoFormerForMaskedLM", "BertModel")]
     [True, True, False]
     """
     return not _HEADLESS.search(str(next(iter((config or {}).get("architectures") or ()), "")))
