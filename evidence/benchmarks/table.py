@@ -37,20 +37,20 @@ from benchmarks.tools.tables import tools_table
 
 def result(name: str, folder: Path | None = None) -> str:
     """The table of one result file, under a line that says how and where it was made."""
-    found = read_result(name, folder)
-    columns = list(found.get("columns") or found["rows"][0])
+    measured = read_result(name, folder)
+    columns = list(measured.get("columns") or measured["rows"][0])
     if name == "floor":  # the ratios of another machine beside those of this one
         other = {tuple(map(r.get, columns[:5])): r["times_floor"] for r in read_result("floor-second")["rows"]}
-        found["rows"] = [r | {"elsewhere": other.get(tuple(map(r.get, columns[:5])))} for r in found["rows"]]
+        measured["rows"] = [r | {"elsewhere": other.get(tuple(map(r.get, columns[:5])))} for r in measured["rows"]]
         columns.insert(columns.index("times_floor") + 1, "elsewhere")
-    return f"{made_by(found)}.\n\n{markdown(found['rows'], columns)}\n"
+    return f"{made_by(measured)}.\n\n{markdown(measured['rows'], columns)}\n"
 
 
-def made_by(found: dict[str, Any]) -> str:
+def made_by(measured: dict[str, Any]) -> str:
     """Command, machine and date of a result file."""
     facts = {"command": "{}", "processor": "{}", "cores": "{} cores", "torch": "torch {}", "date": "{}"}
-    told = found | {"command": command_of(found["command"])}
-    return ", ".join(text.format(told[fact]) for fact, text in facts.items() if fact in told)
+    stated = measured | {"command": command_of(measured["command"])}
+    return ", ".join(text.format(stated[fact]) for fact, text in facts.items() if fact in stated)
 
 
 CLOSED = "318a946b"
@@ -66,16 +66,16 @@ def command_of(text: str) -> str:
 
 def gpu(part: str) -> str:
     """Rates, layers or merges of `benchmarks.gpu`; layers and merges also of an earlier run, on another card."""
-    found = {card: read_result(f"gpu{end}") for card, end in (("H200", ""), ("H100", "-h100"))}
+    runs = {card: read_result(f"gpu{end}") for card, end in (("H200", ""), ("H100", "-h100"))}
     rows = {
         card: {tuple(map(r.get, NAMES)): r for p in run["rows"] if part[:-1] in p["part"] for r in p["rows"]}
-        for card, run in found.items()
+        for card, run in runs.items()
     }
     now, before = rows.values()
     if part == "inputs":
         stages = [f"{stage}_s" for stage in ("loading", "measuring", "asking", "merging", "running")]
         columns = ["what", "wall_s", *stages, "device_peak_b", "host_peak_b"]
-        return f"{made_by(found['H200'])}.\n\n{markdown(list(now.values()), columns)}\n"
+        return f"{made_by(runs['H200'])}.\n\n{markdown(list(now.values()), columns)}\n"
     if part == "rates":
         return table(["rate", "value"], [[title(r["fact"]), cell("", r["value"])] for r in now.values()])
     whole = dict.fromkeys(name for name in (*now, *before) if "inputs made" not in name)
@@ -86,16 +86,16 @@ def gpu(part: str) -> str:
         | {f"{card}_{time}": rows[card].get(name, {}).get(time) for card in rows}
         for name in whole
     ]
-    said = [
+    sources = [
         f"{card}: {made_by(run)}" + "".join(f"; {p['part']}: {p['ended']}" for p in run["rows"] if p["ended"])
-        for card, run in found.items()
+        for card, run in runs.items()
     ]
     columns = ["size", "what"] if part == "merges" else ["model", "shape", "method", "matrix_s"]
     columns += [
         *(f"{card}_{time}" for card in rows),
         *(["device_peak_b", "planned_b"] if part == "merges" else ["peak_b"]),
     ]
-    return f"{'. '.join(said)}.\n\n{markdown(joined, [*columns, 'difference'])}\n"
+    return f"{'. '.join(sources)}.\n\n{markdown(joined, [*columns, 'difference'])}\n"
 
 
 def chaos(_: str) -> str:
@@ -104,22 +104,22 @@ def chaos(_: str) -> str:
     kinds: Counter[str] = Counter()
     for counts in record["by"].values():
         kinds.update(counts)
-    said = f"{record['runs']} runs with {record['disturbances']} disturbances, {len(record['problems'])} problems."
+    summary = f"{record['runs']} runs with {record['disturbances']} disturbances, {len(record['problems'])} problems."
     by_kind = ", ".join(f"{kind} {runs}" for kind, runs in sorted(kinds.items()))
     rows = [[sort, str(sum(counts.values()))] for sort, counts in record["by"].items()]
-    return f"{said} Runs by kind of disturbance: {by_kind}.\n\n" + table(["output", "runs"], rows)
+    return f"{summary} Runs by kind of disturbance: {by_kind}.\n\n" + table(["output", "runs"], rows)
 
 
 def demo(_: str) -> str:
     """Mean test accuracy of base, average, all other merges (lowest to highest) and experts of `actmat demo`."""
-    found = read_result("demo")
-    rows = {row["name"]: row["average"] for row in found["rows"]}
+    run = read_result("demo")
+    rows = {row["name"]: row["average"] for row in run["rows"]}
     base, average, experts = (f"{100 * rows[name]:.1f}" for name in ("base", "average", "experts"))
-    others = [100 * rows[row["name"]] for row in found["rows"] if row["kind"] == "merged"]
-    half = max(row["half"] for row in found["rows"] if row["name"] != "majority")
+    others = [100 * rows[row["name"]] for row in run["rows"] if row["kind"] == "merged"]
+    half = max(row["half"] for row in run["rows"] if row["name"] != "majority")
     titles = ["base", "`average`", f"all {len(others)} merges", "each expert on its own task"]
     cells = [base, average, f"{min(others):.1f} to {max(others):.1f}", experts]
-    tested = f"{len(found['rows'][0]['tasks'])} tasks, {found['settings']['n_test']} images, seed {found['seed']}"
+    tested = f"{len(run['rows'][0]['tasks'])} tasks, {run['settings']['n_test']} images, seed {run['seed']}"
     return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
 
 
@@ -157,24 +157,25 @@ def sets(form: str) -> str:
     few = [r for r in read_lines(RESULTS / "few.jsonl") if r["n"] == 0 or (r["n"] == 8 and r["prior"] == 4.0)]
     lines = []
     for subject, (name, auto) in SETS.items():
+        by_few = [r for r in few if r["subject"] == subject]
         file, model, seeds = SCORES.get(subject, ("", "", ()))
         scores = read_lines(RESULTS / "evidence" / f"{file}.jsonl") if file else []
         scores = [r for r in scores if r["model"].endswith(model) and r["seed"] in seeds and r["scale"] == "default"]
         cells = []
         for kind, ridge, start, method in columns.values():
             key = (auto if kind == "auto" else kind, ridge, start)
-            own = [r for r in few if r["subject"] == subject and (r["kind"], r["ridge"], r.get("toward", "")) == key]
+            matching = [r for r in by_few if (r["kind"], r["ridge"], r.get("toward", "")) == key]
             some = [r for r in scores if r["method"] == (auto if method == "auto" else method)]
             mean = f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else ""
-            cells.append(_percents(own).partition(" ")[0] or mean)
+            cells.append(_percents(matching).partition(" ")[0] or mean)
         lines.append([name, *cells])
     if form != "brief":
         return table(["experts", *columns], lines)
-    found = read_result("inputs")
-    took = next(f"{row['wall_s']:.0f} s on {found['cores']} cores" for row in found["rows"] if row["prompts"] == 8)
+    times = read_result("inputs")
+    took = next(f"{row['wall_s']:.0f} s on {times['cores']} cores" for row in times["rows"] if row["prompts"] == 8)
     brief = [[name, some[0], some[4], max(some[:4], key=float), some[5]] for name, *some in lines]
-    said = f"In %. *Best*: of average, `ct_merging`, `dc_merge` and `tsv`, in hindsight. The first merge took {took}."
-    return table(["experts", "average", "`auto`", "best", "`merge --data`"], brief) + f"\n{said}\n"
+    note = f"In %. *Best*: of average, `ct_merging`, `dc_merge` and `tsv`, in hindsight. The first merge took {took}."
+    return table(["experts", "average", "`auto`", "best", "`merge --data`"], brief) + f"\n{note}\n"
 
 
 def _by(prompts: str, number: int) -> str:

@@ -134,10 +134,10 @@ def options_of(row: str) -> dict[str, float]:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names and values."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode() + tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode() + tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def main() -> None:
@@ -147,18 +147,18 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="folder of the model under the adapters")
     parser.add_argument("--data", type=Path, required=True, help="adapters, prompts and questions")
     parser.add_argument("--questions", type=int, default=150, help="of a task, at most (default: 150)")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    chats = Chats(given.base, given.data, given.questions)
-    suite = given.name.partition("-")[2]
-    path, sizes = FOLDER / f"{given.name}.jsonl", FOLDER / f"{given.name}-sizes.jsonl"
-    done = {s.method for s in read_scores(path) if s.model == given.set}
+    chats = Chats(arguments.base, arguments.data, arguments.questions)
+    suite = arguments.name.partition("-")[2]
+    path, sizes = FOLDER / f"{arguments.name}.jsonl", FOLDER / f"{arguments.name}-sizes.jsonl"
+    done = {s.method for s in read_scores(path) if s.model == arguments.set}
     if not done:
-        about = {"suite": suite, "model": given.set, "regime": "lora", "seed": 0}
+        about = {"suite": suite, "model": arguments.set, "regime": "lora", "seed": 0}
         with sizes.open("a") as file:
             file.write(json.dumps(about | chats.facts() | {"commit": current_origin()["commit"]}) + "\n")
     for row in (row for row in ROWS if row not in done):
-        scores = list(chats.scores(suite, given.set, row))
+        scores = list(chats.scores(suite, arguments.set, row))
         append_scores(path, scores)
         print(row, *(f"{100 * s.share:.1f}" for s in scores), f"{100 * fmean(s.share for s in scores):.1f}", flush=True)
     for file in (path, sizes):

@@ -75,11 +75,11 @@ def is_known(row: str) -> bool:
     >>> [is_known(row) for row in ("base", "tsv@pico", "regmean++", "actmat:rtol=0.01", "actmat+gone", "gone")]
     [True, True, True, True, False, False]
     """
-    found = re.fullmatch(r"([^:@+]+)([:@+]?)(.*)", row)
-    assert found is not None, row
-    method, mark, what = found.groups()
+    parts = re.fullmatch(r"([^:@+]+)([:@+]?)(.*)", row)
+    assert parts is not None, row
+    method, mark, variant = parts.groups()
     known = {"@": get_args(Space), "+": ("+", *STEPS, "isotropise")}  # files spell isotropize as it was called
-    return row in REFERENCES or (method in METHODS and what in known.get(mark, (what,)))
+    return row in REFERENCES or (method in METHODS and variant in known.get(mark, (variant,)))
 
 
 class Group:
@@ -120,20 +120,20 @@ class Group:
     def points(self, method: str, kind: str = "default") -> Points:
         """Of a row, for the seeds in which it has all tasks."""
         if (method, kind) not in self._whole:
-            found = self._points.get((method, kind), {})
-            whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
+            by_seed = self._points.get((method, kind), {})
+            whole = {seed: by_seed[seed] for seed in sorted(by_seed) if len(by_seed[seed]) == len(self.tasks)}
             self._whole[method, kind] = {s: {task: some[task] for task in self.tasks} for s, some in whole.items()}
         return self._whole[method, kind]
 
     def rows(self) -> list[str]:
         """Methods, the best first at the default scale in the seeds that all of them have."""
         names = dict.fromkeys(s.method for s in self.scores if s.method not in REFERENCES)
-        found = {name: self.points(name) for name in names if not method_of(name)}
-        found = {name: points for name, points in found.items() if points}
-        shared = [s for s in self.seeds if all(s in points for points in found.values())]
-        if found and not shared:
-            raise ValueError(f"{self.title}: rows have no seed in common, so they have no order: {', '.join(found)}")
-        return sorted(found, key=lambda name: -mean(mean(found[name][s].values()) for s in shared))
+        rows = {name: self.points(name) for name in names if not method_of(name)}
+        rows = {name: points for name, points in rows.items() if points}
+        shared = [s for s in self.seeds if all(s in points for points in rows.values())]
+        if rows and not shared:
+            raise ValueError(f"{self.title}: rows have no seed in common, so they have no order: {', '.join(rows)}")
+        return sorted(rows, key=lambda name: -mean(mean(rows[name][s].values()) for s in shared))
 
     def scales(self, method: str) -> str:
         """The scales that validation chose, by seed."""
@@ -142,12 +142,13 @@ class Group:
 
     def divergence(self, method: str) -> float | None:
         """Mean over tasks and seeds of the divergence from the experts on validation inputs, at the default scale."""
-        found = [
+        divergences = [
             s.detail["validation"]["divergence"]
             for s in self.scores
             if (s.method, s.scale) == (method, "default") and "validation" in s.detail
         ]
-        return mean(found) if found and len(found) == len(self.tasks) * len(self.points(method)) else None
+        is_whole = len(divergences) == len(self.tasks) * len(self.points(method))
+        return mean(divergences) if divergences and is_whole else None
 
 
 def _training(score: Score) -> tuple[int, str]:
@@ -171,7 +172,7 @@ def groups(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[Group]
 @functools.lru_cache(maxsize=32)
 def _groups(path: Path, _changed: int) -> list[Group]:
     """Of a file, which is read once as long as it does not change: most tables of the pages need all of them."""
-    found: dict[tuple[str, str], list[Score]] = {}
+    by_model: dict[tuple[str, str], list[Score]] = {}
     for score in read_scores(path):
-        found.setdefault((score.model, score.regime), []).append(score)
-    return [Group(some) for some in found.values()]
+        by_model.setdefault((score.model, score.regime), []).append(score)
+    return [Group(some) for some in by_model.values()]

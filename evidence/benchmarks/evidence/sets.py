@@ -213,16 +213,16 @@ def _unequal() -> Iterator[Score]:
 
 
 def _demo() -> Iterator[Score]:
-    found = read_result("demo")
-    for row in (r for r in found["rows"] if r["kind"] != "majority"):
+    demo = read_result("demo")
+    for row in (r for r in demo["rows"] if r["kind"] != "majority"):
         for task, share in row["tasks"].items():
-            yield _score("digits", "digits, `actmat demo`", row["name"], task, found["seed"], 100 * share, 100)
+            yield _score("digits", "digits, `actmat demo`", row["name"], task, demo["seed"], 100 * share, 100)
 
 
 def _reactions() -> Iterator[Score]:
-    found = read_result("reactions")
+    reactions = read_result("reactions")
     tasks = ("class", "neighbor, classifier", "neighbor, bert_ft")
-    rows = {r["merge"]: r for r in found["rows"] if not r["merge"].startswith("bert_ft")}
+    rows = {r["merge"]: r for r in reactions["rows"] if not r["merge"].startswith("bert_ft")}
     for method, row in (*rows.items(), ("experts", dict.fromkeys(tasks, 1.0))):
         for task in tasks:
             yield _score("rxnfp", "rxnfp, two public experts", method, task, 0, 100 * row[task], 100)

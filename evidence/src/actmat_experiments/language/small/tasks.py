@@ -108,10 +108,10 @@ def _read(folder: Path, task: SmallTask, part: str, problems: list[str]) -> list
     """Text and position of the label among the answers."""
     path = folder / f"{task.file}.{part}.jsonl"
     if not path.is_file():
-        problems.append(f"{path.name} is not there")
+        problems.append(f"{path.name} is missing")
         return []
     labels = list(task.answers)
-    found = []
+    rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -120,10 +120,10 @@ def _read(folder: Path, task: SmallTask, part: str, problems: list[str]) -> list
             text = row["text"]
             for layout in task.cut:
                 text = text.replace(layout, "", 1)
-            found.append((" ".join(text.split()), labels.index(row["label"])))
+            rows.append((" ".join(text.split()), labels.index(row["label"])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f'{path.name}:{number}: not {{"text": ..., "label": one of {labels}}}: {error}')
-    return [(text, label) for text, label in found if text]  # the product reviews have four empty rows
+    return [(text, label) for text, label in rows if text]  # the product reviews have four empty rows
 
 
 def _extra(folder: Path) -> Iterable[str]:

@@ -129,18 +129,18 @@ class Merging:
 
     def _prompts(self, task: Worded, row: Row, expert: Mapping[str, Factors]) -> list[Coded]:
         """Prompts of a task for a row."""
-        given = self.coder(task.part(_words(row), "validation"))[: row.number or None]
+        asked = self.coder(task.part(_words(row), "validation"))[: row.number or None]
         if row.prompts == "random":
             tokens = torch.Generator().manual_seed(self.seed)
             words = self.live.model.config.vocab_size
-            return [Coded(torch.randint(words, (len(c.prompt),), generator=tokens).tolist(), []) for c in given]
+            return [Coded(torch.randint(words, (len(c.prompt),), generator=tokens).tolist(), []) for c in asked]
         if row.prompts not in ("self", "mixed"):
-            return given
+            return asked
         if task.name not in self._written:
             self._written[task.name] = self._write(expert)
         written, _ = self._written[task.name]
         half = row.number // 2
-        return written[: row.number] if row.prompts == "self" else [*given[:half], *written[:half]]
+        return written[: row.number] if row.prompts == "self" else [*asked[:half], *written[:half]]
 
     def _write(self, expert: Mapping[str, Factors]) -> tuple[list[Coded], float]:
         """Prompts that an expert writes, and the nats per token by which they are more probable than under the base."""
