@@ -224,15 +224,17 @@ def test_a_base_that_cannot_tell_modules_apart_is_refused() -> None:
     assert "under each of the prefixes 'one.' and 'two.'" in find_flat_names(twice, ["q"])[1][0]
 
 
-@pytest.mark.parametrize("prefix", ["lora_te1_", "lora_te2_"])
 @pytest.mark.parametrize(
-    "parts",
-    [("text_encoder.", "text_encoder_2."), ("text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer.")],
-    ids=["diffusers", "comfy"],
+    ("prefix", "parts"),
+    [
+        ("lora_te1_", ("text_encoder.", "text_encoder_2.")),
+        ("lora_te2_", ("text_encoder.", "text_encoder_2.")),
+        ("lora_te1_", ("text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer.")),
+        ("lora_te2_", ("text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer.")),
+        ("lora_unet_", ("unet.", "controlnet.")),
+    ],
 )
-def test_the_prefix_tells_text_encoders_of_equal_names_apart(
-    prefix: str, parts: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_prefix_tells_components_of_equal_names_apart(prefix: str, parts: tuple[str, str], tmp_path: Path) -> None:
     """Both encoders of SDXL have the names, here the shapes too: shapes and counts do not decide."""
     layer = "text_model.encoder.layers.{}.self_attn.q_proj"
     names = [f"{part}{layer.format(k)}.weight" for part, n in zip(parts, (2, 3), strict=True) for k in range(n)]

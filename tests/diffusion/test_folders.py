@@ -161,6 +161,13 @@ def test_a_scheduler_tells_what_a_pipeline_predicts(pipelines: Path, tmp_path: P
     assert written == json.loads(path.read_text())
 
 
+def test_settings_in_the_index_of_a_pipeline_are_compared(pipelines: Path, tmp_path: Path) -> None:
+    shutil.copytree(pipelines / "e1", tmp_path / "e1")
+    edit_json(tmp_path / "e1" / "model_index.json", boundary_ratio=0.9, safety_checker=["diffusers", "Other"])
+    notes = [note.text for note in actmat.plan(pipelines / "base", [tmp_path / "e1"]).notes]
+    assert "model_index.json differs (boundary_ratio in expert 'e1'): that of the base is written" in notes
+
+
 @pytest.mark.slow
 def test_a_component_merges_like_the_model_alone(pipelines: Path, tmp_path: Path) -> None:
     whole = actmat.merge(pipelines / "base", [pipelines / "e1", pipelines / "e2"], out=tmp_path / "whole", **QUICK)
@@ -185,6 +192,7 @@ def test_a_component_that_an_expert_lacks_is_copied(pipelines: Path, tmp_path: P
     )
     reasons = {i.reason for i in report.plan.items if i.name.startswith("vae.")}
     assert reasons == {"expert 'unet' has no vae (vae.*): copied from the base"}
+    assert not [n.text for n in report.plan.notes if "tokenizer" in n.text], "a component has none"
     merged = [i for i in report.plan.items if i.name.startswith("unet.")]
     assert {i.action for i in merged} <= {"average", "merge"}
     out = Path(report.out)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.checkpoints.model import CONFIG, Model
+from actmat.checkpoints.side_files import PIPELINE
 from actmat.checkpoints.untied import TIE
 from actmat.errors import AlignmentError, first_of
 from actmat.experts.deltas import Deltas
@@ -66,6 +67,8 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) ->
     if output.kind != "file" and (base is None or base.folder.files or base.folder.texts):
         owner, coded = output.files_from, output.config_from or "base"
         by_label = {i.label: i for i in every if i.source is not None or i.folder.texts}
+        if base is not None and PIPELINE in base.side.kept:  # a component has no files of the others
+            by_label = {label: i for label, i in by_label.items() if PIPELINE in i.side.kept}
         is_model = output.kind == "model"
         of_files = agree_files(by_label, owner, coded, is_new=output.has_vocabulary, is_model=is_model)
     problems, notes = ([], []) if output.has_vocabulary else _tokens(every, output)

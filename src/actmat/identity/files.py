@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actmat.checkpoints.side_files import MODULES, is_of_architecture
+from actmat.checkpoints.side_files import MODULES, PIPELINE, is_of_architecture
 from actmat.errors import first_of
 from actmat.identity.configs import InputAgreement, words_of
 from actmat.identity.entries import same
@@ -51,7 +51,7 @@ def agree_files(
         written = coded if is_code else "base" if of_base else owner or "base"
         ours = files[written].contents if written in files else {}
         rows = [(*row, label) for label, f in files.items() if label != written for row in _unlike(ours, f, group)]
-        fixed = owner is not None or is_code or group[0] == MODULES or (is_new and is_whole)
+        fixed = owner is not None or is_code or group[0] in (MODULES, PIPELINE) or (is_new and is_whole)
         fixed = fixed or any(DAMAGED in f.contents.get(path, ()) for f in files.values() for path in group)
         source = None if fixed or all(key == "not" for _, key, _ in rows) else _agreed(files, group)
         if source is not None:

@@ -140,7 +140,7 @@ class Inventory:
         name = path.rpartition("/")[2]
         if _UNREAD.search(path) or is_weights(path) or (TOKENIZER in self.side.kept and matches(path, WORDS)):
             return False
-        is_config = name in (CONFIG, PIPELINE, SCHEDULER_CONFIG)
+        is_config = name in (CONFIG, SCHEDULER_CONFIG)
         return not is_config or (bool(slash) and top in self.side.modules)
 
     def _read(self, source: Source, path: str) -> dict[str, Any]:
@@ -158,6 +158,8 @@ class Inventory:
             return {"its modules": [str(m.get("type")).rpartition(".")[2] for m in value]}
         if not isinstance(value, Mapping):
             return {"its code" if path.endswith(".py") else "its content": value or hash_file(file)}
+        if path == PIPELINE:  # its lists name components
+            value = {k: v for k, v in value.items() if not isinstance(v, list)}
         return _counted(value)
 
     def tables(self) -> list[str]:

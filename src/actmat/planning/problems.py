@@ -74,7 +74,8 @@ def idle_problems(labels: Sequence[str], merged: Sequence[Target]) -> Iterator[s
         if not any(source is not None and source.kind != "zero" for source in sources):
             yield (
                 f"expert '{label}' changes nothing: no tensor of it is merged. Likely cause: patterns (keep, drop) "
-                "that match all of it, or a base without the parts that it has. Fix: leave it out, or give its base"
+                "that match all of it, a base without the parts that it has, or another expert without them. Fix: "
+                "leave it out, give its base, or merge it by itself"
             )
 
 

@@ -46,6 +46,7 @@ COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_enco
 """Pipeline components that diffusers puts before module names."""
 
 _PREFIXES = {
+    "unet": ("unet.", "model.diffusion_model."),
     "text_encoder": ("text_encoder.", "conditioner.embedders.0.", "text_encoders.clip_l."),
     "text_encoder_2": ("text_encoder_2.", "conditioner.embedders.1.", "text_encoders.clip_g."),
 }
