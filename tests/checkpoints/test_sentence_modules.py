@@ -83,6 +83,22 @@ def test_a_merge_embeds_as_its_merged_parts_do(kind: str, tmp_path: Path) -> Non
     assert verify(report.out).ok
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("kind", "has_modules"), [("plain", True), ("dense", False)])
+def test_a_base_without_modules_gets_those_without_weights(kind: str, has_modules: bool, tmp_path: Path) -> None:
+    experts = [make(kind, tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    drop = [] if has_modules else ["2_Dense.*"]
+    merge(tmp_path / "one-plain", experts, method="average", out=tmp_path / "out", drop=drop, durable=False)
+    assert (tmp_path / "out" / "1_Pooling").exists() == has_modules
+    if has_modules:
+        right = load(experts[0])
+        others = load(experts[1]).state_dict()
+        means = {n: (t + others[n]) / 2 if t.is_floating_point() else t for n, t in right.state_dict().items()}
+        right.load_state_dict(means)
+        made, wanted = (torch.as_tensor(m.encode(TEXTS)) for m in (load(tmp_path / "out"), right))
+        assert relative_error(made, wanted) < F32_FORWARD
+
+
 def test_an_encoder_in_a_folder_of_its_own_is_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
     (tmp_path / "0_Transformer").mkdir()

@@ -222,6 +222,29 @@ def test_settings_follow_the_rule_of_weights(tmp_path: Path, name: str, base: st
     assert ("that of the base is written" in said or "none is written" in said) == (second != "equal")
 
 
+PIXELS = {"image_mean": [0.5]}
+PROCESSORS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # files of the base, of the experts
+    ({"preprocessor_config.json": PIXELS, "processor_config.json": {}},
+     {"processor_config.json": {"image_processor": {"image_mean": [0.1]}}}),
+    ({"processor_config.json": {"image_processor": PIXELS}},
+     {"preprocessor_config.json": {"image_mean": [0.1]}, "processor_config.json": {"patch_size": 8}}),
+    ({"processor_config.json": {"image_processor": PIXELS}}, {"preprocessor_config.json": {"image_mean": [0.1]}}),
+]  # fmt: skip
+"""Transformers takes the entries in `processor_config.json` where that has any."""
+
+
+@pytest.mark.parametrize(("base", "experts"), PROCESSORS)
+def test_files_of_a_processor_are_those_of_one_input(tmp_path: Path, base: Any, experts: Any) -> None:
+    for i, (label, files) in enumerate({"base": base, "one": experts, "two": experts}.items()):
+        folder = classifier(tmp_path / label, None, i)
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
+    run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
+    assert "the experts agree, and theirs are written" in actmat([*run, "--out", f"{tmp_path}/out"], code=0).words
+    written = {p.name: json.loads(p.read_text()) for p in (tmp_path / "out").glob("*processor_config.json")}
+    assert written == experts
+
+
 def test_adapters_keep_the_tokenizer_on_which_they_agree(tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "two", "other")):
         save_adapter(tmp_path / name, "llama", seed, r=2, target_modules=["q_proj"])

@@ -94,20 +94,24 @@ def vision(folder: Path) -> Path:
     return folder / "vit"
 
 
-def test_images_from_an_array_and_from_a_folder(tmp_path: Path) -> None:
+def pictures(folder: Path, *labels: str) -> Path:
+    """A folder of five images, with a class for each in turn."""
     from PIL import Image
 
-    place = vision(tmp_path)
     images = numpy.random.default_rng(0).integers(0, 255, (5, 20, 20, 3), dtype=numpy.uint8)
-    numpy.savez(tmp_path / "images.npz", images=images, labels=numpy.arange(5) % 2)
-    for label in ("cat", "dog"):
-        (tmp_path / "pictures" / label).mkdir(parents=True)
     for i, image in enumerate(images):
-        Image.fromarray(image).save(tmp_path / "pictures" / ("cat", "dog")[i % 2] / f"{i}.png")
-    grams = []
-    for data in ("images.npz", "pictures"):
-        out = tmp_path / f"s-{data}"
-        done = run(["statistics", "collect", place, "--data", tmp_path / data, "--out", out], code=0)
+        place = folder / labels[i % len(labels)] / f"{i}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place)
+    return folder
+
+
+def test_images_from_a_folder(tmp_path: Path) -> None:
+    place, grams = vision(tmp_path), []
+    for name, labels in (("one", ("cat", "dog")), ("two", ("dog", "cat"))):  # the same images, in another order
+        out = tmp_path / f"s-{name}"
+        data = pictures(tmp_path / name, *labels)
+        done = run(["statistics", "collect", place, "--data", data, "--out", out], code=0)
         assert "5 samples of" in done.out
         assert "tokens" not in done.out
         with open_statistics(out) as found:
@@ -115,21 +119,18 @@ def test_images_from_an_array_and_from_a_folder(tmp_path: Path) -> None:
             assert len(found.header.places) == 14
             key = found.find("vit.encoder.layer.0.attention.attention.query.weight")
             grams.append(found.gram(key))
-    assert relative_error(grams[0], grams[1]) < F32_PRODUCT  # the same images, in another order
-    data = json.loads(run(["statistics", "show", out, "--json"]).out)["statistics"][0]
-    assert (data["samples"], data["tokens"]) == (5, None)
+    assert relative_error(grams[0], grams[1]) < F32_PRODUCT
+    shown = json.loads(run(["statistics", "show", out, "--json"]).out)["statistics"][0]
+    assert (shown["samples"], shown["tokens"]) == (5, None)
     inputs = ["-b", str(place), "-e", str(place), "-m", "regmean", "--statistics", str(out)]
     plan = run(["plan", *inputs]).words
     assert "statistics of 'vit': 5 samples" in plan
 
 
 def test_labels_for_the_fisher_come_from_a_column(tmp_path: Path) -> None:
-    place = vision(tmp_path)
-    images = numpy.zeros((4, 16, 16), dtype=numpy.uint8)
-    numpy.savez(tmp_path / "images.npz", images=images, labels=numpy.arange(4))
-    flags = ["--fisher", "--fisher-labels", "given", "--set", "label_column=labels", "--no-gram"]
-    out = tmp_path / "s"
-    data = ["--data", str(tmp_path / "images.npz"), "--out", str(out)]
+    place, out = vision(tmp_path), tmp_path / "s"
+    flags = ["--fisher", "--fisher-labels", "given", "--set", "label_column=label", "--no-gram"]
+    data = ["--data", str(pictures(tmp_path / "images", *"abcd")), "--out", str(out)]
     run(["statistics", "collect", place, *data, *flags], code=0)
     with open_statistics(out) as found:
         assert found.header.kinds == {"fisher"}
@@ -160,7 +161,7 @@ def test_targets_feed_the_decoder_shifted_by_one(family: Path, tmp_path: Path) -
     [
         ({"--data": "nothing.jsonl"}, "nothing.jsonl: no such file or folder"),
         ({"--data": "~nobody-of-this-name/x.jsonl"}, "nobody-of-this-name"),
-        ({"--data": "x.md"}, "expected one of .json, .jsonl, .csv, .txt, .parquet, .arrow, .npz"),
+        ({"--data": "x.md"}, "expected one of .json, .jsonl, .csv, .txt, .parquet, .arrow, a folder"),
         ({"--set": "text_column=txet"}, "no column of texts 'txet'; it has text. Did you mean 'text'?"),
         ({"--set": "model_class=AutoModelForCausaLM"}, "no model class 'AutoModelForCausaLM'. Did you mean"),
         ({"--set": "model_class=LlamaForTokenClassification"}, "parameters that the checkpoint lacks"),

@@ -362,7 +362,7 @@ def test_an_output_whose_statistics_are_gone_is_verified_not_diagnosed(adapters:
 def test_prompts_and_places(tmp_path: Path) -> None:
     assert is_prompt("Question: a / b?\nAnswer:")
     assert is_prompt("text:word")
-    assert not any(map(is_prompt, ["word", "org/name", "my data.jsonl", "./a b", "data.npz", " "]))
+    assert not any(map(is_prompt, ["word", "org/name", "my data.jsonl", "./a b", "data.arrow", " "]))
     settings = InputSettings()
     said = settings.source("text:hello", measured=True)
     assert (said.location, said.rows) == ("the prompt given", ({"text": "hello"},))

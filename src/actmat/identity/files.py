@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actmat.checkpoints.side_files import MODULES, PIPELINE, is_of_architecture
+from actmat.checkpoints.side_files import MODULES, PIPELINE, ROUTER, is_of_architecture
 from actmat.errors import first_of
 from actmat.identity.configs import InputAgreement, words_of
 from actmat.identity.entries import same
@@ -42,19 +42,21 @@ def agree_files(
     paths = sorted({path for of_input in files.values() for path in of_input.contents})
     of_tokenizer = [p for p in paths if p == TEMPLATES or matches(p, _OF_TOKENIZER)]
     of_processor = [p for p in paths if p.endswith(_OF_PROCESSOR) and "/" not in p]
-    others = [[p] for p in paths if p not in (*of_tokenizer, *of_processor)]
+    of_modules = [p for p in paths if p in (MODULES, ROUTER) or ("/" in p and p.partition("/")[0] in whole)]
+    others = [[p] for p in paths if p not in (*of_tokenizer, *of_processor, *of_modules)]
+    weighted = files["base"].weighted_modules if "base" in files else set()
     taken: dict[str, str] = {}
     notes: list[str] = []
-    for group in filter(None, (of_tokenizer, of_processor, *others)):
+    for group in filter(None, (of_tokenizer, of_processor, of_modules, *others)):
         is_whole, is_code = group == of_tokenizer, group[0].endswith(".py")
-        of_base = not is_whole and is_of_architecture(group[0], whole)
+        of_base = not is_whole and (group == of_modules or is_of_architecture(group[0]))
         written = coded if is_code else "base" if of_base else owner or "base"
         ours = files[written].contents if written in files else {}
         rows = [(*row, label) for label, f in files.items() if label != written for row in _unlike(ours, f, group)]
-        fixed = owner is not None or is_code or group[0] in (MODULES, PIPELINE) or (is_new and is_whole)
+        fixed = owner is not None or is_code or group[0] == PIPELINE or (is_new and is_whole)
         fixed = fixed or any(DAMAGED in f.contents.get(path, ()) for f in files.values() for path in group)
         source = None if fixed or all(key == "not" for _, key, _ in rows) else _agreed(files, group)
-        if source is not None:
+        if source is not None and (group != of_modules or files[source].weighted_modules == weighted):
             taken |= dict.fromkeys(_paths(files, source, group, is_whole=is_whole), source)
             keys_of = {p: list(dict.fromkeys(key for path, key, _ in rows if path == p)) for p, *_ in rows}
             lines = (f"{p}: {'none' if keys == ['not'] else first_of(keys, SHOWN)}" for p, keys in keys_of.items())
@@ -83,21 +85,12 @@ def _unlike(ours: Mapping[str, Mapping[str, Any]], other: Inventory, group: Sequ
     has_form = any(p in ours and matches(p, (TOKENIZER, *WORDS)) for p in group)
     for path in group:
         if path in ours and path in theirs:
-            yield from ((path, key) for key in unequal_keys(*_of_both(ours[path], theirs[path])))
+            keys = unequal_keys(ours[path], theirs[path])
+            yield from ((path, key) for key in keys if key != FLAGS or "tokens" not in keys)  # one of them says it
         elif path in theirs and (path == TEMPLATES or not has_form):
             yield path, ""
         elif path in ours and not (other.is_adapter or matches(path, _OF_TOKENIZER)):
             yield path, "not"
-
-
-def _of_both(*contents: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Two contents; of tokenizers, with the flags of tokens that both have: the others differ as tokens."""
-    for content, other in (contents, contents[::-1]):
-        flags = content[FLAGS] if "tokens" in content and FLAGS in content else {}
-        yield {
-            **content,
-            **({FLAGS: {t: f for t, f in flags.items() if t in other.get("tokens", ())}} if flags else {}),
-        }
 
 
 def unequal_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

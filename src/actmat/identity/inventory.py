@@ -99,6 +99,12 @@ class Inventory:
         """The files that an output may get."""
         return SideFiles() if self.source is None else self.folder.side_files
 
+    @property
+    def weighted_modules(self) -> set[str]:
+        """Folders of modules of sentence-transformers that have weights."""
+        tops = {path.partition("/")[0] for path in (*self.folder.merged, *self.side.left_out) if is_weights(path)}
+        return tops & {*self.side.modules}
+
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
         """Config of a full model, or of the model that an adapter was trained on, where its folder has it."""

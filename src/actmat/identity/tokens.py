@@ -79,11 +79,10 @@ def _rules(data: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> dict[
     """All by which texts become tokens, and tokens texts, in a `tokenizer.json`; not the rows of its tokens."""
     model = dict(listed) if isinstance(listed := data.get("model"), Mapping) else {}
     vocabulary, pairs = (v if isinstance(v := model.pop(key, ()), list) else [] for key in ("vocab", "merges"))
-    scores = [pair[1:] for pair in vocabulary if isinstance(pair, list)]
-    words = [" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs]  # older files: both
-    hashes = {k: hashlib.sha256(json.dumps(v).encode()).hexdigest() for k, v in (("scores", scores), ("merges", words))}
-    flags = {entry["content"]: {k: v for k, v in entry.items() if k not in ("id", "content")} for entry in added}
-    return {k: v for k, v in data.items() if k not in (*_OF_CALLS, "model")} | model | hashes | {FLAGS: flags}
+    model["scores"] = str([pair[1:] for pair in vocabulary if isinstance(pair, list)])
+    model["merges"] = "\n".join(" ".join(map(str, p)) if isinstance(p, list) else str(p) for p in pairs)
+    model[FLAGS] = {entry["content"]: {k: v for k, v in entry.items() if k not in ("id", "content")} for entry in added}
+    return {k: v for k, v in data.items() if k not in (*_OF_CALLS, "model")} | model
 
 
 def tokenizer_file(files: Source) -> str | None:

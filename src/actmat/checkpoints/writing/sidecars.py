@@ -27,7 +27,7 @@ def _chosen(
     Files that describe the tensors (config, code, modules) are the base's, and code in its place that of `code`. Those
     of `taken` come from there; a folder that lacks one takes it away.
     """
-    modules = base.side_files.modules
+    modules = {*base.side_files.modules, *files_from.side_files.modules}
     out = {name: base for name in base.side_files.kept if is_of_architecture(name, modules)}
     out |= {name: files_from for name in files_from.side_files.kept if not is_of_architecture(name, modules)}
     out |= {name: code for name in code.side_files.kept if name.endswith(".py")}

@@ -1,7 +1,7 @@
 """Batches of a data set: texts through a tokenizer, images through an image processor.
 
-A data set is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.txt` with one text a line, `.npz` with an array of
-images), a folder of such files or of images, or the id of a data set on the hub. It is streamed, not copied.
+A data set is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`, `.txt` with one text a line), a folder of such
+files or of images, or the id of a data set on the hub. It is streamed, not copied.
 """
 
 from __future__ import annotations
@@ -117,8 +117,6 @@ def _asked(row: Row, column: str | None) -> Row:
     chat = next((messages for name in names if (messages := _messages(row.get(name)))), None)
     if chat is None:
         return {k: v for k, v in row.items() if k != MESSAGES} if column else row
-    if column is None:
-        chat += _messages(row.get("completion")) or []
     is_answered = len(chat) > 1 and chat[-1].get("role") == "assistant" and isinstance(chat[-1].get("content"), str)
     answer = {"answer": chat[-1]["content"]} if is_answered else {}
     return {**answer, **row, MESSAGES: chat[:-1] if is_answered else chat}
@@ -254,9 +252,7 @@ def _rows(options: DataOptions) -> Iterable[Row]:
     if options.location == SELF:
         raise StatisticsError(f"'{SELF}': experts write prompts for --data of 'merge' and --check only; give a file")
     path = local_path(options.location, error=StatisticsError)
-    if path.suffix == ".npz" and path.is_file():
-        return _arrays(path)
-    is_path = path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))
+    is_path = path.suffix in READERS or options.location.startswith(("/", ".", "~"))
     if not path.exists() and (is_path or HUB_ID.fullmatch(options.location) is None):
         hint = "" if is_path else f"; a prompt? Write text:{options.location}"
         raise StatisticsError(f"{options.location}: no such file or folder{hint}")
@@ -299,22 +295,22 @@ def _table(path: Path, options: DataOptions) -> Iterator[Row]:
     """The rows of a CSV file, whose first line names the columns; labels are whole numbers."""
     named = {options.text_column, options.target_column, options.label_column, *TEXT_COLUMNS} - {None}
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, strict=True)
-        columns = next(lines, [])
+        lines = csv.DictReader(file, strict=True)
+        columns = lines.fieldnames or []
         if columns and not (named & {*columns} and len({*columns}) == len(columns)):
             raise StatisticsError(
                 f"{path}: expected a first line that names each column once, such as {TEXT_COLUMNS[0]}, found "
                 f"{','.join(columns)[:80]!r}. Fix: --set text_column=NAME, write such a line, or name the file .txt if "
                 "each line is a text."
             )
-        for values in filter(None, lines):
-            if len(values) != len(columns):
+        for row in lines:
+            if None in row or None in row.values():  # values without a column, or columns without a value
+                how = "more" if None in row else "fewer"
                 raise StatisticsError(
-                    f"{path}: line {lines.line_num} has {len(values)} values, but the first line names {len(columns)} "
-                    "column(s). Likely cause: commas in a text. Fix: put the text in double quotes, or name the file "
-                    ".txt if each line is a text."
+                    f"{path}: line {lines.line_num} has {how} values than the first line names columns, "
+                    f"{len(columns)}. Likely cause: commas in a text. Fix: put the text in double "
+                    "quotes, or name the file .txt if each line is a text."
                 )
-            row: dict[str, Any] = dict(zip(columns, values, strict=True))
             label = options.label_column or ""
             yield row | ({label: int(row[label])} if row.get(label, "").lstrip("-").isdecimal() else {})
 
@@ -323,7 +319,7 @@ def _local(path: Path) -> tuple[str, list[str]]:
     """Name of the reader of a local file or folder, and the files."""
     if path.is_file():
         if path.suffix not in READERS:
-            readable = ", ".join([*READERS, ".npz"])
+            readable = ", ".join(READERS)
             raise StatisticsError(f"{path}: expected one of {readable}, a folder, or the id of a data set on the hub")
         return READERS[path.suffix], [str(path)]
     suffixes = {p.suffix.lower() for p in path.rglob("*") if p.is_file()}
@@ -335,26 +331,6 @@ def _local(path: Path) -> tuple[str, list[str]]:
         raise StatisticsError(f"{path}: expected images or files of one kind ({', '.join(READERS)}), found {present}")
     chosen = [s for s, r in READERS.items() if r in readers]
     return readers.pop(), sorted(str(p) for p in path.rglob("*") if p.suffix.lower() in chosen)
-
-
-def _arrays(path: Path) -> Iterator[Row]:
-    """Images of an array `N H W` or `N H W C`, 8 bits each; nothing pickled is read."""
-    import numpy
-
-    try:
-        with numpy.load(path, allow_pickle=False) as file:
-            arrays = {k: file[k] for k in file.files}
-    except (OSError, ValueError) as error:
-        raise StatisticsError(f"{path}: cannot be read: {in_one_line(error)}") from error
-    images = {k: a for k, a in arrays.items() if a.ndim in (3, 4) and a.dtype == numpy.uint8}
-    if len(images) != 1:
-        listing = ", ".join(f"{k} {a.shape} {a.dtype}" for k, a in arrays.items())
-        raise StatisticsError(f"{path}: expected one array of images (N x H x W [x C], uint8), found {listing}")
-    (name, stack), *_ = images.items()
-    others = {k: a for k, a in arrays.items() if k != name and a.shape[:1] == stack.shape[:1] and a.ndim == 1}
-    pil = extra("PIL.Image")
-    for i, image in enumerate(stack):
-        yield {"image": pil.fromarray(image).convert("RGB"), **{k: a[i].item() for k, a in others.items()}}
 
 
 class _Encoder:

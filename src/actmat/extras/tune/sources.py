@@ -99,7 +99,7 @@ def is_prompt(text: str) -> bool:
     >>> is_prompt("What is 2 + 2?"), is_prompt("text:hello"), is_prompt("hello"), is_prompt("my data/math.jsonl")
     (True, True, False, False)
     """
-    is_file = Path(text).suffix in (*READERS, ".npz") or text.startswith(("/", "./", "../", "~"))
+    is_file = Path(text).suffix in READERS or text.startswith(("/", "./", "../", "~"))
     return text.startswith(PROMPT) or (len(text.split()) > 1 and not is_file and not os.path.exists(text))
 
 
