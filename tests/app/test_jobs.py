@@ -69,7 +69,7 @@ def test_a_local_merge_has_a_plan_with_its_reason_stages_and_a_report(local: Job
     assert "AutoModelForCausalLM" in done["python"]
     for events in (local.run("", {**PLAN, "fields": asked, "out": "m.safetensors"}),
                    local.merge("", asked, f"{tmp_path}/m.safetensors")):  # fmt: skip
-        with pytest.raises(MergeError, match="ne file .*is made of "):
+        with pytest.raises(MergeError, match=r"ne file (.*)?is made of "):
             last(events)
     with pytest.raises(MergeError, match="expected a folder") as caught:
         last(local.run("", {**PLAN, "fields": fields(f"{tmp_path}/a\n{tmp_path}/b", base=str(family.base))}))

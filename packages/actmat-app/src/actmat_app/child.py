@@ -102,7 +102,7 @@ def _plan(job: Job, stages: Stages) -> Result:
     data = fields.pop("data", None)
     plan = actmat.plan(**fields)
     if job["out"].endswith(SUFFIX) and not are_image_files(i.location for i in plan.inputs):
-        raise RecipeError("One file (.safetensors) is made of files of image models. Fix: another kind of output, which is a folder.")
+        raise RecipeError("One file is made of files of image models. Fix: another kind of output, which is a folder.")
     if data is None:
         return {"html": plan_html(plan)}
     from actmat.extras.tune.sources import InputSettings
