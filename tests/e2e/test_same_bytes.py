@@ -2,20 +2,22 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.counting import CountingTensors
 from tests.helpers.models import perturbed
 from tests.helpers.open_merges import merge_tensors, output
 from tests.helpers.sessions import started
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
+from actmat.checkpoints.base import Tensors, TensorSpec, View
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.model import Model
 from actmat.engine.executors.threads import ThreadExecutor
@@ -224,6 +226,39 @@ def test_weights_may_differ_within_a_run(family: Family, tmp_path: Path) -> None
 
 
 # Every byte of every input is read exactly once, whatever the rule, the layout and the number of variants.
+
+
+class CountingTensors(View):
+    """A wrapper that behaves like the wrapped tensors and counts.
+
+    Attributes:
+        calls: name -> number of `read` and `read_into` calls that succeeded.
+        bytes_read: name -> bytes that they returned: exactly `specs[name].nbytes` for a tensor that was read once,
+            whole or in chunks.
+    """
+
+    def __init__(self, inner: Tensors) -> None:
+        super().__init__([inner])
+        self.inner, self.specs, self.aliases = inner, inner.specs, inner.aliases
+        self.calls: Counter[str] = Counter()
+        self.bytes_read: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Read and count."""
+        self.inner.read_into(spec.name, start, out)
+        with self._lock:
+            self.calls[spec.name] += 1
+            self.bytes_read[spec.name] += len(out)
+
+    def read_other_than_once(self, names: Iterable[str] | None = None) -> dict[str, float]:
+        """Name -> how many times its bytes were read, for the tensors (of `names`) where that is not once.
+
+        Tensors without bytes are left out.
+        """
+        chosen = self.specs if names is None else names
+        times = {name: self.bytes_read[name] / self.specs[name].nbytes for name in chosen if self.specs[name].nbytes}
+        return {name: count for name, count in times.items() if count != 1}
 
 
 def tensors() -> dict[str, Tensor]:
