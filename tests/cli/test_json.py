@@ -103,7 +103,7 @@ def test_methods_and_the_recipe_of_another_tool(tmp_path: Path) -> None:
     (ties,) = said("methods", "ties", "--json")["methods"]
     assert ties["options"]
     file = tmp_path / "mergekit.yml"
-    file.write_text("merge_method: linear\nmodels:\n  - model: a\n    parameters: {weight: 1}\n  - model: b\n")
+    file.write_text("merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: a}, {model: b}]\n")
     assert pinned(said("plan", file, "--json", "-q", "--as-recipe"), "recipe")["recipe"]["method"] == "linear"
 
 
