@@ -1,13 +1,11 @@
 """JSON of the commands: the layout of every command is pinned with its version; --quiet and exit codes everywhere."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 from tests.diffusion.test_files import lora
-from tests.helpers.docs_fixture import write_models
 from tests.helpers.json_layouts import PINNED, pinned, said
 from tests.helpers.merging import actmat
 
@@ -50,16 +48,12 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
+def flags(models: Path) -> list[str]:
+    return ["-b", f"{models}/base", "-e", f"{models}/experts/math", "-e", f"{models}/experts/code"]
 
 
-def test_merge_verify_and_inspect(place: Path) -> None:
-    inputs = ("-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code")
-    out = place / "both"
+def test_merge_verify_and_inspect(models: Path, tmp_path: Path) -> None:
+    inputs, out = flags(models), tmp_path / "both"
     data = pinned(said("merge", *inputs, "-m", "actmat", "-m", "ties", "--out", out, "--diagnose", "--json"), "merge")
     first, second = data["outputs"]
     assert set(first) == PINNED["merge outputs"]
@@ -81,15 +75,15 @@ def test_merge_verify_and_inspect(place: Path) -> None:
     assert broken["problems"]
 
 
-def test_a_command_that_fails_prints_no_json(place: Path) -> None:
-    for arguments, code in ((["-b", "nowhere", "-e", str(place / "base")], 1), (["--no-such-flag"], 2)):
-        failed = actmat(["merge", *arguments, "--out", place / "failed", "--json"])
+def test_a_command_that_fails_prints_no_json(models: Path, tmp_path: Path) -> None:
+    for arguments, code in ((["-b", "nowhere", "-e", models / "base"], 1), (["--no-such-flag"], 2)):
+        failed = actmat(["merge", *arguments, "--out", tmp_path / "failed", "--json"])
         assert (failed.code, failed.out) == (code, "")
         assert failed.err
 
 
-def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None:
-    inputs = ("-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code")
+def test_plan_and_diagnose_are_compact_unless_all_is_wanted(models: Path) -> None:
+    inputs = flags(models)
     (plan,) = pinned(said("plan", *inputs, "--json"), "plan")["plans"]
     assert set(plan) == PINNED["plan plans"]
     assert sum(g["count"] for g in plan["groups"]) == plan["items"] == 21
@@ -102,44 +96,37 @@ def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None
     assert Diagnosis.from_json(said("diagnose", *inputs, "--json", "--full")).measures
 
 
-def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
+def test_methods_and_the_recipe_of_another_tool(tmp_path: Path) -> None:
     short = pinned(said("methods", "--json"), "methods")["methods"]
     assert set(short[0]) == {"name", "summary", "needs", "low_rank"}
     assert len(said("methods", "--json", "--full")["methods"]) == len(short)
     (ties,) = said("methods", "ties", "--json")["methods"]
     assert ties["options"]
-    file = place / "mergekit.yml"
-    file.write_text("merge_method: linear\nmodels:\n  - model: a\n    parameters: {weight: 1}\n  - model: b\n")
-    outcome = actmat(["plan", file, "--json", "-q", "--as-recipe"])
-    if outcome.code == 0:
-        assert pinned(json.loads(outcome.out), "recipe")["recipe"]["method"] == "linear"
+    file = tmp_path / "mergekit.yml"
+    file.write_text("merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: a}, {model: b}]\n")
+    assert pinned(said("plan", file, "--json", "-q", "--as-recipe"), "recipe")["recipe"]["method"] == "linear"
 
 
-@pytest.mark.parametrize("command", ["plan", "inspect", "methods", "verify", "diagnose", "merge"])
-def test_quiet_prints_nothing(place: Path, command: str) -> None:
-    inputs = ["-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code"]
-    out = place / "quiet"
-    if not out.exists():
-        wanted = ["-m", "ties", "-m", "average", "--diagnose", "-q"]
-        assert actmat(["merge", *inputs, *wanted, "--out", out]).out == ""
-    arguments = {
-        "plan": inputs, "inspect": [place / "base"], "methods": [], "verify": [out / "ties"],
-        "diagnose": [out / "ties"], "merge": [*inputs, "-m", "ties", "--out", out / "ties"],
-    }[command]  # fmt: skip
-    done = actmat([command, *map(str, arguments), "--quiet"])
-    assert (done.code, done.out) == (0, "")
+def test_quiet_prints_nothing(models: Path, tmp_path: Path) -> None:
+    inputs, out = flags(models), tmp_path / "quiet"
+    for command in (
+        ["merge", *inputs, "-m", "ties", "-m", "average", "--diagnose", "--out", out], ["plan", *inputs], ["methods"],
+        ["inspect", models / "base"], ["verify", out / "ties"], ["diagnose", out / "ties"],
+        ["merge", *inputs, "-m", "ties", "--out", out / "ties"],
+    ):  # fmt: skip
+        assert actmat([*command, "--quiet"], code=0).out == "", command
 
 
-def test_average_export_extract_and_serving(place: Path) -> None:
-    merged, model = place / "averaged", place / "experts/math"
-    data = pinned(said("average", "uniform", model, place / "experts/code", "--out", merged, "--json"), "average")
+def test_average_export_extract_and_serving(models: Path, tmp_path: Path) -> None:
+    merged, model = tmp_path / "averaged", models / "experts/math"
+    data = pinned(said("average", "uniform", model, models / "experts/code", "--out", merged, "--json"), "average")
     assert set(data["outputs"][0]) == PINNED["merge outputs"]
     assert pinned(said("inspect", "--serve", merged, "--json"), "serve")["vllm"].startswith("vllm serve")
     exported = said(
-        "export", lora(place / "a.safetensors", 1, "kohya"), "--to", "comfy", "--out", place / "b", "--json"
+        "export", lora(tmp_path / "a.safetensors", 1, "kohya"), "--to", "comfy", "--out", tmp_path / "b", "--json"
     )
     assert pinned(exported, "export")["form"] == "comfy"
-    inputs = ("--base", place / "base", "--model", model, "--rank", "2", "--out", place / "lora")
+    inputs = ("--base", models / "base", "--model", model, "--rank", "2", "--out", tmp_path / "lora")
     (lora_data,) = pinned(said("extract", *inputs, "--json"), "extract")["outputs"]
     assert 0 < lora_data["relative_error"] < 1
 

@@ -76,7 +76,7 @@ def test_errors_on_a_terminal(tmp_path: Path) -> None:
     command = "from actmat.cli.main import main; main()"
     place = "./" + "z" * 51 + FORGED  # with its prefix, 60 columns before the forged line
     process = subprocess.Popen([sys.executable, "-c", command, "inspect", place], stderr=theirs, env=env)
-    process.wait(60)
+    process.wait()
     os.close(theirs)
     said = os.read(ours, 10000).decode().replace("\r", "")
     os.close(ours)

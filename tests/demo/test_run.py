@@ -9,9 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tests.helpers.demo import TINY, TINY_ENCODER, some_photographs
 from tests.helpers.json_layouts import PINNED
-from tests.helpers.printing import console_text
 
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
 from actmat.extras.demo.model import EncoderConfig, features, fit_head, load_encoder, new_encoder, save_encoder
@@ -26,8 +24,27 @@ from actmat.extras.demo.tasks import (
     pose_split,
     split_photographs,
 )
-from actmat.extras.demo.training import DemoSchedule, finetune
+from actmat.extras.demo.training import DemoSchedule, DemoSettings, finetune
 from actmat.methods import all_methods
+
+TINY_ENCODER = EncoderConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+
+TINY = DemoSettings(
+    encoder=TINY_ENCODER,
+    n_validation=1400,
+    n_test=200,
+    n_views=1,
+    pretraining=DemoSchedule(1, 64, 3e-3),
+    finetuning=DemoSchedule(1, 64, 1e-3),
+)
+"""A demo of a second: 197 photographs to train on, too few steps to learn much."""
+
+
+def some_photographs(n, seed=0):
+    """Random pixels, every digit in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    return Examples(torch.rand(n, 8, 8, generator=generator), torch.arange(n) % 10)
+
 
 # The demo from end to end, with a model too small to be good at anything.
 
@@ -122,8 +139,10 @@ def test_methods_stand_below_the_references_best_first():
         {"name": n, "kind": kinds.get(n, "merged"), "tasks": {"a": s}, "average": s, "half": 0.01, "of_expert": s / 0.8}
         for n, s in shares.items()
     ]
-    text = console_text(accuracy_table(rows, "t"))
-    lines = [line.split() for line in text.splitlines() if line.split() and line.split()[0] in shares]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(accuracy_table(rows, "t"))
+    lines = [line.split() for line in capture.get().splitlines() if line.split() and line.split()[0] in shares]
     assert [line[0] for line in lines] == ["majority", "base", "experts", "actmat", "average", "task_arithmetic"]
     assert lines[3] == ["actmat", "76.0", "76.0", "±1.0", "95.0"]
 

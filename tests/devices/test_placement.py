@@ -1,6 +1,9 @@
 """What a plan places on devices, and that what they merge has the bytes of the host."""
 
+import contextlib
+import dataclasses
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,11 +14,13 @@ import pytest
 import torch
 from tests.devices.on_device import OneDevice
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
-from tests.helpers.devices import executor_of, large, opened, placed, plain
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, contents
 from tests.helpers.samples import Samples
+from tests.helpers.sessions import OpenedRun, opened_run
 
 import actmat as library
+from actmat.checkpoints.base import TensorSpec
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.reader import ItemReader
@@ -23,13 +28,30 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, MergeError
+from actmat.experts.deltas import DeltaSource
+from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
+from actmat.planning.item import Item, ItemCost, MethodCall, Reading, Target, Write
 from actmat.planning.regions import Region
 from actmat.planning.statistics import ExpertStatistics
-from actmat.planning.work import HOST, DeviceRoom
+from actmat.planning.work import HOST, DeviceRoom, place
+from actmat.recipe import make_recipe
 
 # Places of items in a plan: device or host, why, and the memory of each.
+
+
+def placed(
+    method: str, shape: tuple[int, ...], room: DeviceRoom, *, factored: bool = False
+) -> tuple[Reading, ItemCost, str]:
+    """Place of a tensor of three bfloat16 experts that a method merges in float32."""
+    declared = get_method(method)
+    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * factored)
+    target = Target(TensorSpec("w", shape, "bfloat16", ""), TensorLayout(Role.LINEAR, ""), sources=(source,) * 3)
+    call = MethodCall(method, declared.resolve_options({}))
+    reading = Reading("factors") if factored else None
+    recipe = make_recipe({"base": "b", "experts": ["a", "b", "c"]})
+    return place(Item(target, "merge", "", Write("sum"), call, reading), recipe, room)
 
 
 def test_without_devices_nothing_is_said() -> None:
@@ -154,6 +176,40 @@ def test_variants_that_do_not_fit_together_are_merged_on_the_host_in_memory_that
 # Workers of devices, on simulated ones, through the conformance suite and beyond it.
 
 
+def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) -> Samples:
+    """A base and three experts in bfloat16; a method that streams on the host holds its deltas on a device."""
+    rng = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(layers)]
+    base = {n: torch.randn(rows, columns, generator=rng).bfloat16() for n in names}
+    experts = [
+        {n: (x.float() + 0.02 * torch.randn(x.shape, generator=rng)).bfloat16() for n, x in base.items()}
+        for _ in range(3)
+    ]
+    first, *rest = (save_folder(folder / str(t), m, {"model_type": "llama"}) for t, m in enumerate((base, *experts)))
+    return Samples(folder, first, tuple(rest))
+
+
+def executor_of(
+    run: OpenedRun,
+    device: str = "cpu:0",
+    *,
+    threads: int = 1,
+    memory: int = 1 << 33,
+    device_memory: float = math.inf,
+) -> ThreadExecutor:
+    return ThreadExecutor(run.inputs, run.writers, Resources(threads, memory, device, device_memory))
+
+
+def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> contextlib.AbstractContextManager[OpenedRun]:
+    folders = [samples.folder / name / str(p) for p in range(len(variants))]
+    return opened_run([samples.recipe() | fields for fields in variants], folders, None, DeviceRoom("cpu:0"))
+
+
+def plain(run: OpenedRun) -> Any:
+    records = {key: dataclasses.replace(record, seconds=0.0) for key, record in run.records.items()}
+    return run.files(), records, run.findings.problems()
+
+
 class TestOneDevice(OneDevice): ...
 
 
@@ -274,7 +330,7 @@ def test_the_plan_says_who_merges_what_and_units_share_a_device_that_holds_them(
                 shared.set()
             where[unit.name] = name
         try:
-            shared.wait(0.02 if fit == 1 else 1.0)  # so that others begin, if they are let in
+            shared.wait(60 if name and fit == 2 else 0.02)  # so that others begin, if they are let in
             return merge(self, unit)
         finally:
             with lock:

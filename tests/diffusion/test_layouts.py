@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
@@ -134,68 +135,36 @@ def test_diffusers_names_come_back_bit_by_bit(kind: str) -> None:
         assert [n for n in file if not torch.equal(again[n], file[n])] == []
 
 
-def meta_modules(model: Any) -> list[str]:
-    return [n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv2d", "Conv3d")]
-
-
-def transformer(kind: str) -> list[str]:
-    """Linear layers and convolutions of the real class of diffusers, tiny."""
-    import diffusers as d
-
-    small = {"num_attention_heads": 2, "attention_head_dim": 8}
-    with torch.device("meta"):
-        if kind == "Flux":
-            return meta_modules(
-                d.FluxTransformer2DModel(
-                    num_layers=1,
-                    num_single_layers=1,
-                    in_channels=4,
-                    joint_attention_dim=8,
-                    pooled_projection_dim=8,
-                    guidance_embeds=True,
-                    axes_dims_rope=(2, 2, 4),
-                    **small,
-                )
-            )
-        if kind == "Stable Diffusion 3":
-            return meta_modules(
-                d.SD3Transformer2DModel(
-                    sample_size=4,
-                    num_layers=2,
-                    caption_projection_dim=16,
-                    joint_attention_dim=8,
-                    pooled_projection_dim=8,
-                    dual_attention_layers=(0,),
-                    **small,
-                )
-            )
-        if kind == "Wan":
-            return meta_modules(
-                d.WanTransformer3DModel(
-                    text_dim=8, freq_dim=8, ffn_dim=8, num_layers=1, image_dim=8, added_kv_proj_dim=16, **small
-                )
-            )
-        if kind == "Qwen-Image":
-            return meta_modules(
-                d.QwenImageTransformer2DModel(num_layers=1, joint_attention_dim=8, axes_dims_rope=(2, 2, 4), **small)
-            )
-        is_xl = kind == "SDXL"
-        return meta_modules(d.UNet2DConditionModel(
-            block_out_channels=(8, 16, 16) if is_xl else (8, 8, 16, 16), norm_num_groups=4, cross_attention_dim=8,
-            down_block_types=("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2 if is_xl else
-            ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-            up_block_types=("CrossAttnUpBlock2D",) * 2 + ("UpBlock2D",) if is_xl else
-            ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-            **({"addition_embed_type": "text_time", "addition_time_embed_dim": 2,
-                "projection_class_embeddings_input_dim": 12,
-                "transformer_layers_per_block": (1, 2, 10)} if is_xl else {}),
-            attention_head_dim=2, use_linear_projection=is_xl,
-        ))  # fmt: skip
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}
+JOINT = SMALL | {"joint_attention_dim": 8, "pooled_projection_dim": 8}
+UNET = {"norm_num_groups": 4, "cross_attention_dim": 8, "attention_head_dim": 2}
+DOWN, UP = "DownBlock2D", "UpBlock2D"
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "Flux": ("FluxTransformer2DModel", JOINT | {
+        "num_single_layers": 1, "in_channels": 4, "guidance_embeds": True, "axes_dims_rope": (2, 2, 4)}),
+    "Stable Diffusion 3": ("SD3Transformer2DModel", JOINT | {
+        "num_layers": 2, "sample_size": 4, "caption_projection_dim": 16, "dual_attention_layers": (0,)}),
+    "Wan": ("WanTransformer3DModel", SMALL | {
+        "text_dim": 8, "freq_dim": 8, "ffn_dim": 8, "image_dim": 8, "added_kv_proj_dim": 16}),
+    "Qwen-Image": ("QwenImageTransformer2DModel", SMALL | {"joint_attention_dim": 8, "axes_dims_rope": (2, 2, 4)}),
+    "SDXL": ("UNet2DConditionModel", UNET | {
+        "block_out_channels": (8, 16, 16), "use_linear_projection": True, "transformer_layers_per_block": (1, 2, 10),
+        "down_block_types": (DOWN, f"CrossAttn{DOWN}", f"CrossAttn{DOWN}"), "addition_time_embed_dim": 2,
+        "up_block_types": (f"CrossAttn{UP}", f"CrossAttn{UP}", UP), "addition_embed_type": "text_time",
+        "projection_class_embeddings_input_dim": 12}),
+    "Stable Diffusion 1": ("UNet2DConditionModel", UNET | {
+        "block_out_channels": (8, 8, 16, 16), "down_block_types": (*[f"CrossAttn{DOWN}"] * 3, DOWN),
+        "up_block_types": (UP, *[f"CrossAttn{UP}"] * 3)}),
+}  # fmt: skip
+"""Architecture -> a class of diffusers, and what makes a tiny model of it."""
 
 
 @pytest.mark.parametrize("kind", [a.name for a in ARCHITECTURES])
 def test_every_layer_of_the_real_models_has_a_name(kind: str) -> None:
-    found = transformer(kind)
+    name, fields = TINY[kind.replace("Diffusion 2", "Diffusion 1")]
+    with torch.device("meta"):
+        model = getattr(diffusers, name)(**fields)
+    found = [n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv2d", "Conv3d")]
     assert len(found) > 10
     assert [n for n in found if n not in OF[kind].paths] == []
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoint_files import edit_json
+from tests.helpers.diffusion import text_encoder
 from tests.helpers.quantized import fp8_blocks
-from tests.helpers.single_files import save_pipeline, second_text_encoder, wan
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
 import actmat
@@ -21,12 +21,25 @@ ENTRY = {"quant_method": "fp8", "weight_block_size": [8, 4]}
 NAME = "blocks.0.attn1.to_q.weight"
 
 
+def save_pipeline(folder: Path) -> None:
+    """A tiny transformer of Wan 2.1, and a text encoder."""
+    from diffusers import WanTransformer3DModel
+
+    kinds = {"transformer": ["diffusers", "WanTransformer3DModel"], "text_encoder": ["transformers", "CLIPTextModel"]}
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **kinds}))
+    torch.manual_seed(6)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16}
+    WanTransformer3DModel(in_channels=4, out_channels=4, num_layers=2, **sizes).save_pretrained(folder / "transformer")
+    text_encoder().save_pretrained(folder / "text_encoder")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`plain`, and `coded`, whose transformer alone is stored in blocks of 8 x 4."""
     place = tmp_path_factory.mktemp("components")
     for name in ("plain", "coded"):
-        save_pipeline(place / name, "WanPipeline", {"transformer": wan(), "text_encoder": second_text_encoder()})
+        save_pipeline(place / name)
     folder = place / "coded" / "transformer"
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
@@ -42,7 +55,7 @@ def test_a_component_of_codes_is_read_by_its_own_config(home: Path) -> None:
         name = f"transformer.{NAME}"
         assert coded.specs.keys() == plain.specs.keys()
         assert "per block of 8x4" in coded.parts(name)[1]
-        assert coded.parts("text_encoder.text_projection.weight")[1] == ""
+        assert coded.parts("text_encoder.final_layer_norm.weight")[1] == ""
         stored = [s.name for s in coded.parts(name)[0]]
         assert stored == [NAME, f"{NAME}_scale_inv"]
         tensors = load_file(next((home / "coded" / "transformer").glob("*.safetensors")))
@@ -70,7 +83,7 @@ def test_the_output_is_a_pipeline_of_floats(home: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_method_of_a_component_is_refused(home: Path, tmp_path: Path) -> None:
-    save_pipeline(tmp_path / "odd", "WanPipeline", {"transformer": wan(), "text_encoder": second_text_encoder()})
+    save_pipeline(tmp_path / "odd")
     edit_json(tmp_path / "odd" / "transformer" / "config.json", quantization_config={"quant_method": "quanto"})
     with pytest.raises(MergeError, match=r"declares quantized weights \(quanto\)"):
         actmat.plan(tmp_path / "odd", [home / "plain"])

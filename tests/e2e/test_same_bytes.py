@@ -1,22 +1,34 @@
 """The bytes of an output depend only on recipe and inputs, and every byte of an input is read exactly once."""
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.helpers.counting import CountingTensors
+from safetensors.torch import load_file
 from tests.helpers.models import perturbed
-from tests.helpers.open_merges import counted, merge_open, merge_tensors, output, same_bytes
+from tests.helpers.open_merges import merge_tensors, output
+from tests.helpers.sessions import started
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
+from actmat.checkpoints.base import Tensors, TensorSpec, View
+from actmat.checkpoints.memory import hold_model
+from actmat.checkpoints.model import Model
+from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.inputs import Inputs
 from actmat.engine.reader import ItemReader
+from actmat.engine.resources import Resources
 from actmat.errors import RecipeError
+from actmat.experts.stored import StoredDeltas
 from actmat.planning import work
 from actmat.planning.regions import CHUNK
+from actmat.planning.statistics import ExpertStatistics
 from actmat.recipe import make_recipe
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
@@ -50,9 +62,32 @@ def family() -> Family:
     return start, experts
 
 
+def merge_open(
+    models: Sequence[Model], out: Path, variants: Sequence[Mapping[str, Any]], workers: int
+) -> list[dict[str, Tensor]]:
+    """Plan and execute variants of one merge, as the public functions do, over a base and experts that are open."""
+    base, *experts = models
+    shared = {"base": "base", "experts": [f"expert{i}" for i in range(len(experts))], "method": "actmat"}
+    recipes = tuple(make_recipe(shared | fields) for fields in variants)
+    inputs = Inputs(recipes, base, [StoredDeltas(e) for e in experts], ExpertStatistics.none(recipes[0].labels))
+    folders = [out / str(number) for number in range(len(variants))]
+    with started(inputs, folders, in_memory=True) as run:
+        executor = ThreadExecutor(inputs, run.writers, Resources(workers, 1 << 33))
+        run.survey(executor)
+        run.take(executor.run(run.spec, run.units))
+        assert not run.findings.fatal, run.findings.problems()
+        run.finish()
+    return [load_file(folder / "model.safetensors") for folder in folders]
+
+
 def merged(family: Family, out: Path, *variants: Mapping[str, Any], workers: int = 1) -> list[dict[str, Tensor]]:
     start, experts = family
-    return merge_open(counted(start, CONFIG), [counted(e) for e in experts], out, variants, workers=workers)
+    return merge_open([hold_model(t, config=CONFIG) for t in (start, *experts)], out, variants, workers)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree bit by bit (`torch.equal` takes -0.0 for 0.0)."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -191,6 +226,39 @@ def test_weights_may_differ_within_a_run(family: Family, tmp_path: Path) -> None
 # Every byte of every input is read exactly once, whatever the rule, the layout and the number of variants.
 
 
+class CountingTensors(View):
+    """A wrapper that behaves like the wrapped tensors and counts.
+
+    Attributes:
+        calls: name -> number of `read` and `read_into` calls that succeeded.
+        bytes_read: name -> bytes that they returned: exactly `specs[name].nbytes` for a tensor that was read once,
+            whole or in chunks.
+    """
+
+    def __init__(self, inner: Tensors) -> None:
+        super().__init__([inner])
+        self.inner, self.specs, self.aliases = inner, inner.specs, inner.aliases
+        self.calls: Counter[str] = Counter()
+        self.bytes_read: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Read and count."""
+        self.inner.read_into(spec.name, start, out)
+        with self._lock:
+            self.calls[spec.name] += 1
+            self.bytes_read[spec.name] += len(out)
+
+    def read_other_than_once(self, names: Iterable[str] | None = None) -> dict[str, float]:
+        """Name -> how many times its bytes were read, for the tensors (of `names`) where that is not once.
+
+        Tensors without bytes are left out.
+        """
+        chosen = self.specs if names is None else names
+        times = {name: self.bytes_read[name] / self.specs[name].nbytes for name in chosen if self.specs[name].nbytes}
+        return {name: count for name, count in times.items() if count != 1}
+
+
 def tensors() -> dict[str, Tensor]:
     """One tensor of several chunks, packed ones, a stack of experts, a tie, a buffer, an empty one."""
     torch.manual_seed(0)
@@ -214,9 +282,12 @@ def run(tmp_path: Path, variants: Sequence[Mapping[str, Any]], *, workers: int =
     experts = [perturbed(start, 1), perturbed(start, 2)]
     for e in experts:
         e["lm_head.weight"] = e["model.embed_tokens.weight"]
-    models = [counted(t, CONFIG | {"tie_word_embeddings": True}) for t in (start, *experts)]
-    merge_open(models[0], models[1:], tmp_path, variants, workers=workers)
-    return [model.tensors for model in models]
+    models = [hold_model(t, config=CONFIG | {"tie_word_embeddings": True}) for t in (start, *experts)]
+    counting = [CountingTensors(model.tensors) for model in models]
+    merge_open(
+        [dataclasses.replace(m, tensors=c) for m, c in zip(models, counting, strict=True)], tmp_path, variants, workers
+    )
+    return counting
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {

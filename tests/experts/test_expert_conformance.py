@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.helpers.adapters import InOneFolder, save_adapter, tiny
-from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.checkpoint_files import save_folder, save_sharded
 from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
@@ -23,27 +22,22 @@ def base_tensors(seed: int = 0) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def save_folder(tensors: dict[str, Tensor], folder: Path, *, shards: int = 1) -> Path:
-    folder.mkdir(parents=True)
-    if shards > 1:
-        save_sharded(tensors, folder, shards=shards)
-    else:
-        save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 class TestFullCheckpoint(DeltasConformance):
     kinds = frozenset({"stored"})
-    shards = 1
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> Path:
+        return save_folder(folder, tensors)
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
-        base = save_folder(base_tensors(), folder / "base")
-        tuned = base_tensors(seed)
-        return StoredExpert(base, save_folder(tuned, folder / "expert", shards=self.shards), tuned)
+        base, tuned = save_folder(folder / "base", base_tensors()), base_tensors(seed)
+        return StoredExpert(base, self.save(folder / "expert", tuned), tuned)
 
 
 class TestShardedCheckpoint(TestFullCheckpoint):
-    shards = 2
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> Path:
+        folder.mkdir()
+        save_sharded(tensors, folder, shards=2)
+        return folder
 
 
 class Lora(InOneFolder, DeltasConformance):
@@ -114,7 +108,7 @@ class TestLoraOfATiedEmbedding(Lora):
     options: ClassVar = {"r": 3, "target_modules": ["wte", "wpe"]}
 
     def save_model(self, state: dict[str, Tensor], folder: Path) -> None:
-        save_folder({name: tensor.clone() for name, tensor in state.items()}, folder)
+        save_folder(folder, {name: tensor.clone() for name, tensor in state.items()})
         (folder / "config.json").write_text(json.dumps(tiny(self.family).config.to_dict()))
 
     def test_one_name_of_the_table_is_given(self, tmp_path: Path) -> None:
@@ -132,7 +126,7 @@ class TestLoraOfConvolutions(Lora):
     }
 
     def save_model(self, state: dict[str, Tensor], folder: Path) -> None:
-        save_folder(dict(state), folder)
+        save_folder(folder, state)
 
 
 def register_toy() -> None:
@@ -151,7 +145,7 @@ class TestToyFamily(DeltasConformance):
         plug(monkeypatch, "actmat.experts", "toy", TOY)
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
-        base, tensors = save_folder(base_tensors(), folder / "base"), base_tensors()
+        base, tensors = save_folder(folder / "base", base_tensors()), base_tensors()
         up_O, down_I = base_tensors(seed + 10)["first.weight"][:, 0], base_tensors(seed + 10)["second.bias"]
         save_toy(folder / "toy", "second.weight", down_I, up_O)
         tensors["second.weight"] += torch.outer(down_I, up_O)

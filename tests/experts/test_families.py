@@ -23,7 +23,7 @@ from peft import (
     VeraConfig,
 )
 from safetensors.torch import load_file, save_file
-from tests.helpers.adapters import InOneFolder, save_peft, tiny
+from tests.helpers.adapters import InOneFolder, save_base, save_peft, tiny
 from tests.helpers.located import open_expert
 from torch import Tensor
 
@@ -36,17 +36,6 @@ from actmat.report.verify import verify
 LINEAR = ["q_proj", "down_proj"]
 GPT2 = ["c_attn", "c_proj"]
 CONVOLUTIONS = ["line", "plane", "point", "head"]
-
-
-def save_base(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> Path:
-    """The tiny model as a checkpoint, whatever class it has."""
-    model = tiny(family).to(dtype)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
-    else:
-        folder.mkdir(parents=True)
-        save_file(model.state_dict(), folder / "model.safetensors")
-    return folder
 
 
 class Family(InOneFolder, DeltasConformance):

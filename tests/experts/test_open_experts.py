@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
-from tests.helpers.located import is_adapter, open_expert
+from tests.helpers.located import open_expert
 from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 
 import actmat
 from actmat.checkpoints.memory import hold_model
 from actmat.checkpoints.resolve import open_model
-from actmat.errors import AlignmentError, CheckpointError
+from actmat.errors import CheckpointError
 from actmat.experts.locate import open_handle
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -42,14 +42,6 @@ def test_a_new_family_is_merged_with_full_checkpoints(method: str, tmp_path: Pat
     assert not torch.equal(expected[WEIGHT], BASE[WEIGHT])
     for name in BASE:
         torch.testing.assert_close(found[name], expected[name])
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_family_without_factors_needs_a_base(tmp_path: Path) -> None:
-    save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
-    assert is_adapter(tmp_path / "toy")
-    with pytest.raises(AlignmentError, match="it has no factors"):
-        actmat.plan(None, [tmp_path / "toy"])
 
 
 def test_tensors_and_open_checkpoints_are_experts() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
+from tests.helpers.checkpoint_files import save_folder
 from tests.helpers.tinymodels import made
 from torch import Tensor, nn
 
@@ -46,6 +47,16 @@ def tiny(family: str) -> Any:
     """A float64 model with fixed weights."""
     torch.manual_seed(0)
     return (Vision() if family == "vision" else made(family, **SIZES[family])).double().eval()
+
+
+def save_base(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> Path:
+    """The tiny model as a checkpoint, whatever class it has."""
+    model = tiny(family).to(dtype)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        save_folder(folder, model.state_dict())
+    return folder
 
 
 def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> dict[str, Tensor]:

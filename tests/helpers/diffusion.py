@@ -43,15 +43,14 @@ def vae() -> Any:
     return AutoencoderKL(**VAE).eval()
 
 
-def text_encoder(seed: int = 2, width: int = 16, inner: int = 20, **more: int) -> Any:
-    """A CLIP text model; with `projection_dim`, one with a projection."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+def text_encoder() -> Any:
+    """A CLIP text model."""
+    from transformers import CLIPTextConfig, CLIPTextModel
 
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more |= {"vocab_size": 30, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    kind = CLIPTextModelWithProjection if "projection_dim" in more else CLIPTextModel
-    return kind(CLIPTextConfig(**sizes, **more)).eval()
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 30, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    return CLIPTextModel(CLIPTextConfig(**sizes)).eval()
 
 
 def tokenizer(folder: Path) -> Any:

@@ -1,11 +1,11 @@
 """The models that documentation pages find: a tiny Llama, two experts and two adapters of it; models of the demo."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_lora
 from tests.helpers.llama import LLAMA, noise, shapes_of, write_llama
 from tests.helpers.repository import ROOT
 
@@ -40,23 +40,13 @@ def save_image_lora(file: Path, value: float) -> Path:
 
 def write_adapter(folder: Path, *, seed: int) -> None:
     """A LoRA adapter of `q_proj` and `v_proj` in PEFT's format."""
-    folder.mkdir(parents=True)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, (out_features, in_features) in ((n, s) for n, s in shapes_of(LLAMA).items() if len(s) == 2):
-        if "q_proj" in name or "v_proj" in name:
-            key = "base_model.model." + name.removesuffix(".weight")
-            tensors[f"{key}.lora_A.weight"] = noise(name + "A", (RANK, in_features), seed).mul_(0.1)
-            tensors[f"{key}.lora_B.weight"] = noise(name + "B", (out_features, RANK), seed).mul_(0.01)
-    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "base",
-        "r": RANK,
-        "lora_alpha": 2 * RANK,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "target_modules": ["q_proj", "v_proj"],
+    factors = {
+        name.removesuffix(".weight"): (
+            noise(name + "A", (RANK, shape[1]), seed).mul_(0.1),
+            noise(name + "B", (shape[0], RANK), seed).mul_(0.01),
+        )
+        for name, shape in shapes_of(LLAMA).items()
+        if "q_proj" in name or "v_proj" in name
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    fields = {"base_model_name_or_path": "base", "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
+    save_lora(folder, factors, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **fields)

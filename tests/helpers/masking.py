@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from tests.helpers import survey
 from tests.helpers.spectra import seeded
 from torch import Tensor
 
@@ -54,6 +55,4 @@ def _sign(x: float) -> int:
 def call(method: MergeMethod, deltas: Sequence[Tensor], *, seed: int = 0, **given: object) -> Tensor:
     """The rule with defaults overlaid by `given`; a random rule gets a fresh generator."""
     needs = {name: given.pop(name) for name in list(given) if name in method.needs}
-    if method.is_random:
-        needs.setdefault("generator", seeded(seed))
-    return method.merge(deltas, **needs, **method.resolve_options(given)).value
+    return survey.call(method, deltas, method.resolve_options(given), seed=seed, **needs).value

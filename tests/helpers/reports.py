@@ -22,9 +22,6 @@ NAMES = ("math", "code", "chat", "law", "medicine", "poetry", "physics", "histor
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">\'"&\u2028'
 """Would run in a page that does not escape it, wherever it stands."""
 
-SHOWN = HOSTILE.replace("\u2028", "\\u2028")
-"""Its text as a page shows it: the line separator is written, not set."""
-
 
 def names(experts: int) -> list[str]:
     """Names of so many experts."""

@@ -1,6 +1,6 @@
 """Small stored inputs for `ExecutorConformance`: checkpoints with statistics, and LoRA adapters.
 
-Shapes: `V` tokens, `N` samples, `I` and `O` features in and out, `R` rank.
+Shapes: `N` samples, `I` and `O` features in and out, `R` rank.
 """
 
 from __future__ import annotations
@@ -22,20 +22,10 @@ from actmat.checkpoints.hashing import hash_names
 from actmat.extras.collect.files import write_statistics
 from actmat.statistics.header import DataInfo, GramInfo, GramOf, ModelInfo, StatisticsHeader, content_hash
 
-WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
-CONFIG = merging.CONFIG | {
-    "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": VOCABULARY, "tie_word_embeddings": True,
-}  # fmt: skip
-LINEAR = {
-    f"model.layers.{layer}.{name}": shape
-    for layer in range(LAYERS)
-    for name, shape in {
-        "self_attn.q_proj": (WIDTH, WIDTH),
-        "self_attn.k_proj": (WIDTH, WIDTH),
-        "mlp.up_proj": (INNER, WIDTH),
-        "mlp.down_proj": (WIDTH, INNER),
-    }.items()
-}
+RANK = 2
+CONFIG = merging.CONFIG | {"tie_word_embeddings": True}
+BASE = merging.llama_tensors(3)
+LINEAR = {name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in BASE.items() if "_proj" in name}
 """Linear layers: name -> (out_features, in_features)."""
 
 
@@ -64,14 +54,11 @@ class Samples:
             statistics: collect statistics of the experts too.
             constant: value of all entries of the experts; the base is then zero.
         """
-        base = _base() if constant is None else {n: torch.zeros_like(t) for n, t in _base().items()}
-        experts = []
-        for t in range(2):
-            if constant is None:
-                tuned = {n: x + 0.1 * _random(100 * (t + 1) + i, *x.shape) for i, (n, x) in enumerate(base.items())}
-            else:
-                tuned = {n: torch.full_like(x, constant) for n, x in base.items()}
-            experts.append(_save_checkpoint(folder / f"expert{t}", tuned))
+        base, tuned = BASE, [merging.expert_of(BASE, t) for t in range(2)]
+        if constant is not None:
+            base, expert = ({n: torch.full_like(x, c) for n, x in BASE.items()} for c in (0.0, constant))
+            tuned = [expert] * 2
+        experts = [_save_checkpoint(folder / f"expert{t}", tensors) for t, tensors in enumerate(tuned)]
         measured = tuple(_measure(e, folder / f"statistics{t}", t) for t, e in enumerate(experts) if statistics)
         return cls(folder, _save_checkpoint(folder / "base", base), tuple(experts), measured)
 
@@ -79,7 +66,7 @@ class Samples:
     def adapters(cls, folder: Path) -> Samples:
         """Store a base and two LoRA adapters."""
         experts = tuple(_save_adapter(folder / f"adapter{t}", seed=1000 * (t + 1)) for t in range(2))
-        return cls(folder, _save_checkpoint(folder / "base", _base()), experts)
+        return cls(folder, _save_checkpoint(folder / "base", BASE), experts)
 
     def recipe(self) -> dict[str, Any]:
         """The fields of a recipe that name the inputs, and a method."""
@@ -101,12 +88,6 @@ class Samples:
         return names
 
 
-def _base() -> dict[str, Tensor]:
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,)}
-    shapes |= {f"{name}.weight": shape for name, shape in LINEAR.items()}
-    return {name: _random(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
-
-
 def _save_checkpoint(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Store tensors, the embedding under its tied name too."""
     return save_folder(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, CONFIG)
@@ -125,7 +106,7 @@ def _save_adapter(folder: Path, seed: int) -> Path:
 
 def _measure(checkpoint: Path, out: Path, seed: int) -> Path:
     """Store the Gram matrices of a checkpoint's layers on random samples, each as its lower triangle."""
-    samples_NI = _random(seed, 32, max(WIDTH, INNER)).double()
+    samples_NI = _random(seed, 32, max(merging.WIDTH, merging.INNER)).double()
     packed = {}
     for name, (_, width) in LINEAR.items():
         gram_II = samples_NI[:, :width].mT @ samples_NI[:, :width]

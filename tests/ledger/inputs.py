@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_folder, save_sharded
+from tests.helpers.family import write_family
 from tests.helpers.models import BY_NAME, VOCABULARY, Case, perturbed, save_family
 from tests.helpers.repository import ROOT
 from torch import Tensor
@@ -56,15 +57,10 @@ OTHERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 def save_peft_adapters(folder: Path) -> None:
     """The tiny bases `base_NAME`, and adapters of them."""
     import peft
-    from tests.helpers.adapters import save_peft, tiny
+    from tests.helpers.adapters import save_base, save_peft
 
     for base in ("llama", "gpt2", "mixtral", "vision"):
-        model = tiny(base).float()
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(folder / f"base_{base}")
-        else:
-            (folder / f"base_{base}").mkdir()
-            save_file(model.state_dict(), folder / f"base_{base}" / "model.safetensors", {"format": "pt"})
+        save_base(base, folder / f"base_{base}", torch.float32)
     configs = {name: (base, peft.LoraConfig(**options)) for name, (base, options) in LORAS.items()}
     configs |= {name: (base, getattr(peft, kind)(**options)) for name, (base, kind, options) in OTHERS.items()}
     for seed, (name, (base, config)) in enumerate(configs.items()):
@@ -195,13 +191,6 @@ def save_mergekit(folder: Path) -> None:
         (folder / f"{case['name']}.yml").write_text(case["yaml"])
 
 
-def save_texts(folder: Path) -> None:
-    """A tiny Llama with a tokenizer, two experts and adapters, and a file of texts for each."""
-    from tests.helpers.family import write_family
-
-    write_family(folder)
-
-
 def save_rule(folder: Path) -> None:
     """A method in a user's own file."""
     folder.mkdir()
@@ -217,7 +206,7 @@ def save_rule(folder: Path) -> None:
 SAVERS: Mapping[str, Callable[[Path], None]] = {
     "peft": save_peft_adapters, "stored": save_stored_forms, "large": save_large, "coded": save_quantized,
     "images": save_diffusion, "statistics": save_statistics, "vocabulary": save_vocabularies,
-    "mergekit": save_mergekit, "texts": save_texts, "user": save_rule,
+    "mergekit": save_mergekit, "texts": write_family, "user": save_rule,
 }  # fmt: skip
 """Group of inputs -> what makes it; other groups are architectures."""
 NEEDS: Mapping[str, tuple[str, ...]] = {"statistics": ("llama", "gpt2", "mixtral")}

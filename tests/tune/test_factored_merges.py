@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.docs_fixture import write_models
 from tests.tolerances import F32_PRODUCT
 
 from actmat.cli import screen
@@ -19,12 +18,8 @@ from actmat.settings import RunSettings
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    place = tmp_path_factory.mktemp("models")
-    write_models(place)
-    return make_recipe(
-        {"base": str(place / "base"), "experts": [str(place / "adapters" / n) for n in ("math", "code")]}
-    )
+def recipe(models: Path) -> Recipe:
+    return make_recipe({"base": f"{models}/base", "experts": [f"{models}/adapters/{n}" for n in ("math", "code")]})
 
 
 def merges_of(recipe: Recipe, folder: Path) -> Merges:
