@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import is_url
+from actmat.checkpoints.formats.torch_files import TORCH_SUFFIXES
 from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
@@ -37,6 +38,8 @@ from actmat.settings import RunSettings
 from actmat.version import __version__
 
 END = ".safetensors"
+ONE_FILE = (END, *TORCH_SUFFIXES)
+"""Endings of models without a folder."""
 ONE_SHARD = "8388607TiB"
 RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
 
@@ -93,7 +96,7 @@ def _look(recipe: Recipe, held: Held) -> FileMerge | None:
         headers = tuple(stored_of(e).folder.header for e in inputs.experts)
         base = inputs.base or inputs.experts[0]
         if recipe.base or isinstance(base, Model):
-            is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
+            is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(ONE_FILE)
             is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
             return FileMerge(False, headers) if is_file and is_model else None
         stored = {e.layout if isinstance(e, Adapter) else "peft" for e in inputs.experts}
