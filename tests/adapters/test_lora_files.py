@@ -255,6 +255,13 @@ def test_the_prefix_tells_components_of_equal_names_apart(prefix: str, parts: tu
     assert all(torch.equal(out[n], base[n]) for n in base)
 
 
+@pytest.mark.parametrize("prefix", ["", "text_encoder.", "text_encoder.text_model."])
+def test_text_encoders_of_all_versions_of_transformers(prefix: str) -> None:
+    names = [f"{prefix}encoder.layers.0.mlp.fc1.weight", f"{prefix}encoder.layers.1.mlp.fc1.weight"]
+    flat = "text_model_encoder_layers_1_mlp_fc1"
+    assert find_flat_names({n: _spec(n) for n in names}, [flat], "text_encoder") == ({flat: names[1]}, [])
+
+
 def _spec(name: str) -> Any:
     from actmat.checkpoints.base import TensorSpec
 

@@ -168,6 +168,19 @@ def test_a_file_fits_bases_in_the_names_of_each_tool(layout: str, is_folder: boo
     assert len(converted) == (not is_own and not (layout == "kohya" and not is_folder))
 
 
+def test_the_base_tells_which_model_a_file_is_of(place: Path) -> None:
+    """Names of attention layers only, without metadata: Flux, Stable Diffusion 3 and Qwen-Image have them."""
+    file = lora(place / "bare.safetensors", 3, "diffusers")
+    name = "double_blocks.0.img_attn.qkv"
+    save_file({f"{name}.weight": torch.zeros(3 * WIDTH, WIDTH, dtype=torch.float64)}, place / "flux.safetensors")
+    fields = {"method": "task_arithmetic", "options": {"scaling": 1.0}, "drop": "transformer.single*", **RUN}
+    actmat.merge(place / "flux.safetensors", [file], out=place / "o.safetensors", **fields)
+    right = deltas(place / "truth3.safetensors")[f"diffusion_model.{name}"]
+    torch.testing.assert_close(load_file(place / "o.safetensors")[f"{name}.weight"], right, rtol=1e-12, atol=1e-12)
+    experts = [place / f"{layout}.safetensors" for layout in ("kohya", "diffusers")]
+    assert actmat.merge(place / "flux.safetensors", experts, to="kohya", out=place / "k.safetensors").out.is_file()
+
+
 def test_weights_beside_a_lora_file_are_said(tmp_path: Path) -> None:
     """As the embeddings of a trigger word, which trainers save into the folder of their LoRA."""
     (tmp_path / "lora").mkdir()

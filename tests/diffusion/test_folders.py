@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import edit_json
 from tests.helpers.diffusion import image_of, moved, pipeline, unet, vae
 from tests.helpers.models import stored
@@ -166,6 +167,21 @@ def test_settings_in_the_index_of_a_pipeline_are_compared(pipelines: Path, tmp_p
     edit_json(tmp_path / "e1" / "model_index.json", boundary_ratio=0.9, safety_checker=["diffusers", "Other"])
     notes = [note.text for note in actmat.plan(pipelines / "base", [tmp_path / "e1"]).notes]
     assert "model_index.json differs (boundary_ratio in expert 'e1'): that of the base is written" in notes
+
+
+@pytest.mark.parametrize("is_base", [True, False])
+def test_a_text_encoder_in_the_names_of_another_transformers(pipelines: Path, tmp_path: Path, is_base: bool) -> None:
+    """Version 4 saves them below `text_model`."""
+    shutil.copytree(pipelines / ("base" if is_base else "e1"), tmp_path / "old")
+    file = tmp_path / "old" / "text_encoder" / "model.safetensors"
+    save_file({f"text_model.{n}": t for n, t in stored(file.parent).items()}, file, {"format": "pt"})
+    base, expert = (tmp_path / "old", pipelines / "e1") if is_base else (pipelines / "base", tmp_path / "old")
+    fields = {"method": "task_arithmetic", "options": {"scaling": 1.0}, "out": tmp_path / "out"}
+    out = actmat.merge(base, [expert], **fields, **QUICK).out
+    right, found = (stored(Path(place) / "text_encoder") for place in (pipelines / "e1", str(out)))
+    assert len(found) == len(right)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, right[name.removeprefix("text_model.")])
 
 
 @pytest.mark.slow

@@ -119,11 +119,13 @@ def named(prefix: str, module: str, stored: dict[str, Tensor]) -> dict[str, Tens
     return {f"{prefix}{module.replace('.', '_')}.{role}": t for role, t in stored.items()}
 
 
+@pytest.mark.parametrize("is_comfy", [False, True])
 @pytest.mark.parametrize(("make", "module"), CASES, ids=[f"{m.__name__}-{n[-5:]}" for m, n in CASES])
-def test_the_delta_is_that_of_the_library(make: Any, module: str, place: Path, tmp_path: Path) -> None:
+def test_the_delta_is_that_of_the_library(make: Any, module: str, is_comfy: bool, place: Path, tmp_path: Path) -> None:
     base = load_file(place / "unet" / "model.safetensors")
     stored, delta = make(base[f"{module}.weight"])
-    save_file(named("lora_unet_", module, stored), tmp_path / "x.safetensors")
+    dotted = {f"diffusion_model.{module}.{role}": tensor for role, tensor in stored.items()}
+    save_file(dotted if is_comfy else named("lora_unet_", module, stored), tmp_path / "x.safetensors")
     actmat.merge(place / "unet", [tmp_path / "x.safetensors"], out=tmp_path / "out", **RUN, **SUM)
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in base.items():

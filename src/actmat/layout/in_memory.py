@@ -32,6 +32,7 @@ Beginnings: TypeAlias = tuple[tuple[str, str], ...]
 
 OF_PARTS: tuple[Beginnings, ...] = (
     (("model.diffusion_model.", ""),),
+    (("text_encoder.text_model.", "text_encoder."),),
     (("model.language_model.", "model."), ("model.visual.", "visual.")),
     (
         ("model.language_model.", "language_model.model."),
@@ -40,8 +41,8 @@ OF_PARTS: tuple[Beginnings, ...] = (
         ("model.multi_modal_projector.", "multi_modal_projector."),
     ),
 )
-"""Beginnings of names in single files of image tools, and in other files of the diffusion model; in a multimodal model,
-and in its text model or in the same model saved by earlier versions of transformers."""
+"""Beginnings of names in single files of image tools, and in other files of the diffusion model; in a pipeline or a
+multimodal model, and in its text model or in the same model saved by other versions of transformers."""
 
 
 def replace_beginning(name: str, pairs: Sequence[tuple[str, str]]) -> str:

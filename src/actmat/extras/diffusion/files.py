@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import is_url
+from actmat.checkpoints.formats.torch_files import TORCH_SUFFIXES
 from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.raw import raw_bytes
@@ -30,13 +31,15 @@ from actmat.identity.agreement import export_remarks
 from actmat.planning.implied import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
-from actmat.recipe.output import ModelOutput
+from actmat.recipe.output import AdapterOutput, ModelOutput
 from actmat.run.locate import Held, locate_inputs
 from actmat.run.resume import MergeReport
 from actmat.settings import RunSettings
 from actmat.version import __version__
 
 END = ".safetensors"
+ONE_FILE = (END, *TORCH_SUFFIXES)
+"""Endings of models without a folder."""
 ONE_SHARD = "8388607TiB"
 RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
 
@@ -92,8 +95,8 @@ def _look(recipe: Recipe, held: Held) -> FileMerge | None:
     with locate_inputs(recipe, held) as inputs:
         headers = tuple(stored_of(e).folder.header for e in inputs.experts)
         base = inputs.base or inputs.experts[0]
-        if recipe.base or isinstance(base, Model):
-            is_file = isinstance(base, Model) and not base.folder.copies_config and base.location.endswith(END)
+        if isinstance(base, Model) and not isinstance(recipe.output, AdapterOutput):
+            is_file = not base.folder.copies_config and base.location.endswith(ONE_FILE)
             is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
             return FileMerge(False, headers) if is_file and is_model else None
         stored = {e.layout if isinstance(e, Adapter) else "peft" for e in inputs.experts}

@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -32,9 +33,10 @@ from actmat.experts.lora.deltas import fit_factors
 from actmat.experts.lora.fields import LORA, StackWord
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, times, unreadable
 from actmat.experts.lora.names import first_factor
+from actmat.extras.diffusion.architectures import ARCHITECTURES
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
-from actmat.extras.diffusion.recognized import models_of
+from actmat.extras.diffusion.recognized import HINTS, models_of
 from actmat.layout.patterns import MatchError
 from actmat.planning.missing import lost_parts
 
@@ -245,8 +247,9 @@ def _fit(adapter: Adapter, base: Model) -> Deltas:
     try:
         return fit_factors(adapter, base)
     except CheckpointError:
-        for layout in _TO_FIT if not adapter.problems else ():
-            converted, problems = in_layout(adapter, layout)
+        models = [a.words[0] for a in ARCHITECTURES if a.name in adapter.listing.models]  # the base tells which it is
+        for layout, model in product(_TO_FIT, () if adapter.problems else models):
+            converted, problems = in_layout(adapter, layout, {HINTS[0]: model})
             if not problems and converted is not adapter:
                 with contextlib.suppress(CheckpointError):
                     return fit_factors(converted, base)

@@ -6,8 +6,8 @@
     delta = diag(l) W_0, or W_0 diag(l)               (IA)^3; the buffer `on_input` says which
     W = m * (W_0 + delta) / ||W_0 + delta||           where `dora_scale` m is stored; the norm of each output
 
-Module names have underscores for dots, which only the base resolves. `alpha` is a tensor of the module; if it is
-missing or 0, the scale is 1.
+Module names have underscores for dots, which only the base resolves, or are ComfyUI's. `alpha` is a tensor of the
+module; if it is missing or 0, the scale is 1.
 
 Scales are those of LyCORIS's forward pass, which training uses; its `get_merged_weight` (4.1.3) multiplies the deltas
 of LoHa and LoKr by `alpha / r` twice.
@@ -43,6 +43,7 @@ from actmat.extras.adapters.groups import Decomposed, Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
+from actmat.extras.diffusion.architectures import COMFY_MODEL
 from actmat.extras.diffusion.lora_files import adapter_of, read_alpha
 from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
@@ -60,8 +61,11 @@ _OTHERS = {
 }
 TENSORS = Keys(_ROLES, {}, {role: f"is of the algorithm '{a}'" for a, roles in _OTHERS.items() for role in roles})
 """Suffixes of a module's tensors; `.weight` may follow."""
-_NAME = re.compile(rf"(?P<module>(?:{'|'.join(KOHYA_PREFIXES)})[^.]+)\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
-_OWN = re.compile(rf"(?:{'|'.join(KOHYA_PREFIXES)})[^.]+\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
+_PARTS = {**KOHYA_PREFIXES, COMFY_MODEL: "unet"}
+"""Beginning of a module's name -> component of a pipeline."""
+_MODULE = rf"(?:{'|'.join(KOHYA_PREFIXES)})[^.]+|{re.escape(COMFY_MODEL)}.+?"
+_NAME = re.compile(rf"(?P<module>{_MODULE})\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
+_OWN = re.compile(rf"(?:{_MODULE})\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
 _NEEDS_BASE = "its modules are named with underscores for dots, which only the base resolves"
 
 
@@ -110,13 +114,13 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
             groups.setdefault(match["module"], {})[match["role"]] = name
     modules = []
     for module, names in groups.items():
-        prefix = next(p for p in KOHYA_PREFIXES if module.startswith(p))
+        prefix = next(p for p in _PARTS if module.startswith(p))
         group = Group(module, names, {n: specs[n] for n in names.values()})
         family = next((f for start, f in _FAMILIES.items() if any(r.startswith(start) for r in names)), "")
         if not family:
             problems.append(f"module '{module}' has {', '.join(names)} and no factors")
             continue
-        modules.append(LycorisModule(group, KOHYA_PREFIXES[prefix], module[len(prefix) :], family))
+        modules.append(LycorisModule(group, _PARTS[prefix], module[len(prefix) :].replace(".", "_"), family))
     return modules, problems
 
 

@@ -197,6 +197,8 @@ def find_flat_names(
 _OPEN_CLIP = re.compile(
     r"(?P<before>.*)transformer\.resblocks\.(?P<n>\d+)\.(?P<leaf>attn|mlp)\.(?P<name>\w+)(\.weight)?"
 )
+_BARE_CLIP = re.compile(r"(text_encoder(?:_\d)?\.|)(?=encoder\.layers\.)")
+"""Beginning of names that transformers 5 saves without `text_model`."""
 _OF_OPEN_CLIP = {"out_proj": "self_attn.out_proj", "c_fc": "mlp.fc1", "c_proj": "mlp.fc2"}
 
 
@@ -215,6 +217,8 @@ def _spellings(name: str, paths: Mapping[str, str]) -> dict[str, str]:
     module = name.removesuffix(_WEIGHT)
     out = {module: name} if module != name else {}
     out |= {prefix + paths[rest]: name for prefix, rest in _splits(module) if rest in paths}
+    if (bare := _BARE_CLIP.match(module)) is not None:
+        out[f"{bare[1]}text_model.{module[bare.end() :]}"] = name
     if (open_clip := _OPEN_CLIP.fullmatch(name)) is not None:
         layer = f"{open_clip['before']}text_model.encoder.layers.{open_clip['n']}"
         if open_clip["name"] == "in_proj_weight":
