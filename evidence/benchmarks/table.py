@@ -141,6 +141,45 @@ SCORES: dict[str, tuple[str, str, tuple[int, ...]]] = {
 """File of scores, end of the model's name and seeds, of what `benchmarks.few` did not measure."""
 
 
+def few(subject: str) -> str:
+    """Accuracy and answers kept by kind and number of inputs, means over tasks and draws, as `benchmarks.few` wrote."""
+    rows = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == subject]
+    kinds = {
+        ("average", 0.0, 0.0): "average, no inputs",
+        ("actmat", 0.0, 0.0): "`actmat`, no inputs",
+        ("own", 0.0, 0.0): "`regmean`, own inputs",
+        ("own", 1.0, 0.0): "with a prior of 1 / n",
+        ("own", 4.0, 0.0): "with a prior of 4 / n",
+        ("own", 0.0, 0.001): "with a ridge of 0.001",
+        ("own", 1.0, 0.001): "with a prior of 1 / n and the ridge",
+        ("own", 4.0, 0.001): "with a prior of 4 / n and the ridge: `merge --data`",
+        ("featcal", 0.0, 0.05): "FeatCal, own inputs",
+        ("self", 4.0, 0.001): "`merge --data self`, prompts that the experts wrote",
+        ("reworded", 0.0, 0.0): "`regmean`, own inputs in other words than in training",
+        ("reworded", 4.0, 0.001): "`merge --data`, the same",
+        ("other", 0.0, 0.0): "`regmean`, another task's inputs",
+        ("other", 4.0, 0.001): "`merge --data`, the same",
+        ("mixed", 0.0, 0.0): "`regmean`, inputs of all tasks",
+        ("mixed", 4.0, 0.001): "`merge --data`, the same",
+        ("random", 0.0, 0.0): "`regmean`, random inputs",
+        ("random", 4.0, 0.001): "`merge --data`, random inputs",
+    }
+    numbers = sorted({r["n"] for r in rows} - {0})
+    lines = []
+    for kind, name in kinds.items():
+        own = [r for r in rows if (r["kind"], r["prior"], r["ridge"]) == kind]
+        cells = {n: _percents([r for r in own if r["n"] == n]) for n in (0, *numbers)}
+        shown = [cells[0]] * len(numbers) if cells[0] else [cells[n] for n in numbers]
+        lines += [[name, *shown]] if own else []
+    by_n = {n: 1 + max(r["draw"] for r in rows if r["n"] == n and r["kind"] in ("own", "self")) for n in numbers}
+    machine = sorted({f"{r['processor']}, {r['date']}" for r in rows})
+    said = f"Accuracy (answers kept) in %, means of {plural(len(rows[0]['tasks']), 'task')} and of draws"
+    said += f" ({', '.join(f'n = {n}: {k}' for n, k in by_n.items())})"
+    header = ["inputs of each expert", *map(str, numbers)]
+    command = command_of(f"python -m benchmarks.few {subject}")
+    return f"{table(header, lines)}\n{said}; {command}, {'; '.join(machine)}.\n"
+
+
 def sets(form: str) -> str:
     """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured.
 
@@ -244,6 +283,7 @@ def _settings(value: Any, prefix: str) -> list[list[str]]:
 
 KINDS: Kinds = {
     "result": result,
+    "few": few,
     "sets": sets,
     "written": written,
     "scores": evidence_table,
