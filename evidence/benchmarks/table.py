@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from actmat.report.words import plural
 from benchmarks.common import RESULTS, cell, markdown, read_lines, read_result, title
 from benchmarks.evidence.choice import measured_table
 from benchmarks.evidence.picture import picture
