@@ -126,7 +126,8 @@ def head_of(table: str) -> str | None:
 
 
 _HEADLESS = re.compile(
-    "For(?=[A-Z])(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|(?<!LMHead)(?<!DoubleHeads)Model$|Encoder$"
+    "For(?=[A-Z])(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining|[A-Za-z]*To(Text|Speech))"
+    "|(?<!LMHead)(?<!DoubleHeads)Model$|Encoder$"
 )
 """Classes of another task, or of none."""
 
