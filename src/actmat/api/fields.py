@@ -45,6 +45,11 @@ class AverageFields(RunFields, total=False):
     compute_dtype: Dtype
     allow_nonfinite: bool
     max_shard_size: str | int
+    keep: str | Sequence[str]
+    drop: str | Sequence[str]
+    vocabulary: str | Fields | None
+    files_from: str | None
+    config_from: str | None
 
 
 class SearchedFields(AverageFields, total=False):
@@ -56,15 +61,10 @@ class SearchedFields(AverageFields, total=False):
     scope: Scope
     rules: Sequence[Fields]
     roles: Sequence[Fields]
-    keep: str | Sequence[str]
-    drop: str | Sequence[str]
     post: str | Fields | Sequence[str | Fields]
     seed: int
     output: str | Fields | None
     to: Literal["model", "adapter", "extracted", "peft", "kohya", "diffusers", "comfy"]
-    vocabulary: str | Fields | None
-    files_from: str | None
-    config_from: str | None
     chat_template: str | None
     rank: int | None
     ranks: Literal["uniform", "pattern"]
