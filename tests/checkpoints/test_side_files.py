@@ -29,6 +29,8 @@ LEFT_OUT = {
     "trainer_state.json": "training",
     "eval_results.json": "training",
     "events.out.tfevents.17.host": "training",
+    "hf_quant_config.json": "codes",
+    "quantize_config.json": "codes",
     "logo.png": "image",
     "paper.pdf": "image",
     ".gitattributes": "hidden",

@@ -109,6 +109,17 @@ def test_float64_accumulation_and_output(run: list[Path], tmp_path: Path) -> Non
     assert relative_error(tensors(report.out)[Q0], weighted(tmp_path, [1 / 3] * 3)[Q0]) < 1e-15
 
 
+def test_the_fixes_that_an_average_prints_are_its_flags(run: list[Path], tmp_path: Path) -> None:
+    (config := run[2] / "config.json").write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5e5}))
+    argv = ["average", "uniform", *map(str, run), "--out", str(tmp_path / "out")]
+    assert "--set config_from=base, or =NAME" in command_line(argv, code=1).words
+    flags = ["--set", "config_from=step-30", "--set", "files_from=step-30", "--keep", EMBEDDING]
+    command_line([*argv, *flags], code=0)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_theta"] == 5e5
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (run[2] / "tokenizer.json").read_bytes()
+    assert torch.equal(tensors(tmp_path / "out")[EMBEDDING], tensors(tmp_path / "step-1000")[EMBEDDING])
+
+
 def test_nothing_to_average_is_an_error(tmp_path: Path) -> None:
     command_line(["average", "uniform"], code=2)
     command_line(["average", "uniform", tmp_path], code=2)

@@ -43,6 +43,11 @@ class AverageFields(RunFields, total=False):
     dtype: OutputDtype | None
     compute_dtype: Dtype
     max_shard_size: str | int
+    keep: str | Sequence[str]
+    drop: str | Sequence[str]
+    vocabulary: str | Fields | None
+    files_from: str | None
+    config_from: str | None
 
 
 class SearchedFields(AverageFields, total=False):
@@ -54,15 +59,10 @@ class SearchedFields(AverageFields, total=False):
     scope: Scope
     rules: Sequence[Fields]
     roles: Sequence[Fields]
-    keep: str | Sequence[str]
-    drop: str | Sequence[str]
     post: str | Fields | Sequence[str | Fields]
     seed: int
     output: str | Fields | None
     to: Literal["model", "adapter", "extracted", "peft", "kohya", "diffusers", "comfy"]
-    vocabulary: str | Fields | None
-    files_from: str | None
-    config_from: str | None
     chat_template: str | None
     rank: int | None
     ranks: Literal["uniform", "pattern"]

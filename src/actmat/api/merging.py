@@ -146,7 +146,7 @@ def average(
             `extras.averaging.recipe.trajectory_weights`); divided by their sum.
         as_given: keep the order of `checkpoints`; by default they are sorted by step number.
         progress: see `Progress`.
-        fields: `ties`, `dtype`, `compute_dtype` and `max_shard_size` of a recipe, or fields of
+        fields: those of a recipe that `AverageFields` has (`dtype`, `keep`, `drop`, `files_from`, ...), or fields of
             `RunSettings`.
 
     Returns:

@@ -195,6 +195,8 @@ def _why_not_file(path: str, size: int) -> Note | None:
         return Note("note", "weights", "" if name.endswith(".json") else "weights that are not merged, or a pickle")
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TRAINING):
         return Note("note", "training", "training record")
+    if fnmatch.fnmatchcase(name, "*quant*_config.json"):
+        return Note("note", "quantization", "settings of codes, and outputs hold floats")
     kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
     if kind in _MEDIA or name.endswith(".pdf"):
         return Note("note", "media", "an image, audio or video file")

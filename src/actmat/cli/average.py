@@ -12,7 +12,10 @@ from actmat.cli.listing import command
 from actmat.cli.merge import carry_out
 from actmat.settings import RunSettings
 
-OF_AVERAGE = ("out", "dtype", "compute_dtype", "max_shard_size", "ties", "drop")
+OF_AVERAGE = (
+    *("out", "dtype", "compute_dtype", "max_shard_size", "ties"),
+    *("keep", "drop", "vocabulary", "files_from", "config_from"),
+)
 """Recipe fields that an average has."""
 
 

@@ -179,9 +179,9 @@ def require_model(located: OpenInput) -> Model:
     """
     if isinstance(located, Adapter):
         raise CheckpointError(
-            f"{located.location}: expected a full checkpoint, found a {family_of(located).name} adapter. Fix: give it "
-            "where an adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, "
-            "save_pretrained)."
+            f"{located.location}: expected a full checkpoint, found a {family_of(located).name} adapter. Fix: merge "
+            "adapters by 'actmat merge' (-m average averages them), or fold it into its base first "
+            "(PeftModel.merge_and_unload, save_pretrained)."
         )
     if (first := first_factor(located.specs, located.config or {})) is not None:
         raise CheckpointError(

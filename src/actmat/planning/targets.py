@@ -300,7 +300,8 @@ def _mismatch(spec: TensorSpec, other: TensorSpec, label: str, role: Role) -> li
         if rows_differ and (role is Role.EMBEDDING or spec.name.endswith("lm_head.weight")):
             text += (
                 f": another vocabulary ({other.shape[0]} tokens instead of {spec.shape[0]}; tokens were added or the "
-                "table was padded). Take rows by token (--set vocabulary=union), or resize the expert's embeddings"
+                "table was padded). Fix: for a model, take rows by token (--set vocabulary=union); else resize the "
+                "expert's embeddings"
             )
         else:
             text += ". Is it fine-tuned from this base? To copy it from the base, list it under 'keep' (--keep)"

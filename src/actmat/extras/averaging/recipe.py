@@ -13,6 +13,7 @@ from typing import Any
 
 from actmat.bounds import is_url
 from actmat.errors import RecipeError
+from actmat.recipe.output import with_output
 from actmat.recipe.schema import Recipe, make_recipe
 
 NAMED = ("uniform", "linear", "ema", "wsd")
@@ -136,4 +137,5 @@ def average_recipe(
         "change the average",
     )
     last = {"base": ordered[-1], "measured_from": names[-1]}
-    return make_recipe({**last, "experts": experts, "method": "linear", "scope": "all", **fields, "notes": notes})
+    average = {**last, "experts": experts, "method": "linear", "scope": "all", "notes": notes}
+    return make_recipe(with_output(average, fields))
