@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
@@ -161,6 +160,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", [a.name for a in ARCHITECTURES])
 def test_every_layer_of_the_real_models_has_a_name(kind: str) -> None:
+    import diffusers
+
     name, fields = TINY[kind.replace("Diffusion 2", "Diffusion 1")]
     with torch.device("meta"):
         model = getattr(diffusers, name)(**fields)
