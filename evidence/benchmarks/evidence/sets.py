@@ -64,6 +64,7 @@ ELSEWHERE = {
     "MiniLM-L6, plain or altered tasks, and drawn at random": "controls: three experts of a set of the table, or none",
     "SmolLM2-135M, two adapters of whole texts": "one of them is no better than the most frequent answer",
     "SmolLM2-135M, three adapters of whole texts, 60 steps": "eight such adapters are in the table",
+    "SmolLM2-135M, the same three from one `A`": "one training, merged after the table was made: docs/regimes.md",
     "those of `few.jsonl` and `tune.jsonl`": "experts, or experts trained alike, are in the table",
     "adapters of `adapters-real.json`, GPU and tool benchmarks": "merged for time and memory, not asked",
 }
