@@ -12,7 +12,7 @@ from tests.helpers.repository import PACKAGE, ROOT, module_name, modules, tracke
 from tests.mutants import MUTANTS
 
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
-BOUNDS = {"core": 20_966, "src": 39_328, "whole tree": 103_694}
+BOUNDS = {"core": 20_900, "src": 39_300, "whole tree": 103_000}
 """Most lines of code; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by what is
 removed: lower a bound when something goes."""
 
