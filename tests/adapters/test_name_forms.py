@@ -188,6 +188,18 @@ def test_a_full_expert_of_one_part(tmp_path: Path) -> None:
     assert {n for n, t in out.items() if t.max() == 2} == {n for n in out if n.startswith("text_model.")}
 
 
+def test_weights_twice_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    """As trainers store a moving average beside the weights."""
+    base = {"layers.0.fc1.weight": torch.ones(2, 2), "layers.1.fc1.weight": torch.ones(2, 2)}
+    save_folder(tmp_path / "base", base)
+    save_folder(tmp_path / "e", {f"{p}.{n}": t * k for k, p in ((2, "model"), (3, "ema")) for n, t in base.items()})
+    fields: dict[str, Any] = {"method": "average", "scope": "all", "out": tmp_path / "out", **RUN}
+    with pytest.raises(MergeError, match=r"moving average beside the weights.*--drop 'ema\.\*'"):
+        actmat.merge(tmp_path / "base", [tmp_path / "e"], **fields)
+    actmat.merge(tmp_path / "base", [tmp_path / "e"], drop="ema.*", **fields)
+    assert all(t.eq(2).all() for t in load_file(tmp_path / "out/model.safetensors").values())
+
+
 PEFT_TUNERS = (
     *("lora_A", "lora_embedding_A", "lora_magnitude_vector", "hada_w1_a", "lokr_w1", "oft_R", "boft_R", "ia3_l"),
     *("vera_lambda_b", "vblora_vector_bank", "randlora_lambda", "fourierft_spectrum", "hra_u", "c3a_kernel"),

@@ -42,7 +42,7 @@ class UnfittedDeltas(StoredDeltas):
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter.model)
-        self.adapter, self.stored = adapter, adapter.origin
+        self.adapter, self.stored = adapter, adapter.origin or adapter
         self.note(*adapter.listing.warnings, severity="warning")
         self.note(*adapter.notes)
 

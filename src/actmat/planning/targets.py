@@ -133,6 +133,12 @@ class _Match:
         """Why tensors of these roles cannot be merged."""
         if self.ambiguous:
             shown = " and ".join(f"'{prefix}'" for prefix in self.ambiguous)
+            if any(name.startswith(self.ambiguous[0]) for name in self.expert.specs):
+                return [
+                    f"expert '{self.label}' ({self.expert.location}) has the base's names under each of {shown}: which "
+                    "are meant is unknown. Likely cause: a moving average beside the weights. Fix: leave the others "
+                    f"out, such as --drop '{self.ambiguous[0]}*'"
+                ]
             return [
                 f"the names of expert '{self.label}' ({self.expert.location}) are completed by several parts of the "
                 f"base ({base.location}), {shown}: which one it changes is unknown. Likely cause: it is a part of the "

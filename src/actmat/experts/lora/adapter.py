@@ -6,7 +6,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,12 +66,16 @@ class Adapter(AbstractContextManager["Adapter"]):
         has_other_rows: its tables have the rows of another vocabulary, see `with_rows`.
         converted_to: the layout that it was brought into, see `locate.in_layout`.
         drop: patterns of tensors that were left out, see `without`.
+        origin: the stored adapter that it was converted from, whose tensors identify the input; closed with it.
+        sources: factor that a conversion put together -> the stored tensors that it is made of.
     """
 
     family = ""
     has_other_rows = False
     converted_to: AdapterLayout | None = None
     drop: tuple[str, ...] = ()
+    origin: Adapter | None = None
+    sources: Mapping[str, Sequence[str]] = {}
 
     def __init__(
         self, model: Model, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
@@ -126,15 +130,6 @@ class Adapter(AbstractContextManager["Adapter"]):
         adapter = Adapter(model, self.config, problems, replace(listing, problems=()))
         adapter.family, adapter.drop = self.family, self.drop
         return adapter
-
-    @property
-    def origin(self) -> Adapter:
-        """The adapter as it is stored, whose tensors identify the input: itself, unless it was converted."""
-        return self
-
-    def stored_names(self, names: Iterable[str]) -> list[str]:
-        """Names of the stored tensors that these are made of."""
-        return list(names)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def fit_factors(adapter: Adapter, base: Model) -> FittedDeltas:
     chosen = {n: n for n, m in adapter.modules.items() if f"{m.inside}.weight" not in tied.refused}
     fit = Fit(adapter.renamed(chosen) if tied.refused else adapter, tied.base)
     formed = {name: _formed(adapter, pieces, tied.base.specs[name]) for name, pieces in fit.pieces.items()}
-    deltas = FittedDeltas(adapter.origin, tied, formed, fit.full, fit.hidden, fit.problems)
+    deltas = FittedDeltas(adapter.origin or adapter, tied, formed, fit.full, fit.hidden, fit.problems)
     deltas.adapter = adapter
     left_out = [
         f"the base is not a {part}: the adapter's {count} modules of the {part} are left out"
@@ -48,7 +48,8 @@ def _formed(adapter: Adapter, pieces: Sequence[ModulePart], spec: TensorSpec) ->
     """The delta of a tensor of the base from its pieces."""
     modules = [(p.module, p.bias) for p in pieces]
     names = [n for m, bias in modules for n in ([m.bias] if bias else [m.a, m.b, m.alpha]) if n is not None]
-    form, names = _bias if pieces[0].bias else _product, adapter.stored_names(names)
+    names = [stored for name in names for stored in adapter.sources.get(name, (name,))]
+    form = _bias if pieces[0].bias else _product
     return FormedPart(names, sum(0 if bias else m.rank for m, bias in modules), partial(form, adapter, pieces, spec))
 
 

@@ -135,28 +135,18 @@ class BlockFactors(View):
         return "float64" if "float64" in dtypes else "float32"
 
 
-class ConvertedAdapter(Adapter):
-    """An adapter in another layout.
+def _converted(adapter: Adapter, model: Model, listing: Listing, sources: Mapping[str, Sequence[str]]) -> Adapter:
+    """The adapter in another layout.
 
     Args:
-        origin: the stored adapter; closed with this one.
+        adapter: as it is stored.
         model: view of its weights, with its files.
         listing: its content in the new layout.
-        sources: factor that is assembled -> the tensors that it is made of.
+        sources: see `Adapter.sources`.
     """
-
-    def __init__(self, origin: Adapter, model: Model, listing: Listing, sources: Mapping[str, list[str]]) -> None:
-        super().__init__(model, origin.config, (), listing)
-        self._origin, self._sources = origin, sources
-
-    @property
-    def origin(self) -> Adapter:
-        """The stored adapter."""
-        return self._origin
-
-    def stored_names(self, names: Iterable[str]) -> list[str]:
-        """Names of the stored tensors that these factors are made of."""
-        return [source for name in names for source in self._sources.get(name, (name,))]
+    converted = Adapter(model, adapter.config, (), listing)
+    converted.origin, converted.sources = adapter, sources
+    return converted
 
 
 def in_layout(
@@ -178,7 +168,7 @@ def in_layout(
         return adapter, [] if adapter.layout == layout else [problem]
     modules, problems = _renamed(adapter, layout)
     listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
-    return ConvertedAdapter(adapter, adapter.model, listing, {}), problems
+    return _converted(adapter, adapter.model, listing, {}), problems
 
 
 def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, AdapterModule], list[str]]:
@@ -284,7 +274,7 @@ class _LayoutConversion:
             stored = [p.module for p in pieces]
             sources[f"{name}.lora_A.weight"] = [m.a for m in stored]
             sources[f"{name}.lora_B.weight"] = [n for m in stored for n in (m.b, m.alpha) if n is not None]
-        return ConvertedAdapter(adapter, dataclasses.replace(adapter.model, tensors=weights), listing, sources), []
+        return _converted(adapter, dataclasses.replace(adapter.model, tensors=weights), listing, sources), []
 
     def _module(self, name: str, weights: Tensors) -> AdapterModule:
         first = self._pieces[name][0].module
