@@ -86,6 +86,20 @@ def test_what_has_no_low_rank_delta_is_named(field: str, value: object, word: st
         assert any(word in p for p in adapter.problems), adapter.problems
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("HRAConfig", "only LoRA adapters have factors"), ("PromptTuningConfig", "virtual tokens before an input")],
+)
+def test_an_adapter_of_another_family_is_one_problem(kind: str, words: str, tmp_path: Path) -> None:
+    import peft
+
+    fields = {"num_virtual_tokens": 2} if kind.startswith("Prompt") else {"target_modules": ["q_proj"]}
+    peft.get_peft_model(tiny("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", **fields)).save_pretrained(tmp_path)
+    with open_adapter(tmp_path) as adapter:
+        (problem,) = adapter.problems
+    assert words in problem
+
+
 def test_a_number_of_hundreds_of_digits_is_no_field(tmp_path: Path) -> None:
     save_adapter(tmp_path, "llama", 1, **LLAMA)
     edit_config(tmp_path, r=10**400)

@@ -171,7 +171,7 @@ def test_code_of_the_written_config_is_in_the_output(tmp_path: Path) -> None:
     (one / "rope.py").write_text("")
     run = ["merge", "-b", f"{base}", "-e", f"{one}", "-m", "linear", "--out"]
     for flags, owner, words in (
-        ([], "base", "modeling_encoder.py differs (its code in expert 'one'): that of the base is written"),
+        ([], "base", "(its code in expert 'one'): that of the base is written. Another one: --set config_from=NAME"),
         (["--set", "config_from=one"], "one", "(its code in the base): that of expert 'one' is written"),
     ):
         found = actmat([*run, f"{tmp_path}/{owner}-out", *flags], code=0)

@@ -71,8 +71,8 @@ def agree_files(
                 labels.setdefault(key or "only", []).append(words_of(label))
             entries = [f"{key} in {first_of(of_key)}" for key, of_key in labels.items()]
             whose = f"that of {words_of(written)} is written" if path in ours else "none is written"
-            fix = FIX if can_choose and not of_base else ""
-            notes += [f"{path} differs ({first_of(entries)}): {whose}{fix}"] if entries else []
+            fix = FIX if not of_base else FIX.replace("files", "config") * is_code
+            notes += [f"{path} differs ({first_of(entries)}): {whose}{fix * can_choose}"] if entries else []
     return InputAgreement(notes=tuple(notes), files=taken)
 
 

@@ -86,7 +86,8 @@ class Adapter(AbstractContextManager["Adapter"]):
         self.layout: AdapterLayout = self.listing.layout
         self.location = model.location
         self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
-        self.problems = (*problems, *self.listing.problems)
+        is_lora = config.fields.get("peft_type", "LORA") == "LORA"  # tensors of others are not its factors
+        self.problems = (*problems, *(self.listing.problems if is_lora else ()))
 
     @property
     def parts(self) -> dict[str, int]:

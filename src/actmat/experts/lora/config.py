@@ -138,7 +138,9 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     kind = fields.get("peft_type")
     if kind != "LORA":
         problems.append(
-            f"peft_type is {kind!r}: only LoRA adapters have factors that are merged here. Fold it "
+            f"peft_type is {kind!r}: virtual tokens before an input, which change no weight: leave it out"
+            if "num_virtual_tokens" in fields
+            else f"peft_type is {kind!r}: only LoRA adapters have factors that are merged here. Fold it "
             "into its base (PeftModel.merge_and_unload, save_pretrained) and merge the full models"
         )
     problems += field_refusals(LORA, fields)
