@@ -1,5 +1,6 @@
 """A merge that is killed at any moment leaves nothing that looks finished, and the same command finishes it."""
 
+import contextlib
 import random
 import re
 import signal
@@ -133,9 +134,10 @@ def loud(argv: list[str]) -> list[str]:
 def wait_until_stopped(pid: int) -> None:
     """All threads of the process have stopped, or it has ended."""
     for _ in range(12_000):
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-        if all(s.rpartition(")")[2].split()[0] in "TZX" for s in stats):
-            return
+        with contextlib.suppress(FileNotFoundError):  # a thread that ended between the two calls
+            stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+            if all(s.rpartition(")")[2].split()[0] in "TZX" for s in stats):
+                return
         time.sleep(0.005)
     raise AssertionError("the process goes on after SIGSTOP")
 
