@@ -259,7 +259,7 @@ def test_what_is_a_folder_is_not_named_as_a_file(place: Path) -> None:
     for seed in (1, 2):
         save_adapter(place / f"peft{seed}", "llama", seed, **LLAMA)
     experts = [place / "peft1", place / "peft2"]
-    for name in ("x.safetensors", "x.gguf", "x.ckpt"):
+    for name in ("x.safetensors", "x.gguf", "x.ckpt", "X.SAFETENSORS"):
         with pytest.raises(MergeError, match=f"{name} would be a folder: one file .* is made of LoRA files"):
             actmat.merge(None, experts, out=place / name, **RUN)
         assert not (place / name).exists()

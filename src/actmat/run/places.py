@@ -140,7 +140,7 @@ def _check_outputs(
         OutputError: in use, an input, or given twice; all problems in one.
     """
     fix = "one file (.safetensors) is made of LoRA files of image models, or on a base that is one. Fix: another ending"
-    problems = [f"{out} would be a folder: {fix}" for out in outs if str(out).endswith(WEIGHT_SUFFIXES)]
+    problems = [f"{out} would be a folder: {fix}" for out in outs if str(out).lower().endswith(WEIGHT_SUFFIXES)]
     for out in outs:
         if isinstance(out, str):
             problems += check_upload_url(out) or _input_problems(out, inputs)
