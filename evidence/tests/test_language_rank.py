@@ -159,7 +159,7 @@ def test_grams_are_those_of_items_run_one_by_one(measured: tuple[Path, Path], la
         total = z_NI.T @ z_NI if total is None else total + z_NI.T @ z_NI
     with open_statistics(measured[1]) as statistics:
         key = statistics.find(f"{layer}.weight")
-        assert key is not None, statistics.why_absent(f"{layer}.weight")
+        assert key is not None, statistics.header.absent
         gram_II = statistics.gram(key, dtype=torch.float64)
         # means per token or sums: the rule does not change with one factor for all
         assert relative_error(gram_II / gram_II.trace(), total / total.trace()) < F32_PRODUCT

@@ -194,7 +194,7 @@ def _count_rows(
             if key is None:
                 if target.layout.role is Role.STACKED_EXPERTS and source in file.header.places:
                     continue  # no token was routed to this one
-                return 0, file.why_absent(source)
+                return 0, file.header.absent.get(source, "its input was not measured")
             info = file.header.grams[key]
             if info.groups > 1:
                 return 0, f"a convolution in {info.groups} groups, each with a Gram of its own"

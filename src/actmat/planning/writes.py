@@ -385,7 +385,7 @@ def extracted_config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     written = [i for i in items if i.outputs]
     ranks = {i.write.module: i.write.rank for i in written if i.write.kind == "svd"}
     whole = [i for i in written if i.write.kind == "sum"]
-    biases = [i for i in whole if _is_bias_of_factored(i)]
+    biases = [i for i in whole if i.outputs[0].name == PREFIX + _bias_name(i.write.module)]
     saved = {i.write.module for i in whole if i not in biases}
     return lora_config(
         list(ranks.items()),
@@ -401,7 +401,3 @@ def extracted_config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
 def _bias_name(module: str) -> str:
     """Name that PEFT gives the bias of a layer that it factors."""
     return f"{module}.base_layer.bias"
-
-
-def _is_bias_of_factored(item: Item) -> bool:
-    return item.outputs[0].name == PREFIX + _bias_name(item.write.module)

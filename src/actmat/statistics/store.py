@@ -61,10 +61,6 @@ class Statistics(AbstractContextManager["Statistics"]):
                 return part.gram
         return None
 
-    def why_absent(self, name: str) -> str:
-        """Reason why there is no Gram of a stored tensor."""
-        return self.header.absent.get(name, "its input was not measured")
-
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
         """One Gram matrix: `I I`, or `G I I` for a convolution in groups."""
         info = self.header.grams[key]
