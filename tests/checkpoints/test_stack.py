@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
+from tests.helpers.merging import CONFIG, VOCAB, actmat, llama_tensors, save_checkpoint
 
 from actmat.checkpoints.composed import Composed
 from actmat.checkpoints.layer_names import stack_parts
@@ -97,6 +97,11 @@ def test_all_problems_of_a_stack_in_one_message(folder: Path) -> None:
     save_checkpoint(folder / "wide", llama_tensors(4), CONFIG | {"hidden_size": 99})
     with pytest.raises(CheckpointError, match="'hidden_size' is 8 in a, 99 in wide"):
         open_tensors("a[0:1] + wide[0:1]")
+    more = {n: torch.cat([t, t[:2]]) if t.shape[:1] == (VOCAB,) else t for n, t in llama_tensors(4).items()}
+    save_checkpoint(folder / "more", more, CONFIG | {"vocab_size": VOCAB + 2})
+    for text in ("a[0:1] + more[0:1]", "more[0:1] + a[0:1]"):  # the second has no token that the first lacks
+        with pytest.raises(CheckpointError, match=r"lm_head.weight, model.embed_tokens.weight: other shapes in"):
+            open_tensors(text)
     other = {n.replace("model.layers", "h"): t for n, t in llama_tensors(2).items()}
     save_checkpoint(folder / "other", other)
     with pytest.raises(CheckpointError, match="the layers have different names"):

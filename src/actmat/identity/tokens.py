@@ -207,7 +207,7 @@ def compare_tokens(
     if moved and not only_base_differs:
         return [_problem(reference, expert, moved_rows, at, fix or BY_TOKEN) for expert, moved_rows in moved], notes
     problems = list(_contested(mixed, at, at.get("base", {}), fix or BY_TOKEN))
-    return problems, notes if problems else [*_unwritten(inputs, written, at), *notes]
+    return problems, notes if problems else [*_unwritten(inputs, written, at, fix), *notes]
 
 
 def _moved(reference: TokenInput, expert: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:
@@ -239,16 +239,18 @@ def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str,
     )
 
 
-def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]]) -> Iterator[str]:
+def _unwritten(
+    known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]], fix: str
+) -> Iterator[str]:
     """Notes on tokens of experts that the written tokenizer lacks."""
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
         return
-    fix = ". '--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
+    fix = fix or "'--set vocabulary=union' gives each its row, '--set files_from=NAME' writes another tokenizer"
     ours = f"the written tokenizer, of {words_of(written)},"
     for holder in (h for h in known if h is not keeper):
         theirs = words_of(holder.label)
-        for a, b, said in ((holder, keeper, (theirs, ours, fix)), (keeper, holder, (ours, theirs, ""))):
+        for a, b, said in ((holder, keeper, (theirs, ours, f". {fix}")), (keeper, holder, (ours, theirs, ""))):
             lone = sorted((row, token) for row, token in at[a.label].items() if token not in b.tokens)
             shown = first_of([f"{json.dumps(token, ensure_ascii=False)} (row {row})" for row, token in lone])
             if lone:

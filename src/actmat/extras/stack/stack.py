@@ -26,6 +26,7 @@ from actmat.layout.ties import is_output_head
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
+ONE_VOCABULARY = "stack models of one vocabulary (resize_token_embeddings)"
 
 
 def open_stack(location: str, open_part: Callable[[str], Model]) -> Model:
@@ -82,7 +83,9 @@ def _stacked(location: str, parts: Sequence[tuple[Model, StackPart]]) -> Model:
     config = None if first.config is None else restacked(_slices(parts))[0]
     agreed, last = InputAgreement(), parts[-1][0]
     if len(models) > 1:
-        agreed = agree([("base", first), (last.location, last)], OutputChoice("stack", files_from="base"))
+        agreed = agree(
+            [("base", first), (last.location, last)], OutputChoice("stack", files_from="base", fix=ONE_VOCABULARY)
+        )
     if config is not None and CONFIG in agreed.configs:
         config = {**config, TIE: True}
     folder = ModelFolder(
@@ -101,7 +104,7 @@ def _of_parts(agreed: InputAgreement, first: Model, last: Model) -> list[str]:
     warnings = [*agreed.warnings, *agreed.notes]
     words = f"table and files are those of the first part, and the output head is that of the last, '{last.location}'"
     if agreed.problems:
-        warnings.append(f"{words}, which has other tokens in its rows: stack models of one vocabulary")
+        warnings.append(f"{words}, which has other tokens in its rows: {ONE_VOCABULARY}")
     labels = [names for part in (first, last) if (names := label_names(part.config))]
     if len(set(labels)) > 1:
         warnings.append(f"{words}, whose rows have other labels: {first_of(labels[1])}")
@@ -192,6 +195,12 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Model]) -> list[s
         problems.append(
             f"'{heads[0]}' is in {first.location} and not in {last.location}, whose table of tokens stands for it: the "
             "stack would have no output head. Fix: save the last part with a head of its own"
+        )
+    outside = [n for n in first.specs if split_layer(n) is None and n in last.specs]
+    if unlike := [n for n in outside if first.specs[n].shape != last.specs[n].shape]:
+        problems.append(
+            f"{first_of(unlike)}: other shapes in {first.location} than in {last.location}, and a stack has the table "
+            f"of the first part and the head of the last. Fix: {ONE_VOCABULARY}"
         )
     placed = [(opened[p.location], p) for p in parts]
     return problems if problems or placed[0][0].config is None else restacked(_slices(placed))[1]
