@@ -161,6 +161,8 @@ def in_layout(
     strange = [n for n, m in adapter.modules.items() if m.kind not in ("linear", "convolution") or m.bias is not None]
     if strange := [*adapter.extras, *strange]:
         return adapter, [f"the layout holds factors of linear layers and convolutions, not {first_names(strange)}"]
+    if layout == "peft" and len(adapter.parts) > 1:
+        return adapter, [f"it has modules of several models ({', '.join(adapter.parts)}), but a PEFT adapter has one"]
     architecture, problem = find_architecture(adapter, metadata)
     if architecture is not None:
         return _LayoutConversion(adapter, architecture, layout).result()
@@ -179,8 +181,6 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
             "its config does not name the pipeline component (auto_mapping.base_model_class, such as "
             f"UNet2DConditionModel), which is part of every name in the layout '{layout}'"
         ]
-    if layout == "peft" and len(adapter.parts) > 1:
-        return {}, [f"it has modules of several models ({', '.join(adapter.parts)}), but a PEFT adapter has one"]
     if {adapter.layout, layout} != {"peft", "diffusers"}:
         known = ", ".join(a.name for a in ARCHITECTURES)
         strange = [
@@ -252,10 +252,6 @@ class _LayoutConversion:
     def result(self) -> tuple[Adapter, list[str]]:
         """The adapter in the new layout, and problems."""
         adapter, layout = self._adapter, self._layout
-        parts = {m.part for m in adapter.modules.values()}
-        if layout == "peft" and len(parts) > 1:
-            shown = ", ".join(adapter.parts)
-            return adapter, [f"it has modules of several models ({shown}), but a PEFT adapter has one"]
         for module in adapter.modules.values():
             if is_denoiser(adapter, module):
                 self._add(module)
