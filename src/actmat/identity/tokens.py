@@ -34,6 +34,8 @@ FLAGS = "added_tokens"
 _OF_CALLS = ("version", "truncation", "padding")
 """Entries that change no token: transformers sets the latter two in every call."""
 MOST_ROWS = 2**31
+TokensByRow = Mapping[str, Mapping[int, str]]
+"""Label of an input -> row -> token."""
 BY_TOKEN = "take rows by token (--set vocabulary=union, or base, or the name of an expert)"
 
 
@@ -210,7 +212,7 @@ def compare_tokens(
     return problems, notes if problems else [*_unwritten(inputs, written, at, fix), *notes]
 
 
-def _moved(reference: TokenInput, expert: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:
+def _moved(reference: TokenInput, expert: TokenInput, at: TokensByRow) -> list[int]:
     """Rows of other tokens, if rows changed places; a row may be renamed, as reserved tokens are."""
     ours, theirs = at[reference.label], at[expert.label]
     different = [row for row, token in theirs.items() if ours.get(row, token) != token]
@@ -218,9 +220,7 @@ def _moved(reference: TokenInput, expert: TokenInput, at: Mapping[str, Mapping[i
     return sorted(moved or (different if 2 * len(different) > len(ours) else ()))
 
 
-def _contested(
-    experts: Sequence[TokenInput], at: Mapping[str, Mapping[int, str]], of_base: Mapping[int, str], fix: str
-) -> Iterator[str]:
+def _contested(experts: Sequence[TokenInput], at: TokensByRow, of_base: Mapping[int, str], fix: str) -> Iterator[str]:
     """Problems with rows that mean a new token in two experts, and not the same."""
     first: dict[int, TokenInput] = {}
     for expert in experts:
@@ -231,7 +231,7 @@ def _contested(
         yield from (_problem(holder, expert, sorted(rows), at, fix) for holder, rows in pairs.items())
 
 
-def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str, Mapping[int, str]], fix: str) -> str:
+def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: TokensByRow, fix: str) -> str:
     shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows]
     return (
         f"{words_of(a.label)} and {words_of(b.label)} have different tokens in {len(rows)} rows of their token tables: "
@@ -239,9 +239,7 @@ def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str,
     )
 
 
-def _unwritten(
-    known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]], fix: str
-) -> Iterator[str]:
+def _unwritten(known: Sequence[TokenInput], written: str, at: TokensByRow, fix: str) -> Iterator[str]:
     """Notes on tokens of experts that the written tokenizer lacks."""
     keeper = next((i for i in known if i.label == written), None)
     if keeper is None:
