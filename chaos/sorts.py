@@ -127,7 +127,7 @@ def _timeless(path: Path) -> bytes:
     if path.suffix == ".html":
         return b""  # drawn from report.json
     data = json.loads(path.read_bytes())
-    for part in (data, *data["tensors"], *data.get("modules", ())):
+    for part in (data, *data.get("tensors", ()), *data.get("modules", ())):
         for key in ("timing", "seconds", "stages", "out", "created"):
             part.pop(key, None)
     return json.dumps(data, sort_keys=True).encode()

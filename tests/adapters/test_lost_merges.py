@@ -40,7 +40,7 @@ def told(place: Path, out: Path, *flags: str) -> dict[str, str]:
 
 
 LOST: dict[str, tuple[tuple[str, ...], str]] = {
-    "ties at a low rank": (("-m", "ties", "--rank", "2"), "warning AM404: the adapter's rank is too low"),
+    "ties at a low rank": (("-m", "ties", "--rank", "2"), "warning AM404: the adapter holds too little of the merge"),
     "near zero": (("-m", "average", "--scale", "0.1"), "warning AM403: the merged delta collapsed"),
 }
 

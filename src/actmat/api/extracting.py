@@ -49,8 +49,8 @@ def extract(
         settings: of the run (`threads`, `max_memory`, `overwrite`, `diagnose`, ...; see `settings.RunSettings`).
 
     Returns:
-        The report: `totals.relative_error` is `||D - B A||_F / ||D||_F` over all layers; `manifest["modules"]` has the
-        error of each.
+        The report: `totals.relative_error` is `||D - B A||_F / ||D||_F` over all layers and what is left out;
+        `manifest["modules"]` has the error of each.
 
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.

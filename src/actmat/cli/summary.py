@@ -218,8 +218,9 @@ def print_extracted(report: MergeReport) -> None:
     shown = "none" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     errors = sorted(((float(r["stats"]["relative_error"]), r["name"]) for r in factored), key=lambda e: -e[0])
     worst = [(error, name) for error, name in errors[:WORST] if error > ROUNDING]
+    of_what = "all layers" + " and what is left out" * any(r["kind"] == "left out" for r in changed)
     console.print(
-        f"  {len(factored)} layers of rank {shown}; relative error {report.totals.relative_error:.3g} over all layers"
+        f"  {len(factored)} layers of rank {shown}; relative error {report.totals.relative_error:.3g} over {of_what}"
         + ("; largest:" if worst else "")
     )
     for error, name in worst:

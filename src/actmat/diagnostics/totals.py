@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from actmat.engine.record import Record
 from actmat.planning.model import Item, MergePlan
 
-FLOAT64 = "float64"
-
 
 @dataclass(frozen=True, slots=True)
 class Norms:
@@ -33,7 +31,7 @@ class Totals:
 
     Args:
         unchanged: tensors to be merged or averaged that no expert changes.
-        relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`.
+        relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`, what is left out included.
         norms: over all merges by a method; of a model from a sample of entries. None without such merges.
         vanished: tensors whose deltas are too small for the numbers of the merge, and count as zero.
     """
@@ -64,8 +62,9 @@ def totals_of(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
             is_gone = not size["norm"] and 0 < max(size["expert_norms"], default=0) < LEAST_NORM
             squares.append([x**2 for x in (size["norm"], size["sum_norm"], *size["expert_norms"])])
         vanished += (is_same and _differs(item, record)) or (size is not None and is_gone)
-        if plan.output == "adapter" and "error_norm" in record.stats:
-            errors.append((record.stats["error_norm"] ** 2, record.stats["norm"] ** 2))
+        lost = "norm" if item.is_extracted and item.write.kind == "nothing" else "error_norm"
+        if plan.output == "adapter" and lost in record.stats:
+            errors.append((record.stats[lost] ** 2, record.stats["norm"] ** 2))
     merged, total, *experts = [math.sqrt(math.fsum(c)) for c in zip(*squares, strict=True)] or (0.0, 0.0)
     norms = Norms(merged, total, tuple(experts)) if squares else None
     norm = math.fsum(n for _, n in errors)
@@ -76,4 +75,4 @@ def totals_of(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
 def _differs(item: Item, record: Record) -> bool:
     """True for a float64 tensor of an expert that is not the base's, by their hashes."""
     pairs = zip(record.expert_hashes, item.expert_dtypes, strict=False)
-    return item.base_dtype == FLOAT64 and any(h != record.base_hash for h, d in pairs if d == FLOAT64)
+    return item.base_dtype == "float64" and any(h != record.base_hash for h, d in pairs if d == "float64")

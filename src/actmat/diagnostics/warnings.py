@@ -78,6 +78,6 @@ def truncation_finding(error: float) -> tuple[str, str] | None:
     if error <= TRUNCATED:
         return None
     return "AM404", (
-        f"the adapter's rank is too low for the merge: its relative error is {error:.2g}. Give a "
+        f"the adapter holds too little of the merge: its relative error, with what is left out, is {error:.2g}. Give a "
         "higher --rank, write a full model (--base, --to model), or use a method with a low-rank form"
     )
