@@ -10,7 +10,7 @@ from tests.helpers.family import tuned
 
 import actmat
 from actmat.checkpoints.writing.staging import OutputLock
-from actmat.errors import OutputError
+from actmat.errors import MergeError, OutputError, StatisticsError
 from actmat.extras.tune import merges
 from actmat.extras.tune.tuning import LOCK
 
@@ -23,8 +23,9 @@ def kill(*args: Any, **fields: Any) -> Any:
     raise Killed
 
 
-def test_a_full_disk_is_no_reason_against_a_method(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OutputError("the disk is full"), StatisticsError("statistics cannot be read")])
+def test_a_disk_that_fails_is_no_reason_against_a_method(
+    error: MergeError, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left out, the method would lose to a worse one, and the output would be another than without the fault."""
     module: Any = merges
@@ -32,11 +33,11 @@ def test_a_full_disk_is_no_reason_against_a_method(
 
     def full(recipes: Any, settings: Any, progress: Any, **named: Any) -> Any:
         if any(r.method == "ties" for r in recipes):
-            raise OutputError("Cannot write to x: the disk is full.")
+            raise error
         return real(recipes, settings, progress, **named)
 
     monkeypatch.setattr(merges, "run_recipes", full)
-    with pytest.raises(OutputError, match="the disk is full"):
+    with pytest.raises(type(error), match=str(error)):
         tuned(family, tmp_path / "best")
     assert not (tmp_path / "best").exists()
     monkeypatch.undo()

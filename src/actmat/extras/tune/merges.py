@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actmat.checkpoints.model import Model
-from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
 from actmat.experts.locate import OpenInput, has_factors, locate_in, require_model
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.models.loading import named_base
@@ -65,7 +65,7 @@ class Merges:
         A choice that cannot be planned or merged is noted in `refused` and left out.
 
         Raises:
-            OutputError, CheckpointError: the disk is full, or an input cannot be read.
+            OutputError, CheckpointError, StatisticsError: the disk is full, or an input cannot be read.
         """
         for choice in choices:
             if choice.key in self.plans or choice.key in self.refused:
@@ -74,7 +74,11 @@ class Merges:
             recipe = recipe_of(self.recipe, choice).model_copy(update=fields)
             try:
                 (report,) = run_recipes([recipe], self._settings, self._progress, doing=f"merging {choice}")
-            except (OutputError, CheckpointError):  # a disk or a file that fails is no reason against a choice
+            except (
+                OutputError,
+                CheckpointError,
+                StatisticsError,
+            ):  # a file that fails speaks against no choice
                 raise
             except MergeError as error:
                 self.refused[choice.key] = error.problems[0] if error.problems else str(error)
