@@ -204,7 +204,7 @@ class Dispatcher:
         return answer
 
     def _replace(self, worker: _Hired, error: Exception) -> None:
-        """Replace a lost worker; its batch is merged again, unit by unit.
+        """Replace a lost worker; its batch is merged again in the end, unit by unit.
 
         Raises:
             MergeError: too many workers were lost at one unit, or none starts.
@@ -232,7 +232,7 @@ class Dispatcher:
                     f"{format_size(worker.offer.memory)}. Fix: nodes with more memory, or fewer cores per node ('ray "
                     "start --num-cpus'); the same command goes on where it stopped."
                 ) from error
-        self._queue[:0] = [UnitBatch((u,)) for u in units]
+        self._queue += [UnitBatch((u,)) for u in units]  # last: what kills workers must not keep them from others
         if worker.where:
             again = f"; {len(units)} tensor(s) are merged again" if units else ""
             self._notes.append(f"A worker on node {worker.where} was lost ({reason}){again}.")
