@@ -114,7 +114,7 @@ def silent(found: InputAgreement) -> bool:
     return not found.problems and all("were compared as transformers" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [24, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_what_transformers_reads_alike_is_alike(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every type of model x change is said if the class reads another config, and only then."""
     rows = list(table(sorted(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)[::step]))
