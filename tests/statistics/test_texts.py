@@ -101,7 +101,7 @@ CHAT_ROWS: list[tuple[dict[str, Any], str | None, Any, Any]] = [  # row, column 
     ({"messages": [ASKED, SAID]}, None, [ASKED], "b"),
     ({"messages": [ASKED], "prompt": "c"}, None, [ASKED], None),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, None, [ASKED], "b"),
-    ({"id": "7", "prompt": [ASKED], "completion": [SAID]}, None, [ASKED], None),
+    ({"id": "7", "prompt": [ASKED], "completion": [SAID]}, None, [ASKED], "b"),
     ({"rejected": [ASKED], "chosen": [ASKED, SAID]}, "chosen", [ASKED], "b"),
     ({"prompt": "a", "chosen": [ASKED, SAID]}, None, None, None),
     ({"text": "a", "messages": [ASKED, SAID]}, "text", None, None),

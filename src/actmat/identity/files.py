@@ -21,7 +21,7 @@ _OF_PROCESSOR = "processor_config.json"
 """End of the names of files of a processor: one in the form of transformers 5 holds the entries of the others."""
 SHOWN = 6
 """Entries that a note names."""
-FIX = ". Another one: --set files_from=NAME"
+FIX = ". Another one: --set {}_from=NAME"
 
 
 def agree_files(
@@ -71,8 +71,8 @@ def agree_files(
                 labels.setdefault(key or "only", []).append(words_of(label))
             entries = [f"{key} in {first_of(of_key)}" for key, of_key in labels.items()]
             whose = f"that of {words_of(written)} is written" if path in ours else "none is written"
-            fix = FIX if not of_base else FIX.replace("files", "config") * is_code
-            notes += [f"{path} differs ({first_of(entries)}): {whose}{fix * can_choose}"] if entries else []
+            fix = FIX.format("config" if is_code else "files") * (can_choose and (is_code or not of_base))
+            notes += [f"{path} differs ({first_of(entries)}): {whose}{fix}"] if entries else []
     return InputAgreement(notes=tuple(notes), files=taken)
 
 
@@ -86,7 +86,9 @@ def _unlike(ours: Mapping[str, Mapping[str, Any]], other: Inventory, group: Sequ
     for path in group:
         if path in ours and path in theirs:
             keys = unequal_keys(ours[path], theirs[path])
-            yield from ((path, key) for key in keys if key != FLAGS or "tokens" not in keys)  # one of them says it
+            flags = [side[path].get(FLAGS, {}) for side in (ours, theirs) if "tokens" in keys and path == TOKENIZER]
+            is_said = len(flags) > 1 and all(flags[1].get(token, flag) == flag for token, flag in flags[0].items())
+            yield from ((path, key) for key in keys if key != FLAGS or not is_said)  # new tokens have new flags
         elif path in theirs and (path == TEMPLATES or not has_form):
             yield path, ""
         elif path in ours and not (other.is_adapter or matches(path, _OF_TOKENIZER)):
@@ -121,12 +123,8 @@ def _agreed(files: Mapping[str, Inventory], group: Sequence[str]) -> str | None:
 def _paths(files: Mapping[str, Inventory], source: str, group: Sequence[str], *, is_whole: bool) -> Iterator[str]:
     """Paths that are written as an expert has them; those of a tokenizer also where it has none."""
     giver = files[source]
-    if not is_whole:
-        yield from group
-        return
-    yield from (p for p in giver.side.kept if matches(p, _OF_TOKENIZER))
-    replaced = (
-        _OF_TOKENIZER if giver.source is not None and tokenizer_file(giver.source) is not None else ("*chat_template*",)
-    )
-    if "base" in files and (replaced is _OF_TOKENIZER or TEMPLATES in giver.contents):
+    yield from (p for p in giver.side.kept if matches(p, _OF_TOKENIZER)) if is_whole else group
+    has_tokens = giver.source is not None and tokenizer_file(giver.source) is not None
+    if is_whole and "base" in files and (has_tokens or TEMPLATES in giver.contents):
+        replaced = _OF_TOKENIZER if has_tokens else ("*chat_template*",)
         yield from (p for p in files["base"].side.kept if matches(p, replaced))

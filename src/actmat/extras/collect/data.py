@@ -117,6 +117,7 @@ def _asked(row: Row, column: str | None) -> Row:
     chat = next((messages for name in names if (messages := _messages(row.get(name)))), None)
     if chat is None:
         return {k: v for k, v in row.items() if k != MESSAGES} if column else row
+    chat = [*chat, *(_messages(row.get("completion")) or ())]  # beside a prompt, in TRL's form
     is_answered = len(chat) > 1 and chat[-1].get("role") == "assistant" and isinstance(chat[-1].get("content"), str)
     answer = {"answer": chat[-1]["content"]} if is_answered else {}
     return {**answer, **row, MESSAGES: chat[:-1] if is_answered else chat}
