@@ -191,6 +191,13 @@ def test_the_loss_is_that_of_the_library_on_the_tokens_that_are_learnt(finished,
     assert n == 2 * 4, "steps times the size of a batch: places behind the last example begin again at the first"
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("tf32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_matrix_products_have_the_precision_of_the_settings(asked, precision, dtype):
+    experiment = made(replace(asked, settings=asked.settings | {"precision": precision}))[0]
+    with experiment._products():
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+
+
 def test_adapters_from_one_start_have_one_a(asked, tmp_path, monkeypatch):
     experiment = made(replace(asked, settings=asked.settings | {"start": "shared"}))[0]
     assert experiment.model == "tiny-llama, r = 2, A shared, loss on answers"

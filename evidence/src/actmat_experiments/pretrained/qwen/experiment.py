@@ -40,7 +40,7 @@ from actmat_experiments.pretrained.qwen.tasks import WORDS, Worded, Words
 
 Loss = Literal["answers", "whole"]
 """The tokens of a training example that the loss is of: the answer's, or all."""
-Precision = Literal["float32", "tf32"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 _TESTED = 128
 """Questions of one pass."""
 _SAVE_EVERY = 32
@@ -56,7 +56,7 @@ class WordedLlm(Experiment):
         schedule: of these steps, in one epoch.
         loss: the tokens that are learnt.
         start: of LoRA's `A`.
-        precision: of matrix products on a GPU; a CPU computes in float32.
+        precision: of matrix products: TF32 is a GPU's, of which a CPU makes float32; bfloat16 is by autocast.
     """
 
     coder: Coder
@@ -206,8 +206,10 @@ class WordedLlm(Experiment):
         """Matrix products in the precision of the experiment."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" and "cuda" in self.device else before)
-        try:
-            yield
+        halved = self.precision == "bfloat16"
+        try:  # casts are not kept: in training they would be those of the first weights until the end
+            with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=halved, cache_enabled=False):
+                yield
         finally:
             torch.set_float32_matmul_precision(before)
 

@@ -44,7 +44,7 @@ class QwenSettings:
         rank, alpha: of LoRA on all linear layers.
         start: of LoRA's `A`: drawn `apart`, `shared` by all tasks, or apart and `small`, at 0.05 of its size.
         losses: a set of experts each: the loss is of the `answers`, or of the `whole` text.
-        precision: of matrix products on a GPU; a CPU computes in float32.
+        precision: of matrix products: TF32 is a GPU's, of which a CPU makes float32; bfloat16 is by autocast.
     """
 
     base: str = ""
