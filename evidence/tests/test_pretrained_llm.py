@@ -413,6 +413,16 @@ def test_only_the_default_and_the_chosen_scale_see_test_questions(instructions_f
     assert {k: every[k] for k in ("default", "tuned")} == {k: result[k] for k in ("default", "tuned")}
 
 
+def test_a_merge_by_eight_prompts_measures_them_without_their_answers(instructions_finished):
+    made = next(iter(suite.experiments(instructions_finished, Watch())))
+    asked = replace(made, answers=False)
+    found = [batch["input_ids"][0].tolist() for batch in asked.inputs("mr", 3)]
+    assert found == [coded.prompt for coded in made.coder(made.task("mr").train[:3])]
+    assert asked.content(["mr"], ["train"]) != made.content(["mr"], ["train"])
+    (row,), _ = candidates(("regmean:data=8",), "full", 2, ("gram",))
+    assert (row.method, row.options) == ("regmean", {"prior": 4 / 8, "ridge": 0.001})
+
+
 def test_an_expert_is_nearest_to_itself(instructions_finished):
     made = next(iter(suite.experiments(instructions_finished, Watch())))
     expert = made.load(made.experts()["copa"].path)

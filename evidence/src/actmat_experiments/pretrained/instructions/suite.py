@@ -16,12 +16,13 @@ from torch import Tensor
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment
 from actmat_experiments.harness.heads import counted
+from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.request import RunRequest
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import data_folder
-from actmat_experiments.pretrained.decoder import Coder, write_base
+from actmat_experiments.pretrained.decoder import Coded, Coder, collated, write_base
 from actmat_experiments.pretrained.generated import Generated
 from actmat_experiments.pretrained.instructions.options import rows_of, scores_of
 from actmat_experiments.pretrained.instructions.texts import MORE, TASKS, load_options
@@ -54,6 +55,7 @@ class TaskSettings(PretrainedSettings):
 
     Args:
         precision: of the matrix products of training and testing; weights, sums and scores are float32 (autocast).
+        answers: whether statistics are measured on right answers, too; `actmat merge --data` sees prompts.
     """
 
     train: int = 320
@@ -64,6 +66,7 @@ class TaskSettings(PretrainedSettings):
     batch_size: int = 8
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     samples: int = 32
+    answers: bool = True
     scales: tuple[float, ...] = (1.0,)
 
 
@@ -72,10 +75,11 @@ class OptionLlm(PretrainedLlm):
     """The stages after the base, scored by options.
 
     Args:
-        precision: see `TaskSettings`.
+        precision, answers: see `TaskSettings`.
     """
 
     precision: str = "float32"
+    answers: bool = True
 
     def training(self, task: Generated) -> Mapping[str, Any]:
         """See `Experiment`."""
@@ -87,8 +91,16 @@ class OptionLlm(PretrainedLlm):
             super().train(task, out, stage)
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
-        """See `Experiment`; answers depend on the precision, too."""
-        return [super().content(tasks, parts), self.precision]
+        """See `Experiment`; answers depend on the precision, too, and statistics on what they are measured on."""
+        asked = ["prompts"] if self.measured in parts and not self.answers else []
+        return [super().content(tasks, parts), self.precision, *asked]
+
+    def inputs(self, task: str, n: int) -> Iterator[Batch]:
+        """See `Experiment`."""
+        if self.answers:
+            return super().inputs(task, n)
+        prompts = (coded.prompt for coded in self.coder(self.task(task).train[:n]))
+        return (collated([Coded(tokens[:-1], tokens[-1:])], self.device).inputs for tokens in prompts)
 
     def test(self, model: object, task: str, part: str) -> Counts:
         """See `Experiment`; on validation questions also the divergence from the task's expert over the options."""
@@ -139,4 +151,5 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[OptionLlm]:
             schedule=settings.schedule(fields["regime"]),
             every_scale=False,
             precision=settings.precision,
+            answers=settings.answers,
         )
