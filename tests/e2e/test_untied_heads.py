@@ -134,6 +134,13 @@ def test_a_config_that_unties_a_head_which_is_not_stored_is_taken_as_tied(
     assert side in note
 
 
+def test_a_head_that_no_input_stores_or_ties_is_warned_of(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", tensors, tie_word_embeddings=False)
+    expert = saved(tmp_path / "expert", noisy(tensors, 1), tie_word_embeddings=False)
+    said = [note for note in actmat.plan(base, [expert], method="linear").notes if "draw one at random" in note.text]
+    assert [note.severity for note in said] == ["warning"]
+
+
 def test_a_head_of_any_name_is_stored(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     tensors["own_projection.weight"] = tensors[TABLE] + 1
     base = saved(tmp_path / "base", tensors, tie_word_embeddings=False)

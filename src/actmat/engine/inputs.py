@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.checkpoints.base import Tensors
 from actmat.checkpoints.model import Model
 from actmat.errors import Problems
 from actmat.experts.deltas import Deltas
@@ -41,11 +40,6 @@ class Inputs:
     def labels(self) -> tuple[str, ...]:
         """Names of the experts, for messages."""
         return self.statistics.labels
-
-    @property
-    def base_tensors(self) -> Tensors | None:
-        """The bytes of the base."""
-        return None if self.base is None else self.base.tensors
 
     @property
     def buffer_bytes(self) -> int:

@@ -71,8 +71,8 @@ class ItemReader:
         self._sources = [s for s in item.sources if s is not None]  # none for a copy
         self._stored: list[tuple[Tensors | Deltas | None, str]] = []  # none without a base
         if item.has_base:
-            names = (s.name for s in self._sources)
-            self._stored = [(inputs.base_tensors, item.name), *zip(inputs.experts, names, strict=False)]
+            names, base = (s.name for s in self._sources), inputs.base.tensors if inputs.base else None
+            self._stored = [(base, item.name), *zip(inputs.experts, names, strict=False)]
         self._hashes = [ContentHash() for _ in self._stored]
         self.base_dtype = torch_dtype(item.target.spec.dtype)
         self._wide_key: tuple[int, int] | None = None

@@ -80,7 +80,7 @@ def agree(inputs: Sequence[tuple[str, Model | Deltas]], output: OutputChoice) ->
     if output.kind == "adapter":
         agreed, notes = InputAgreement(), [*agreed.problems, *notes]
     problems = [*agreed.problems, *problems]
-    return InputAgreement(tuple(problems), tuple(notes), tuple(warnings), agreed.configs, of_files.files)
+    return InputAgreement(tuple(problems), tuple(notes), (*agreed.warnings, *warnings), agreed.configs, of_files.files)
 
 
 def export_remarks(inputs: Sequence[tuple[str, Model | Deltas]], fix: str = "") -> list[str]:
@@ -118,16 +118,18 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
 
 
 def _agree_heads(agreed: InputAgreement, base: Inventory, experts: Sequence[Inventory]) -> InputAgreement:
-    """Output heads that configs untie and no file stores, which loaders would draw at random: tied as in the others."""
+    """Output heads that configs untie and no file stores, which loaders draw at random: tied if another input's is."""
     models = [i for i in (base, *experts) if not i.is_adapter and i.folder.files]
     headless = [words_of(i.label) for i in models if _lacks_head(i)]
-    if not (headless and any(ties_embeddings(i.config) for i in models)):
+    if not headless:
         return agreed
+    said = f"config.json of {first_of(headless)} unties an output head that it does not store"
+    if not any(ties_embeddings(i.config) for i in models):
+        return replace(agreed, warnings=(f"{said}: loaders draw one at random",))
     configs = dict(agreed.configs)
     if base in models and _lacks_head(base):
         configs[CONFIG] = {**configs.get(CONFIG, base.folder.written.get(CONFIG, base.config or {})), TIE: True}
-    note = f"config.json of {first_of(headless)} unties an output head that it does not store: taken as tied"
-    return replace(agreed, notes=(*agreed.notes, note), configs=configs)
+    return replace(agreed, notes=(*agreed.notes, f"{said}: taken as tied"), configs=configs)
 
 
 def _lacks_head(of_input: Inventory) -> bool:

@@ -31,6 +31,8 @@ _COMPUTED = re.compile(
     r"(?:\w*_)?inv_freq|masked_bias|(?:causal|attn|attention)_mask"
 )
 """Buffers that a model computes or counts, some of which are cast to floats with the weights."""
+_SCHEDULE = re.compile(r"betas|sigmas|\w*alphas_cumprod\w*|posterior_\w+|lvlb_weights")
+"""Numbers of a noise schedule, settings that tools of latent diffusion store beside the weights."""
 
 _SCALE = re.compile(
     r"A_log|D|gamma\w*|beta|lambda\w*|alpha\w*|\w*scale\w*|\w*_decay|time_(?:mix|decay|first|maa)\w*|sinks"
@@ -108,8 +110,9 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     shape = spec.shape
     if is_computed(spec.name):
         return TensorLayout(Role.BUFFER, f"indices or a computed buffer, by the name {owner}")
-    if not spec.is_floating:
-        return TensorLayout(Role.BUFFER, f"{spec.dtype} entries ({leaf or owner}): copied from the base")
+    if not spec.is_floating or _SCHEDULE.fullmatch(owner):
+        what = "a noise schedule" if spec.is_floating else f"{spec.dtype} entries"
+        return TensorLayout(Role.BUFFER, f"{what} ({leaf or owner})")
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
     table = _is_table(owner, tower) and (not indexed or _INDEXED_TABLE.fullmatch(owner) is not None)

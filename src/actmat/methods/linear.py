@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -63,16 +62,12 @@ def merge_lowrank(
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
 
 
-def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
-    return None if options["normalize"] else _SCALES_THE_BASE
-
-
 LINEAR = MergeMethod(
     "linear",
     merge,
     "elementwise",
     laws=MEAN_LAWS,
-    lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
+    lowrank=LowRankForm(merge_lowrank, why_not=lambda options, *_: None if options["normalize"] else _SCALES_THE_BASE),
     access=Access(
         one_pass=True,
         base=lambda options: not options["normalize"],

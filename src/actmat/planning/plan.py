@@ -47,11 +47,11 @@ from actmat.planning.module_names import in_one_form
 from actmat.planning.notes import adapter_notes, all_notes
 from actmat.planning.problems import (
     base_problems,
+    buffer_problems,
     check,
     factor_output_problems,
     idle_problems,
     input_problems,
-    integer_problems,
 )
 from actmat.planning.regions import cut
 from actmat.planning.statistics import ExpertStatistics, uses_statistics, with_module_names, with_statistics
@@ -184,7 +184,7 @@ def _scope_of_base(
         *statistics.kind_problems([e.needs_base for e in experts]),
         *of_roles,
         *aligned.problems,
-        *integer_problems(base, experts, recipe.labels, [t for t in aligned.targets if t.name not in copied]),
+        *buffer_problems(base, experts, recipe.labels, [t for t in aligned.targets if t.name not in copied]),
         *base_problems(recipe, base, experts, chooser),
     ]
     return _Scope(

@@ -8,10 +8,11 @@ import torch
 
 from actmat.checkpoints.model import Model
 from actmat.checkpoints.quantization import quantization_problems
-from actmat.errors import AlignmentError, MergeError, first_of
+from actmat.errors import AlignmentError, MergeError, first_names
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.classify import is_computed
+from actmat.layout.types import Role
 from actmat.methods import get_method
 from actmat.planning.choose import Chooser
 from actmat.planning.implied import labeled_adapters
@@ -40,23 +41,28 @@ def input_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas]) -> li
     return problems
 
 
-def integer_problems(
+def buffer_problems(
     base: Model, experts: Sequence[Deltas], labels: Sequence[str], targets: Sequence[Target]
 ) -> Iterator[str]:
-    """Integers that differ in an expert: they are copied from the base, and what was changed there would be lost."""
-    for spec, sources in ((t.spec, t.sources) for t in targets if not t.spec.is_floating):
-        if is_computed(spec.name):
-            continue
-        ours, who = base.tensors.read(spec.name), []
-        for label, expert, source in zip(labels, experts, sources, strict=True):
-            if source is not None and source.kind == "stored" and not torch.equal(ours, expert.read(source.name)):
-                who.append(f"'{label}'")
-        if who:
-            yield (
-                f"tensor '{spec.name}' holds {spec.dtype} numbers, which cannot be merged, and those of expert "
-                f"{first_of(who)} are not the base's. Fix: give experts that agree with the base, or copy the base's "
-                f"(--keep '{spec.name}')"
-            )
+    """Integers, and numbers of a noise schedule, that differ in an expert: they are copied from the base, and what was
+    changed there would be lost. Floats are compared in the narrower dtype.
+    """
+    names, who = dict[str, None](), dict[str, None]()
+    for target in (t for t in targets if t.layout.role is Role.BUFFER and not is_computed(t.name)):
+        ours = base.tensors.read(target.name)
+        for label, expert, source in zip(labels, experts, target.sources, strict=True):
+            if source is not None and source.kind == "stored":
+                theirs = expert.read(source.name)
+                narrow = min(ours, theirs, key=lambda x: x.element_size()).dtype
+                if not torch.equal(ours.to(narrow), theirs.to(narrow)):
+                    names[target.name] = who[label] = None
+    if names:
+        keep = " ".join(f"--keep '{name}'" for name in names)
+        yield (
+            f"{first_names(names)} hold numbers that cannot be merged (integers, or a noise schedule), and those of "
+            f"expert {first_names(who)} are not the base's. Fix: give experts that agree with the base, or copy the "
+            f"base's ({keep})"
+        )
 
 
 def base_problems(recipe: Recipe, base: Model, experts: Sequence[Deltas], chooser: Chooser) -> Iterator[str]:
