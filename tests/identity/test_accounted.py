@@ -38,7 +38,8 @@ def said(*flags: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model_fsdp.bin", "other/"]
+    "name",
+    ["non_lora_trainables.bin", "value_head.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "other/"],
 )
 def test_weights_beside_an_adapter_are_said(name: str, base: Path) -> None:
     folder = save_adapter(Path("expert"), {})

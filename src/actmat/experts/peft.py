@@ -16,7 +16,7 @@ from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, may_be_we
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES
 from actmat.checkpoints.keys import unknown_note
-from actmat.checkpoints.model import Model
+from actmat.checkpoints.model import CONFIG, Model
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 from actmat.experts.changes.base import Content, Reader
@@ -137,7 +137,7 @@ def _holds_adapter(names: Sequence[str]) -> bool:
     full = (".safetensors", ".safetensors.index.json", *TORCH_SUFFIXES)
     others = [n for n in names if n.endswith(full) and may_be_weights(n)]
     if any(n in ADAPTER_WEIGHTS for n in names):  # a value head or a projector may lie beside it
-        others = [n for n in others if n.startswith(_OF_MODELS) and "_fsdp" not in n]
+        others = [n for n in others if CONFIG in names and n.startswith(_OF_MODELS) and "_fsdp" not in n]
     return ADAPTER_CONFIG in names and not others
 
 

@@ -265,7 +265,8 @@ def plan_inputs(recipe: Recipe, data: Any, check: Any, settings: InputSettings, 
         few = sum(n is not None for n in dealt)
         asked = dealt.count(None) or min(len(rows.rows) if rows else 0, ASKED)
         asked = len(checked[label].rows) if label in checked else asked
-        lines.append(f"  {label}: {few} inputs measured, answers compared on {asked}")
+        what = "prompts that it writes" if rows and rows.options.location == SELF else "inputs"
+        lines.append(f"  {label}: {few} {what} measured, answers compared on {asked}")
     if sources.folds > 1:
         lines.append(f"  inputs of {sources.folds} folds: those of each are compared with a merge by the others")
     if "gram" in kinds:
