@@ -130,12 +130,18 @@ SETS = {
     "encoder-full": ("five full models of MiniLM", "dc_merge"),
     "encoder-adapters": ("five adapters of MiniLM", "dc_merge"),
     "digits": ("six full models of digits", "dc_merge"),
+    "images-full": ("seven full models of ViT-S/14", "dc_merge"),
+    "images-adapters": ("seven adapters of ViT-S/14", "dc_merge"),
+    "decoder-full": ("eight full models of SmolLM2-135M", "actmat_ridge"),
     "answers": ("eight adapters of Qwen2.5-Coder-0.5B, trained on answers", "ct_merging"),
     "whole": ("eight adapters of Qwen2.5-Coder-0.5B, trained on whole texts", "ct_merging"),
 }
 """Subject of `benchmarks.few`, or key of `SCORES` -> name, and what `auto` takes without inputs."""
 SCORES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "encoder-adapters": ("regimes-text-minilm", "alpha = 32, 256 steps at 0.00025", (0,)),
+    "images-full": ("inputs-vision-vits14", "ViT-S/14", (0, 1)),
+    "images-adapters": ("inputs-vision-vits14", "r = 16", (0, 1)),
+    "decoder-full": ("inputs-llm-tasks", "", (0, 1)),
     "answers": ("larger-llm-qwen", "loss on answers", (0, 1)),
     "whole": ("larger-llm-qwen", "loss on whole texts", (0, 1)),
 }
@@ -186,13 +192,18 @@ def sets(form: str) -> str:
 
     In the form "brief" with the best merge without inputs of each set.
     """
-    qwen = "regmean:training:toward=ct_merging:ridge=0.05:prior=0.5"
-    columns = {  # kind, ridge and start of the regression in `few.jsonl`; method of a suite
-        "average": ("average", 0.0, "", "average"),
-        **{f"`{name}`": (name, 0.0, "", name) for name in ("ct_merging", "dc_merge", "tsv", "auto")},
-        "`merge --data`": ("own", 0.001, "", "regmean:data=training"),
-        "toward `ct_merging`": ("own", 0.05, "ct_merging", qwen),
-        "toward `dc_merge`": ("own", 0.05, "dc_merge", ""),
+    columns: dict[str, tuple[str, float, str, tuple[str, ...]]] = {
+        # kind, ridge and start of the regression in `few.jsonl`; rows of a suite
+        "average": ("average", 0.0, "", ("average",)),
+        **{f"`{name}`": (name, 0.0, "", (name,)) for name in ("ct_merging", "dc_merge", "tsv", "auto")},
+        "`merge --data`": ("own", 0.001, "", ("regmean:data=training", "regmean:data=8")),
+        "toward `ct_merging`": (
+            "own",
+            0.05,
+            "ct_merging",
+            ("regmean:training:toward=ct_merging:ridge=0.05:prior=0.5",),
+        ),
+        "toward `dc_merge`": ("own", 0.05, "dc_merge", ()),
     }
     few = [r for r in read_lines(RESULTS / "few.jsonl") if r["n"] == 0 or (r["n"] == 8 and r["prior"] == 4.0)]
     lines = []
@@ -202,13 +213,13 @@ def sets(form: str) -> str:
         scores = read_lines(RESULTS / "evidence" / f"{file}.jsonl") if file else []
         scores = [r for r in scores if r["model"].endswith(model) and r["seed"] in seeds and r["scale"] == "default"]
         cells = []
-        for kind, ridge, start, method in columns.values():
+        for kind, ridge, start, methods in columns.values():
             key = (auto if kind == "auto" else kind, ridge, start)
             matching = [r for r in by_few if (r["kind"], r["ridge"], r.get("toward", "")) == key]
-            some = [r for r in scores if r["method"] == (auto if method == "auto" else method)]
+            some = [r for r in scores if r["method"] in ((auto,) if kind == "auto" else methods)]
             mean = f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else ""
-            cells.append(_percents(matching).partition(" ")[0] or mean)
-        lines.append([name, *cells])
+            cells.append(_accuracy(matching) or mean)
+        lines += [[name, *cells]] if any(cells) else []
     if form != "brief":
         return table(["experts", *columns], lines)
     times = read_result("inputs")
@@ -227,30 +238,43 @@ PROMPTS = {
     "none: average": ("average", "average", 0),
     "none: `auto`": ("auto", "average", 0),
     "8 of the user": (_by("training", 8), "own", 8),
-    "8 that the expert wrote": (_by("self", 8), "self", 8),
-    "32 that the expert wrote": (_by("self", 32), "self", 32),
-    "4 of the user, 4 that it wrote": (_by("mixed", 8), "", 8),
-    "8 of random tokens": (_by("random", 8), "random", 8),
-    "each expert on its own task": ("experts", "", 0),
+    "8 written": (_by("self", 8), "self", 8),
+    "32 written": (_by("self", 32), "self", 32),
+    "4 of each": (_by("mixed", 8), "", 8),
+    "8 random": (_by("random", 8), "random", 8),
+    "each expert": ("experts", "", 0),
 }
 """Origin of the prompts of each expert -> row of `self-llm-qwen.jsonl`; kind and number of inputs in `few.jsonl`."""
 
 
 def written(_: str) -> str:
-    """Accuracy of merges by prompts of several origins, on adapters trained on whole texts and on answers."""
-    scores = read_lines(RESULTS / "evidence" / "self-llm-qwen.jsonl")
+    """Accuracy of merges by prompts of several origins, a line for each training of adapters."""
     few = [r for r in read_lines(RESULTS / "few.jsonl") if r["subject"] == "adapters"]
     few = [r for r in few if r["n"] == 0 or (r["prior"], r["ridge"], r.get("toward")) == (4.0, 0.001, None)]
-    columns = sorted({(r["seed"], r["model"].partition("loss on ")[2]) for r in scores})
-    lines = []
-    for name, (method, kind, n) in PROMPTS.items():
-        cells = [_percents([r for r in few if (r["kind"], r["n"]) == (kind, n)]).partition(" ")[0]]
-        for seed, learnt in columns:
-            row = [r for r in scores if (r["seed"], r["method"]) == (seed, method) and r["model"].endswith(learnt)]
-            share = sum(r["correct"] for r in row) / max(1, sum(r["total"] for r in row))
-            cells.append(f"{100 * share:.1f}" if row else "")
-        lines.append([name, *cells])
-    return table(["prompts of each expert", "answers", *(f"{learnt}, seed {seed}" for seed, learnt in columns)], lines)
+    by_few = ([r for r in few if (r["kind"], r["n"]) == (kind, n)] for _, kind, n in PROMPTS.values())
+    lines = [["SmolLM2-135M, 3 tasks, answers, adapters from elsewhere", "", *map(_accuracy, by_few)]]
+    trainings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in read_lines(RESULTS / "evidence" / "self-llm-qwen.jsonl"):
+        model, _, learnt = row["model"].partition(", r = 16, loss on ")
+        weights = row["detail"]["training"]["weights"]
+        place = (model.partition("-Instruct")[0], learnt.partition(",")[0], row["seed"], row["settings"], weights)
+        trainings.setdefault(place, []).append(row)
+    for (base, learnt, seed, *_), rows in sorted(trainings.items()):
+        gains = [gain for r in rows for gain in r["detail"].get("gains", {}).values()]
+        n_tasks = len({r["task"] for r in rows})
+        cells = []
+        for method, _, _ in PROMPTS.values():
+            of_row = [r for r in rows if r["method"] == method]
+            asked = [[r for r in of_row if r["model"].endswith(" other words") == other] for other in (False, True)]
+            shares = [100 * sum(r["correct"] for r in some) / sum(r["total"] for r in some) for some in asked if some]
+            cells.append("{:.1f} ({:.1f})".format(*shares) if shares else "")
+        name = f"{base}, {n_tasks} tasks, {learnt}, seed {seed}"
+        lines.append([name, f"{min(gains):.1f} to {max(gains):.1f}" if gains else "", *cells])
+    return table(["adapters", "nats", *PROMPTS], lines)
+
+
+def _accuracy(rows: list[dict[str, Any]]) -> str:
+    return _percents(rows).partition(" ")[0]
 
 
 def _percents(rows: list[dict[str, Any]]) -> str:

@@ -115,7 +115,7 @@ def test_experts_that_are_stacked_in_memory_are_left_out(place: Path, tmp_path: 
     rows = [r for r in rows_of(report).values() if r["kind"] in ("left out", "factored")]
     lost, total = (sum(r["norm"] ** 2 for r in some) for some in ([r for r in rows if r["kind"] == "left out"], rows))
     assert report.totals.relative_error == pytest.approx((lost / total) ** 0.5, rel=1e-6)
-    assert [w.code for w in report.warnings] == ["AM404"]
+    assert [w.code for w in report.warnings] == ["AM203", "AM404"], "the two are unrelated"
     found, expected = reloaded("mixtral", tmp_path / "out"), torch.load(here / "state.pt")
     for name, tensor in expected.items():
         if ".experts." not in name:

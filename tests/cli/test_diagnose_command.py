@@ -34,7 +34,7 @@ def test_checks_are_printed_by_severity(capsys: pytest.CaptureFixture[str]) -> N
     from actmat.cli.summary import print_diagnosis
 
     facts = some_facts(of_records={"AM402": "far", "AM403": "exploded"})
-    print_diagnosis(a_diagnosis(findings=run_checks(facts, mute=["AM402"])))
+    print_diagnosis(a_diagnosis(findings=run_checks(**facts, mute=["AM402"])))
     out = capsys.readouterr().out
     assert "issue AM403" in out
     assert "muted: AM402" in out

@@ -121,6 +121,6 @@ def test_issues_are_what_was_found_and_is_no_tip() -> None:
 
     from actmat.diagnostics.checks import run_checks
 
-    facts = some_facts(of_records={"AM202": "", "AM402": "", "AM403": "the merged delta exploded"})
-    findings = run_checks(facts, mute=["AM202"])
+    facts = some_facts(of_records={"AM402": "it is far", "AM403": "the merged delta exploded"})
+    findings = run_checks(**facts, mute=["AM202"])
     assert [f.code for f in a_diagnosis(findings=findings).issues] == ["AM403"]

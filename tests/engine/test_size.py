@@ -128,7 +128,7 @@ def test_adapters_merged_into_a_model_have_sizes_too(models: Path, tmp_path: Pat
 
 
 def test_records_keep_their_size_in_the_journal() -> None:
-    size = {"norm": 1.0, "sum_norm": 2.0, "expert_norms": [1.0, 1.5], "sampled": 10}
+    size = {"norm": 1.0, "sum_norm": 2.0, "expert_norms": [1.0, 1.5], "base_norm": 3.0, "sampled": 10}
     record = Record("a", "00", {"a": "00"}, size=size)
     assert Record.from_json(record.to_json()) == record
     assert Record.from_json(record.to_json() | {"size": {**size, "expert_norms": "x"}}) is None

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from actmat.diagnostics.checks import Facts
 from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
@@ -34,14 +33,15 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
     return MatrixRow(name=name, **(settings | fields))
 
 
-def some_facts(n: int = 2, **fields: Any) -> Facts:
-    """Two matrices of unremarkable experts, nothing wrong."""
+def some_facts(n: int = 2, **fields: Any) -> dict[str, Any]:
+    """What checks judge: two matrices of unremarkable experts, nothing wrong."""
     names = ["model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"]
     settings: dict[str, Any] = {
         "labels": ["math", "code", "law"][:n],
         "measures": [a_measure(name, n) for name in names],
+        "of_records": {},
     }
-    return Facts(**(settings | fields))
+    return settings | fields
 
 
 def a_diagnosis(**fields: Any) -> Diagnosis:

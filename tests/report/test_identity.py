@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 import actmat
 
 SHAPES = {f"layers.{k}.{n}.weight": (24, 16) for k in range(2) for n in ("up", "down")} | {"norm.weight": (16,)}
-TRAINED = {"base": (), "ann": ("ann",), "bob": ("bob",), "cid": ("cid",), "far": ("ann", "far"), "twin": ("ann",)}
+TRAINED = {"base": (), "ann": ("ann",), "bob": ("bob",), "cid": ("cid",), "far": ("ann", "far"), "twin": ("ann",),
+           "new": ("new",), "newer": ("new", "bob")}  # fmt: skip
 """Checkpoint -> its stages of training, each an independent change of the first."""
 
 
@@ -18,9 +19,9 @@ TRAINED = {"base": (), "ann": ("ann",), "bob": ("bob",), "cid": ("cid",), "far":
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("identity")
     changes = {}
-    for k, stage in enumerate(("", "ann", "bob", "cid", "far")):
-        rng = torch.Generator().manual_seed(k)
-        changes[stage] = {n: torch.randn(s, generator=rng) * (0.01 if stage else 1) for n, s in SHAPES.items()}
+    for k, stage in enumerate(("", "ann", "bob", "cid", "far", "new")):
+        rng, size = torch.Generator().manual_seed(k), {"": 1.0, "new": 1.4}.get(stage, 0.01)
+        changes[stage] = {n: torch.randn(s, generator=rng) * size for n, s in SHAPES.items()}
     for name, stages in TRAINED.items():
         tensors = {n: sum((changes[s][n] for s in stages), changes[""][n]) for n in SHAPES}
         save_file(tensors, folder / f"{name}.safetensors")
@@ -38,6 +39,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], list[tuple[str, str]]]] = {
     "swapped": ("ann", ("base", "bob", "cid"), [("AM205", "give 'base' as the base")]),
     "swapped, two": ("ann", ("bob", "base"), [("AM205", "give 'base' as the base")]),
     "another expert": ("ann", ("bob", "cid"), [("AM205", "the base looks like an expert")]),
+    "of another base": (
+        "base",
+        ("ann", "new"),
+        [("AM203", "as far from the base as unrelated weights are: 'new' by 1.3")],
+    ),
+    "all of another base": ("base", ("new", "newer"), [("AM203", "'new' by 1.3, 'newer' by 1.3")]),
     "trained on": ("base", ("ann", "far"), [("AM205", "give 'ann' as the base")]),
 }
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actmat.diagnostics.checks import Facts, run_checks
+from actmat.diagnostics.checks import run_checks
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import (
     Diagnosis,
@@ -38,12 +38,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None) -> Di
     names = [of.name for of in (plan.items if plan.output == "adapter" else plan.specs)]
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
     measures = rows_from_json([m for o in observed.values() for m in o["measures"]])
-    facts = Facts(
-        labels=plan.recipe.labels,
-        measures=measures,
-        of_records=merge_findings(plan, records, totals_of(plan, records)),
-    )
-    recipe = plan.recipe
+    recipe, of_records = plan.recipe, merge_findings(plan, records, totals_of(plan, records))
     return Diagnosis(
         actmat=plan.versions["actmat"],
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -55,7 +50,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None) -> Di
         experts=_experts(plan, measures),
         actions=dict(Counter(plan.by_name[name].action for name in names)),
         measures=measures,
-        findings=run_checks(facts, recipe.mute),
+        findings=run_checks(recipe.labels, measures, of_records, recipe.mute),
     )
 
 

@@ -1,40 +1,21 @@
-"""Coded judgments over the measures of a merge; `CHECKS` is the list.
+"""Coded judgments over a merge; `CHECKS` is the list.
 
-A check is a function from facts to a finding, something that a user should know, in one sentence that holds the
-numbers; or None. Thresholds are constants, each with its reason; docs/checks.md has a section for every code. AM1xx:
-errors of rounding; AM2xx: identity of base and experts; AM3xx: balance between experts; AM4xx: size of
-the merged delta.
+A check finds something that a user should know, in one sentence that holds the numbers. All but AM101 are made by every
+merge from its records, see `diagnostics.warnings`; AM101 needs the measures of a diagnosis. Thresholds are constants,
+each with its reason; docs/checks.md has a section for every code. AM1xx: errors of rounding; AM2xx: identity of base
+and experts; AM3xx: balance between experts; AM4xx: size of the merged delta.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from actmat.diagnostics.model import Finding, MatrixRow, Severity
 from actmat.errors import RecipeError, did_you_mean
 
 SHOWN_TENSORS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about a merge that checks judge.
-
-    Args:
-        labels: names of the experts.
-        measures: of matrices.
-        of_records: code -> words, of `diagnostics.warnings.merge_findings`.
-    """
-
-    labels: Sequence[str]
-    measures: Sequence[MatrixRow]
-    of_records: Mapping[str, str] = field(default_factory=dict)
-
-
-Outcome = tuple[str, Sequence[str]] | None
-"""One sentence, and the tensors concerned; None: nothing was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +26,22 @@ class Check:
         code: "AM101".
         title: a few words, the heading in docs/checks.md.
         severity: "issue": the merge is likely wrong; "tip": worth knowing.
-        judge: facts -> outcome; default: every merge makes this check from its records.
     """
 
     code: str
     title: str
     severity: Severity
-    judge: Callable[[Facts], Outcome] | None = None
-
-    def finding(self, facts: Facts, *, muted: bool) -> Finding | None:
-        """Judge the facts."""
-        if self.judge is not None:
-            outcome = self.judge(facts)
-        else:
-            said = facts.of_records.get(self.code, "")
-            outcome = (said[0].upper() + said[1:], ()) if said else None
-        if outcome is None:
-            return None
-        message, tensors = outcome[0], tuple(dict.fromkeys(outcome[1]))
-        return Finding(self.code, self.title, self.severity, message, tensors[:SHOWN_TENSORS], len(tensors), muted)
 
 
 MOST = 0.5
 """Least share of an expert's tensors at which the expert is reported."""
 
 
-def _below_rounding(facts: Facts) -> Outcome:
-    rows = [(m, m.snr) for m in facts.measures if m.snr is not None]
+def _below_rounding(labels: Sequence[str], measures: Sequence[MatrixRow]) -> tuple[str, Sequence[str]] | None:
+    """A sentence, and the tensors concerned."""
+    rows = [(m, m.snr) for m in measures if m.snr is not None]
     said, names = [], []
-    for t, label in enumerate(facts.labels):
+    for t, label in enumerate(labels):
         changed = [(m.name, snr[t]) for m, snr in rows if m.norms[t] > 0]
         below = [name for name, snr in changed if snr < 1]
         if changed and len(below) >= MOST * len(changed):
@@ -90,32 +58,11 @@ def _below_rounding(facts: Facts) -> Outcome:
     )
 
 
-FOREIGN = 0.5
-"""Relative norm of a delta above which it is not fine-tuning: independent weights of one size differ by 1.4."""
-
-
-def _foreign(facts: Facts) -> Outcome:
-    far = []
-    for t, label in enumerate(facts.labels):
-        sizes = [m.relative_norms[t] for m in facts.measures if m.relative_norms is not None and m.norms[t] > 0]
-        if sizes and (size := statistics.median(sizes)) > FOREIGN:
-            far.append((label, size))
-    if not far:
-        return None
-    names = "; ".join(f"'{label}' by {size:.2g} of its norm (median)" for label, size in far)
-    first = facts.labels.index(far[0][0])
-    return (
-        f"The weights differ from the base as much as unrelated weights do: {names}. These experts do not come "
-        "from this base (another size, version or initialization); merging them gives noise",
-        [m.name for m in facts.measures if m.relative_norms and m.relative_norms[first] > FOREIGN],
-    )
-
-
 CHECKS = (
-    Check("AM101", "Delta below the rounding of its storage", "issue", _below_rounding),
+    Check("AM101", "Delta below the rounding of its storage", "issue"),
     Check("AM201", "Expert equals the base", "issue"),
     Check("AM202", "Two experts are the same", "issue"),
-    Check("AM203", "Expert is not from this base", "issue", _foreign),
+    Check("AM203", "Expert is not from this base", "issue"),
     Check("AM205", "Base looks like an expert", "tip"),
     Check("AM301", "Experts of unequal size", "issue"),
     Check("AM402", "Merged delta is much larger than the experts'", "tip"),
@@ -124,10 +71,27 @@ CHECKS = (
 )
 
 
-def run_checks(facts: Facts, mute: Collection[str] = ()) -> tuple[Finding, ...]:
-    """Everything that checks find, in the order of their codes."""
-    findings = (check.finding(facts, muted=check.code in mute) for check in CHECKS)
-    return tuple(f for f in findings if f is not None)
+def run_checks(
+    labels: Sequence[str], measures: Sequence[MatrixRow], of_records: Mapping[str, str], mute: Collection[str] = ()
+) -> tuple[Finding, ...]:
+    """Everything that checks find, in the order of their codes.
+
+    Args:
+        labels: names of the experts.
+        measures: of matrices.
+        of_records: code -> words, of `diagnostics.warnings.merge_findings`.
+        mute: codes.
+    """
+    said: dict[str, tuple[str, Sequence[str]]] = {c: (w[0].upper() + w[1:], ()) for c, w in of_records.items()}
+    if (rounding := _below_rounding(labels, measures)) is not None:
+        said["AM101"] = rounding
+    findings = []
+    for check in (c for c in CHECKS if c.code in said):
+        message, concerned = said[check.code]
+        names, is_muted = tuple(dict.fromkeys(concerned)), check.code in mute
+        shown = names[:SHOWN_TENSORS]
+        findings.append(Finding(check.code, check.title, check.severity, message, shown, len(names), is_muted))
+    return tuple(findings)
 
 
 def check_codes(codes: Collection[str]) -> None:

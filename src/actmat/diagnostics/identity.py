@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
@@ -17,6 +18,8 @@ ROUNDED = 2.0**-16
 """The same of adapters of which some are stored in bfloat16, others not."""
 ALIKE = 1e-6
 """Distance of a cosine from 1 below which two deltas count as one."""
+FOREIGN = 0.5
+"""Relative norm of a delta above which it is not fine-tuning: independent weights of one size differ by 1.4."""
 SHARED = 0.4
 """Cosine of every two deltas above which they share a change; from a base that is an expert it is about 0.5."""
 WHOLE_SHARE = 0.2
@@ -31,16 +34,18 @@ BY_SQUARES = ("actmat", "actmat_ridge")
 
 
 def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[tuple[str, str], ...]:
-    """Codes and words: an expert that is the base, an expert given twice, a base like an expert, unequal sizes."""
+    """Codes and words; what follows from an expert of another base is not said as well."""
     rows = [(i, records[i.name]) for i in plan.items if i.action in ("merge", "average") and i.name in records]
     merge = _MergedInputs(plan, rows, _gram([r.products for _, r in rows if r.products], len(plan.recipe.labels)))
     checks = {
         "AM201": merge.without_effect,
         "AM202": merge.given_twice,
+        "AM203": merge.from_another_base,
         "AM205": merge.with_other_base,
         "AM301": merge.of_unequal_size,
     }
-    return tuple((code, words) for code, check in checks.items() if (words := check()))
+    found = {code: words for code, check in checks.items() if (words := check())}
+    return tuple((code, words) for code, words in found.items() if code <= "AM203" or "AM203" not in found)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,21 @@ class _MergedInputs:
                 twins.append(f"'{labels[s]}' and '{labels[t]}'")
         words = "are the same expert, given twice: it counts twice. Leave one out, or use weights"
         return f"{'; '.join(twins)} {words}" if twins else ""
+
+    def from_another_base(self) -> str:
+        """Experts whose weights differ from the base's as those of independent models do."""
+        sizes = [r.size for i, r in self.rows if r.size and r.size["base_norm"] and len(i.shape) > 1]
+        far = []
+        for t, label in enumerate(self.plan.recipe.labels):
+            changes = [s["expert_norms"][t] / s["base_norm"] for s in sizes if s["expert_norms"][t]]
+            if changes and (middle := statistics.median(changes)) > FOREIGN:
+                far.append(f"'{label}' by {middle:.2g}")
+        words = (
+            f"as far from {self.plan.recipe.measured_from or 'the base'} as unrelated weights are: {', '.join(far)} "
+            "of its norm (median). An expert that was not trained from it (another size, version or initialization) "
+            "adds noise. Fix: give the base that all experts were trained from, or leave the expert out"
+        )
+        return words if far else ""
 
     def with_other_base(self) -> str:
         """A base that looks like an expert."""

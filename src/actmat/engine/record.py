@@ -21,7 +21,7 @@ def _with_norm(stats: dict[str, Any]) -> dict[str, Any]:
 
 def _complete(size: dict[str, Any] | None) -> dict[str, Any] | None:
     """Sizes, if they have the form of `engine.size.size_of`."""
-    wanted = {"norm": float, "sum_norm": float, "sampled": int, "expert_norms": list}
+    wanted = {"norm": float, "sum_norm": float, "base_norm": float, "sampled": int, "expert_norms": list}
     if size is not None and not all(isinstance(size.get(name), kind) for name, kind in wanted.items()):
         raise ValueError(f"expected the fields {', '.join(wanted)}")
     return size

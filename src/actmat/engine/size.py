@@ -113,6 +113,7 @@ class InputSample:
     Attributes:
         total: sum over the experts; this and the rest are there after `finish`.
         squares: squared norms of the experts' sampled deltas.
+        base_square: the same of the base's entries.
         probes: first entries of every expert's delta.
     """
 
@@ -132,10 +133,11 @@ class InputSample:
         """Add up the deltas; all bytes were given. Once for every variant that shares the sample."""
         base, *stored = self._samples
         self.total = torch.zeros(sum(b - a for a, b in base.runs), dtype=torch.float64)
-        self.squares = [0.0] * len(self._sources)
+        self.squares, self.base_square = [0.0] * len(self._sources), 0.0
         self.probes: list[Tensor] = []
         for run, (low, high) in enumerate(base.runs):
             base_run, here = base.run(run), base.place(run)
+            self.base_square += float(base_run.nan_to_num(0.0, 0.0, 0.0).square().sum())
             for t, (source, expert) in enumerate(zip(self._sources, self._experts, strict=True)):
                 if source.kind == "stored":
                     delta = stored[t].run(run) - base_run
@@ -149,7 +151,7 @@ class InputSample:
 
 
 def size_of(item: Item, sample: InputSample, merged: Tensor | None) -> dict[str, Any]:
-    """Frobenius norms of the merged delta, of each expert's and of their sum, estimated from a sample.
+    """Frobenius norms of the merged delta, of each expert's, of their sum and of the base, estimated from a sample.
 
     Args:
         item: the tensor.
@@ -165,6 +167,7 @@ def size_of(item: Item, sample: InputSample, merged: Tensor | None) -> dict[str,
         "norm": norm(float(merged @ merged)) if merged is not None else 0.0,
         "sum_norm": norm(float(sample.total @ sample.total)),
         "expert_norms": [norm(square) for square in sample.squares],
+        "base_norm": norm(sample.base_square),
         "sampled": sampled,
     }
 
