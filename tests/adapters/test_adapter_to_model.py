@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_reading import CASES
 from tests.helpers.adapters import LLAMA, STACKS, save_adapter, save_groups, tiny
-from tests.helpers.checkpoint_files import save_folder
+from tests.helpers.checkpoint_files import save_folder, save_lora
 from torch import Tensor
 
 import actmat
@@ -141,3 +141,18 @@ def test_an_adapter_of_the_text_model_fits_the_language_model_of_a_multimodal_on
     found = load_file(tmp_path / "out" / "model.safetensors")
     wanted = {n.replace("model.", begins, 1): t for n, t in expected.items()} | vision
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("named", "is_said"),
+    [("meta/Tiny-Instruct", True), ("meta/tiny", False), ("unsloth/Tiny-bnb-4bit", False), ("/models/x", False)],
+)
+def test_a_base_of_another_name_than_the_adapters_is_said(
+    named: str, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_folder(Path("org/Tiny"), {"layer.weight": torch.zeros(4, 4)})
+    save_lora(Path("a"), {"layer": (torch.ones(2, 4), torch.ones(4, 2))}, base_model_name_or_path=named)
+    notes = [n.text for n in actmat.plan("org/Tiny", ["a"], method="average").notes if "as their base" in n.text]
+    said = "adapters name 'meta/Tiny-Instruct' as their base, and are merged into org/Tiny: is it the same model?"
+    assert notes == [said] * is_said

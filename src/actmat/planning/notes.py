@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from actmat.checkpoints.model import Model
+from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import Note, NoteSeverity, first_of
 from actmat.experts.deltas import Deltas
 from actmat.experts.lora.adapter import Adapter
@@ -15,6 +17,9 @@ from actmat.planning.choose import WHOLE
 from actmat.planning.item import Item, MethodCall
 from actmat.planning.storage import storage_notes
 from actmat.recipe import Recipe
+
+_COPY = re.compile(r"-(?:unsloth|bnb|awq|gptq|fp8|gguf)\b.*")
+"""End of the name of a copy with quantized numbers."""
 
 
 def all_notes(
@@ -30,10 +35,26 @@ def all_notes(
     pairs = zip(recipe.labels, experts, strict=True)
     of_inputs += [(f"expert '{label}'", note) for label, e in pairs for note in e.model.folder.notes]
     warnings = (*recipe.warnings, *_negative_means(items), *likely, *_remarks(of_inputs, "warning"))
-    of_storage = [] if base is None else storage_notes(recipe, base, experts)
-    of_methods = _method_notes(items, len(experts))
-    notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions, *of_storage, *of_methods)
+    of_storage = [] if base is None else [*_named_bases(recipe, experts), *storage_notes(recipe, base, experts)]
+    notes = (*recipe.notes, *_remarks(of_inputs, "note"), *decisions, *of_storage, *_method_notes(items, len(experts)))
     return (*(Note("warning", "", text) for text in warnings), *(Note("note", "", text) for text in notes))
+
+
+def _named_bases(recipe: Recipe, experts: Sequence[Deltas]) -> list[str]:
+    """A note on adapters that name another model as their base than the given one, where both have names on a hub."""
+    given = recipe.base or ""
+    named = {e.adapter.config.base_model for e in experts if e.adapter is not None and HUB_ID.fullmatch(given)}
+    others = sorted(b for b in named if HUB_ID.fullmatch(b) and _model_name(b) != _model_name(given))
+    return [f"adapters name '{b}' as their base, and are merged into {given}: is it the same model?" for b in others]
+
+
+def _model_name(location: str) -> str:
+    """Name of a model without its owner, revision, and what copies with other numbers add.
+
+    >>> _model_name("unsloth/Qwen2.5-7B-unsloth-bnb-4bit"), _model_name("Qwen/Qwen2.5-7B@main")
+    ('qwen2.5-7b', 'qwen2.5-7b')
+    """
+    return _COPY.sub("", location.partition("@")[0].rpartition("/")[2].lower())
 
 
 def adapter_notes(recipe: Recipe, adapters: Sequence[Adapter], modules: Sequence[Item]) -> list[str]:
