@@ -131,7 +131,7 @@ SETS = {
     "encoder-adapters": ("five adapters of MiniLM", "dc_merge"),
     "digits": ("six full models of digits", "dc_merge"),
     "images-full": ("seven full models of ViT-S/14", "dc_merge"),
-    "images-adapters": ("seven adapters of ViT-S/14", "dc_merge"),
+    "images-adapters": ("seven adapters of ViT-S/14", "ct_merging"),
     "decoder-full": ("eight full models of SmolLM2-135M", "actmat_ridge"),
     "answers": ("eight adapters of Qwen2.5-Coder-0.5B, trained on answers", "ct_merging"),
     "whole": ("eight adapters of Qwen2.5-Coder-0.5B, trained on whole texts", "ct_merging"),
@@ -255,11 +255,11 @@ def written(_: str) -> str:
     lines = [["SmolLM2-135M, 3 tasks, answers, adapters from elsewhere", "", *map(_accuracy, by_few)]]
     trainings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in read_lines(RESULTS / "evidence" / "self-llm-qwen.jsonl"):
-        model, _, learnt = row["model"].partition(", r = 16, loss on ")
         weights = row["detail"]["training"]["weights"]
-        place = (model.partition("-Instruct")[0], learnt.partition(",")[0], row["seed"], row["settings"], weights)
-        trainings.setdefault(place, []).append(row)
-    for (base, learnt, seed, *_), rows in sorted(trainings.items()):
+        base, learnt = row["model"].partition("-Instruct")[0], row["model"].partition("loss on ")[2].partition(",")[0]
+        trainings.setdefault((base, learnt, row["seed"], row["settings"], weights), []).append(row)
+    by_size = sorted(trainings.items(), key=lambda item: (*item[0][:2], len({r["task"] for r in item[1]}), item[0][2]))
+    for (base, learnt, seed, *_), rows in by_size:
         gains = [gain for r in rows for gain in r["detail"].get("gains", {}).values()]
         n_tasks = len({r["task"] for r in rows})
         cells = []

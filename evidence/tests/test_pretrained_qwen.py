@@ -85,7 +85,7 @@ def made(request):
 
 def test_every_row_has_all_tasks_in_both_wordings_of_both_ways_of_training(finished):
     scores = scores_of(finished)
-    model = "tiny-llama, r = 2, loss on"
+    model = "tiny-llama, r = 2, 2 steps of 4 at 0.0002, loss on"
     models = {f"{model} {loss}{end}" for loss in ("answers", "whole texts") for end in ("", ", asked in other words")}
     rows = {"base", "experts", "ct_merging", *METHODS}
     assert {(s.model, s.method, s.task) for s in scores} == {(m, r, t) for m in models for r in rows for t in CHOSEN}
@@ -153,7 +153,9 @@ def test_a_row_that_fails_is_noted_and_the_next_one_is_made(finished, monkeypatc
     path.write_text("")
     get_suite("llm-qwen").run(replace(finished, console=Console(width=200)))
     assert {s.method for s in scores_of(finished)} == {"base", "experts", "average"}
-    assert "broken failed (tiny-llama, r = 2, loss on answers, seed 0)" in capsys.readouterr().out
+    assert (
+        "broken failed (tiny-llama, r = 2, 2 steps of 4 at 0.0002, loss on answers, seed 0)" in capsys.readouterr().out
+    )
     path.write_text(before)
 
 
@@ -200,7 +202,7 @@ def test_matrix_products_have_the_precision_of_the_settings(asked, precision, dt
 
 def test_adapters_from_one_start_have_one_a(asked, tmp_path, monkeypatch):
     experiment = made(replace(asked, settings=asked.settings | {"start": "shared"}))[0]
-    assert experiment.model == "tiny-llama, r = 2, A shared, loss on answers"
+    assert experiment.model == "tiny-llama, r = 2, A shared, 2 steps of 4 at 0.0002, loss on answers"
     models = []
     monkeypatch.setattr(stages, "train_by", lambda model, *_: models.append(dict(model.named_parameters())))
     with Watch().stage("x") as stage:

@@ -87,6 +87,8 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[WordedLlm]:
     decided = {name: value for name, value in asdict(settings).items() if name not in ("base", "losses")}
     name = Path(location).name + " from GGUF" * bool(_quantized(Path(location))) + f", r = {settings.rank}"
     name += f", A {settings.start}" * (settings.start != "apart")
+    how, usual = ((x.steps, x.batch_size, x.rate) for x in (settings, QwenSettings()))
+    name += f", {how[0]} steps of {how[1]} at {how[2]:g}" * (how != usual)
     for seed in request.seeds:
         for loss in settings.losses:
             yield WordedLlm(
