@@ -120,7 +120,7 @@ def actmat_side(adapters: list[Path], out: Path, method: str) -> float:
 
 
 COLUMNS = ("tool", "method", "merge_s", "process_s", "cpu_s", "peak_anonymous_b", "difference")
-OURS = ("task_arithmetic", "auto", "tsv", "dc_merge", "knots", "ties")
+OURS = ("task_arithmetic", "auto", "ct_merging", "tsv", "dc_merge", "knots", "ties")
 PEFT = ("cat", "peft-ties", "svd")
 SUMS = ("task_arithmetic", "cat", "svd")
 

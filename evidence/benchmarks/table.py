@@ -187,6 +187,10 @@ def few(subject: str) -> str:
     return f"{table(header, lines)}\n{said}; {command}, {'; '.join(machine)}.\n"
 
 
+LIKE_DATA = "ridge=0.05:prior=0.5"
+"""Of regressions toward another merge: the prior of `merge --data` for eight inputs."""
+
+
 def sets(form: str) -> str:
     """Accuracy of merges with eight inputs of each expert, and without, on every set where both were measured.
 
@@ -197,12 +201,7 @@ def sets(form: str) -> str:
         "average": ("average", 0.0, "", ("average",)),
         **{f"`{name}`": (name, 0.0, "", (name,)) for name in ("ct_merging", "dc_merge", "tsv", "auto")},
         "`merge --data`": ("own", 0.001, "", ("regmean:data=training", "regmean:data=8")),
-        "toward `ct_merging`": (
-            "own",
-            0.05,
-            "ct_merging",
-            ("regmean:training:toward=ct_merging:ridge=0.05:prior=0.5",),
-        ),
+        "toward `ct_merging`": ("own", 0.05, "ct_merging", (f"regmean:training:toward=ct_merging:{LIKE_DATA}",)),
         "toward `dc_merge`": ("own", 0.05, "dc_merge", ()),
     }
     few = [r for r in read_lines(RESULTS / "few.jsonl") if r["n"] == 0 or (r["n"] == 8 and r["prior"] == 4.0)]
@@ -219,13 +218,13 @@ def sets(form: str) -> str:
             some = [r for r in scores if r["method"] in ((auto,) if kind == "auto" else methods)]
             mean = f"{100 * sum(r['correct'] / r['total'] for r in some) / len(some):.1f}" if some else ""
             cells.append(_accuracy(matching) or mean)
-        lines += [[name, *cells]] if any(cells) else []
+        lines.append([name, *cells])
     if form != "brief":
         return table(["experts", *columns], lines)
     times = read_result("inputs")
     took = next(f"{row['wall_s']:.0f} s on {times['cores']} cores" for row in times["rows"] if row["prompts"] == 8)
-    brief = [[name, some[0], some[4], max(some[:4], key=float), some[5]] for name, *some in lines]
-    note = f"In %. *Best*: of average, `ct_merging`, `dc_merge` and `tsv`, in hindsight. The first merge took {took}."
+    brief = [[name, some[0], some[4], max(some[:5], key=float), some[5]] for name, *some in lines]
+    note = f"In %. *Best*: of these two, `ct_merging`, `dc_merge` and `tsv`, in hindsight. The first merge took {took}."
     return table(["experts", "average", "`auto`", "best", "`merge --data`"], brief) + f"\n{note}\n"
 
 
