@@ -1,6 +1,7 @@
 """`--data self`: prompts that experts write themselves, which experts are refused, and what is recorded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import written as module
 from actmat.extras.tune.sources import InputSettings
 from actmat.extras.tune.with_inputs import merge_with_inputs
-from actmat.extras.tune.written import LONGEST, write_prompts
+from actmat.extras.tune.written import LONGEST, WrittenPrompts, check_written, write_prompts
 from actmat.progress import Progress
 from actmat.recipe import make_recipe
 from actmat.report.manifest import read_manifest
@@ -63,6 +64,13 @@ def test_an_expert_that_writes_what_the_base_writes_is_refused(family: Path, tmp
     assert "'math' writes what the base writes" in caught.value.problems[0]
     assert "Fix: --data math=PROMPT" in caught.value.problems[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_an_expert_that_repeats_itself_is_refused() -> None:
+    written = WrittenPrompts(("Human", "Entity"), [1], [[2], [3]], -0.1, different=0.2)
+    with pytest.raises(StatisticsError, match="'kind' repeats itself: only 20% of the prompts") as error:
+        check_written({"kind": written, "other": replace(written, different=0.5)}, {"kind": 14.0, "other": 2.0})
+    assert len(error.value.problems) == 1
 
 
 def test_one_expert_may_write_and_another_be_given_prompts(family: Path, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ LONGEST = 96
 """Tokens of a prompt at most; a longer one ends there."""
 AT_ONCE = 32
 """Prompts written at a time."""
-FEWEST = 4
-"""Different prompts that an expert must write."""
+DIFFERENT = 0.5
+"""Least share of different prompts among those that were sampled: one that learnt answers only repeats these."""
 MORE_PROBABLE = 1.0
 """Nats per token by which an expert's prompts must be more probable under it than under the base."""
 _MARK = "\x1fprompt\x1f"
@@ -48,12 +48,14 @@ class WrittenPrompts:
         start: tokens of the template before the prompt.
         tokens: of each prompt, as it was written.
         log_p: log-probabilities of the tokens under the expert, summed over all prompts.
+        different: share of different prompts among all that were sampled.
     """
 
     texts: tuple[str, ...]
     start: Sequence[int]
     tokens: Sequence[Sequence[int]]
     log_p: float
+    different: float
 
     def gain(self, base: nn.Module) -> float:
         """Nats per token by which the prompts are more probable under the expert than under the base."""
@@ -114,6 +116,7 @@ def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) 
     pad_token(tokenizer)
     start, stops, end = _template(tokenizer, options.template)
     prompts: dict[str, list[int]] = {}
+    tried = 0
     ids_NL = torch.tensor([start] * AT_ONCE, device=next(model.parameters()).device)
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(seed)
@@ -123,6 +126,7 @@ def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) 
                 num_beams=1, repetition_penalty=1.0, max_new_tokens=LONGEST, eos_token_id=sorted(stops),
                 pad_token_id=tokenizer.pad_token_id,
             )  # fmt: skip
+            tried += len(out_NL)
             for tokens in out_NL[:, len(start) :].tolist():
                 length = next((n for n, t in enumerate(tokens) if t in stops), len(tokens))
                 text = tokenizer.decode(tokens[:length], skip_special_tokens=True).partition(end)[0].strip()
@@ -131,7 +135,7 @@ def write_prompts(loaded: Loaded, options: DataOptions, number: int, seed: int) 
             if len(prompts) >= number:
                 break
     texts, written = tuple(prompts)[:number], list(prompts.values())[:number]
-    return WrittenPrompts(texts, start, written, _log_p(model, start, written))
+    return WrittenPrompts(texts, start, written, _log_p(model, start, written), len(prompts) / tried)
 
 
 def _template(tokenizer: Any, template: str | None) -> tuple[list[int], set[int], str]:
@@ -193,8 +197,10 @@ def _base_of(loaded: Loaded, loader: Loader) -> Iterator[nn.Module]:
 def _refusal(label: str, written: WrittenPrompts, gain: float) -> str:
     """The reason why the prompts are not those of a task; empty if they are."""
     fix = f"Fix: --data {label}=PROMPT or a file of prompts of its task"
-    if len(written.texts) < FEWEST:
-        return f"'{label}' writes {len(written.texts)} different prompts, fewer than {FEWEST}. {fix}"
+    if written.different < DIFFERENT:
+        return (
+            f"'{label}' repeats itself: only {written.different:.0%} of the prompts that it writes are different. {fix}"
+        )
     if gain < MORE_PROBABLE:
         return (
             f"'{label}' writes what the base writes: its prompts are more probable under it by {gain:.2f} nats per "
