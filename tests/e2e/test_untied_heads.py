@@ -139,14 +139,21 @@ def test_a_head_that_no_input_stores_or_ties_is_warned_of(tensors: dict[str, Ten
     expert = saved(tmp_path / "expert", noisy(tensors, 1), tie_word_embeddings=False)
     said = [note for note in actmat.plan(base, [expert], method="linear").notes if "draw one at random" in note.text]
     assert [note.severity for note in said] == ["warning"]
+    for classes in ([], ["CLIPTextModelWithProjection"], ["UNet2DConditionModel"]):  # nothing tells that these have one
+        for folder in (base, expert):
+            edit_json(folder / "config.json", architectures=classes)
+        assert not [n for n in actmat.plan(base, [expert], method="linear").notes if "draw one at random" in n.text]
 
 
-def test_a_head_of_any_name_is_stored(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    tensors["own_projection.weight"] = tensors[TABLE] + 1
+@pytest.mark.parametrize(("head", "rows"), [("own_projection", 0), ("unembed", 0), ("lm_heads.0", 2), ("lm_head", 2)])
+def test_a_head_of_any_name_is_stored(head: str, rows: int, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    tensors[f"{head}.weight"] = tensors[TABLE][rows:] + 1
     base = saved(tmp_path / "base", tensors, tie_word_embeddings=False)
     expert = saved(tmp_path / "expert", noisy(tensors, 1))
     plan = actmat.plan(base, [expert], method="linear")
-    assert (plan.configs, [note for note in plan.notes if "unties" in note.text]) == ({}, [])
+    assert (plan.configs, [note for note in plan.notes if "unties" in note.text]) == ({}, []), (
+        "of fewer rows than a padded table, too"
+    )
 
 
 @pytest.mark.parametrize("stored_twice", [False, True])

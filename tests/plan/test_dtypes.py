@@ -76,19 +76,30 @@ def test_integers_that_an_expert_changed_are_kept_only_on_request() -> None:
     same = {**base, "w": torch.ones(4, 3), "bn.num_batches_tracked": torch.tensor(9)}
     changed = {**same, "router.tid2eid": torch.tensor([2, 1])}
     assert plan(base, {"a": same, "b": same}, method="average").notes == ()
-    with pytest.raises(AlignmentError, match=r"'router.tid2eid' hold numbers.*expert 'b'.*--keep"):
+    with pytest.raises(AlignmentError, match=r"'router.tid2eid': integers.*expert 'b'.*--keep"):
         plan(base, {"a": same, "b": changed}, method="average")
     plan(base, {"a": same, "b": changed}, method="average", keep=["router.tid2eid"])
+    narrow = {**same, "router.tid2eid": torch.tensor([1, 2], dtype=torch.uint8)}
+    plan(base, {"a": same, "b": narrow}, method="average")
+    with pytest.raises(AlignmentError, match=r"'router.tid2eid': integers"):
+        plan({**base, "router.tid2eid": torch.tensor([1, 258])}, {"b": narrow}, method="average")
 
 
 def test_a_noise_schedule_is_a_setting_that_is_not_merged() -> None:
     schedule = {"alphas_cumprod": torch.linspace(1, 0.1, 8), "sqrt_alphas_cumprod": torch.linspace(1, 0.1, 8).sqrt()}
     base = {"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(4, 3), **schedule}
     halved = {name: tensor.half() + 1 * ("model" in name) for name, tensor in base.items()}
-    copied = [item.name for item in plan(base, {"a": halved, "b": halved}, method="average").items if not item.call]
+    coarse = {**halved, **{name: tensor.bfloat16() for name, tensor in schedule.items()}}
+    copied = [item.name for item in plan(base, {"a": halved, "b": coarse}, method="average").items if not item.call]
     assert copied == [*schedule]
+    layer = {"posterior_mean.weight": torch.zeros(4, 3)}
+    assert plan(layer, {"a": {n: t + 1 for n, t in layer.items()}}, method="average").items[0].call, (
+        "a layer of that name"
+    )
     other = {**halved, "alphas_cumprod": torch.linspace(1, 0, 8), "sqrt_alphas_cumprod": torch.linspace(1, 0, 8)}
-    with pytest.raises(AlignmentError, match=r"'alphas_cumprod', 'sqrt_alphas_cumprod' hold numbers.*'b'") as error:
+    with pytest.raises(
+        AlignmentError, match=r"'alphas_cumprod', 'sqrt_alphas_cumprod': integers, or a noise schedule.*'b'"
+    ) as error:
         plan(base, {"a": halved, "b": other}, method="average")
     assert len(error.value.problems) == 1
     plan(base, {"a": halved, "b": other}, method="average", keep=[*schedule])

@@ -218,6 +218,7 @@ def test_experts_have_a_row_each() -> None:
         assert row.endswith("0.25" if expert.name == "math" else "–")
     assert "size of the merge is off (AM402)" in text_of(page_of(findings=[SIZE]), "experts")
     assert "size of the merge is off" not in text_of(page, "experts")
+    assert "size of the merge is off" not in text_of(page_of(findings=[{**SIZE, "code": "AM203"}]), "experts")
 
 
 def test_the_recipe_on_the_page_makes_the_same_merge(page: Page) -> None:

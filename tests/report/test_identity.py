@@ -61,6 +61,16 @@ def test_every_merge_looks_at_the_identity_of_its_inputs(case: str, models: Path
     assert all(words in text for (_, text), (_, words) in zip(found, wanted, strict=True)), found
 
 
+def test_a_muted_finding_hides_no_other(models: Path, tmp_path: Path) -> None:
+    experts = [models / "ann.safetensors", models / "new.safetensors"]
+    fields: dict[str, Any] = {"method": "actmat", "durable": False, "overwrite": True, "out": tmp_path / "out"}
+    found = [
+        [w.code for w in actmat.merge(models / "base.safetensors", experts, mute=mute, **fields).warnings]
+        for mute in ([], ["AM203"])
+    ]
+    assert found == [["AM203"], ["AM301"]]
+
+
 UNEQUAL: list[tuple[dict[str, Any], float, bool]] = [
     ({"method": "actmat"}, 3.0, True),
     ({"method": "actmat_ridge"}, 3.0, True),

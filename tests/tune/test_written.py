@@ -71,6 +71,8 @@ def test_an_expert_that_repeats_itself_is_refused() -> None:
     with pytest.raises(StatisticsError, match="'kind' repeats itself: only 20% of the prompts") as error:
         check_written({"kind": written, "other": replace(written, different=0.5)}, {"kind": 14.0, "other": 2.0})
     assert len(error.value.problems) == 1
+    nothing = WrittenPrompts((), [1], [], 0.0, different=0.0)
+    assert nothing.gain(torch.nn.Linear(1, 1)) == 0.0, "an expert that ends every prompt at once is refused, too"
 
 
 def test_one_expert_may_write_and_another_be_given_prompts(family: Path, tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ UNENDED = 8
 """Tokens of an answer that are compared where the expert did not end it in time."""
 CHANCE = 0.05
 """Largest probability by chance, of the one-sided sign test, of a difference that counts as shown."""
-GUESSES = ("AM203", "AM402", "AM403")
+OF_SIZE = ("AM402", "AM403")
+"""Checks of the size of a merge."""
+GUESSES = ("AM203", *OF_SIZE)
 """Checks that guess from sizes whether a merge is good: silent where its answers were measured."""
 JUDGED = "answers were measured, and judge the merge"
 RIVALS = {"without": "without inputs", "average": "the average"}

@@ -88,9 +88,8 @@ def run_checks(
     findings = []
     for check in (c for c in CHECKS if c.code in said):
         message, concerned = said[check.code]
-        names, is_muted = tuple(dict.fromkeys(concerned)), check.code in mute
-        shown = names[:SHOWN_TENSORS]
-        findings.append(Finding(check.code, check.title, check.severity, message, shown, len(names), is_muted))
+        about, names = (check.code, check.title, check.severity, message), tuple(dict.fromkeys(concerned))
+        findings.append(Finding(*about, names[:SHOWN_TENSORS], len(names), check.code in mute))
     return tuple(findings)
 
 

@@ -45,7 +45,7 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
         "AM301": merge.of_unequal_size,
     }
     found = {code: words for code, check in checks.items() if (words := check())}
-    return tuple((code, words) for code, words in found.items() if code <= "AM203" or "AM203" not in found)
+    return tuple(item for item in found.items() if item[0] <= "AM203" or "AM203" not in found.keys() - plan.recipe.mute)
 
 
 @dataclass(frozen=True)

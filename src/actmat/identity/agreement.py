@@ -120,16 +120,18 @@ def _agree_models(base: Inventory, experts: Sequence[Inventory], output: OutputC
 def _agree_heads(agreed: InputAgreement, base: Inventory, experts: Sequence[Inventory]) -> InputAgreement:
     """Output heads that configs untie and no file stores, which loaders draw at random: tied if another input's is."""
     models = [i for i in (base, *experts) if not i.is_adapter and i.folder.files]
-    headless = [words_of(i.label) for i in models if _lacks_head(i)]
-    if not headless:
+    headless, configs = [words_of(i.label) for i in models if _lacks_head(i)], [i.config for i in models]
+    # of other classes nothing tells that they have a head over the vocabulary
+    has_head = any(ties_embeddings(c) or "ForCausalLM" in str((c or {}).get("architectures")) for c in configs)
+    if not (headless and has_head):
         return agreed
     said = f"config.json of {first_of(headless)} unties an output head that it does not store"
-    if not any(ties_embeddings(i.config) for i in models):
+    if not any(map(ties_embeddings, configs)):
         return replace(agreed, warnings=(f"{said}: loaders draw one at random",))
-    configs = dict(agreed.configs)
+    written = dict(agreed.configs)
     if base in models and _lacks_head(base):
-        configs[CONFIG] = {**configs.get(CONFIG, base.folder.written.get(CONFIG, base.config or {})), TIE: True}
-    return replace(agreed, notes=(*agreed.notes, f"{said}: taken as tied"), configs=configs)
+        written[CONFIG] = {**written.get(CONFIG, base.folder.written.get(CONFIG, base.config or {})), TIE: True}
+    return replace(agreed, notes=(*agreed.notes, f"{said}: taken as tied"), configs=written)
 
 
 def _lacks_head(of_input: Inventory) -> bool:
@@ -138,8 +140,10 @@ def _lacks_head(of_input: Inventory) -> bool:
     if not config or not may_have_head(config) or ties_embeddings(config):
         return False
     rows = {spec.shape[:1] for name, spec in specs.items() if is_token_table(name)}
-    matrices = [n for n, s in specs.items() if len(s.shape) == 2 and (not rows or s.shape[:1] in rows)]
-    return not any(is_output_head(n) or (rows and not is_token_table(n) and "embed" not in n) for n in matrices)
+    others = [n for n, s in specs.items() if len(s.shape) == 2 and s.shape[:1] in rows and not is_token_table(n)]
+    # a head that has a name of its own may have fewer rows than a padded table
+    named = (n for n in specs if is_output_head(n) or re.search(r"lm_heads\.\d+\.weight$", n))
+    return bool(rows) and all("embed" in n.replace("unembed", "") for n in others) and not [*named]
 
 
 def _header_notes(every: Sequence[Inventory], output: OutputChoice) -> list[str]:

@@ -110,9 +110,9 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     shape = spec.shape
     if is_computed(spec.name):
         return TensorLayout(Role.BUFFER, f"indices or a computed buffer, by the name {owner}")
-    if not spec.is_floating or _SCHEDULE.fullmatch(owner):
-        what = "a noise schedule" if spec.is_floating else f"{spec.dtype} entries"
-        return TensorLayout(Role.BUFFER, f"{what} ({leaf or owner})")
+    if not spec.is_floating or (not leaf and _SCHEDULE.fullmatch(owner)):
+        what = spec.dtype if not spec.is_floating else "noise schedule"
+        return TensorLayout(Role.BUFFER, f"{what} entries ({leaf or owner})")
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
     table = _is_table(owner, tower) and (not indexed or _INDEXED_TABLE.fullmatch(owner) is not None)

@@ -18,9 +18,6 @@ from actmat.planning.item import Item, MethodCall
 from actmat.planning.storage import storage_notes
 from actmat.recipe import Recipe
 
-_COPY = re.compile(r"-(?:unsloth|bnb|awq|gptq|fp8|gguf)\b.*")
-"""End of the name of a copy with quantized numbers."""
-
 
 def all_notes(
     recipe: Recipe,
@@ -41,7 +38,7 @@ def all_notes(
 
 
 def _named_bases(recipe: Recipe, experts: Sequence[Deltas]) -> list[str]:
-    """A note on adapters that name another model as their base than the given one, where both have names on a hub."""
+    """A note on adapters that name another model than the given base, where both look like names on a hub."""
     given = recipe.base or ""
     named = {e.adapter.config.base_model for e in experts if e.adapter is not None and HUB_ID.fullmatch(given)}
     others = sorted(b for b in named if HUB_ID.fullmatch(b) and _model_name(b) != _model_name(given))
@@ -54,7 +51,7 @@ def _model_name(location: str) -> str:
     >>> _model_name("unsloth/Qwen2.5-7B-unsloth-bnb-4bit"), _model_name("Qwen/Qwen2.5-7B@main")
     ('qwen2.5-7b', 'qwen2.5-7b')
     """
-    return _COPY.sub("", location.partition("@")[0].rpartition("/")[2].lower())
+    return re.sub(r"-(?:unsloth|bnb|awq|gptq|fp8|gguf)\b.*", "", location.partition("@")[0].rpartition("/")[2].lower())
 
 
 def adapter_notes(recipe: Recipe, adapters: Sequence[Adapter], modules: Sequence[Item]) -> list[str]:

@@ -45,23 +45,22 @@ def buffer_problems(
     base: Model, experts: Sequence[Deltas], labels: Sequence[str], targets: Sequence[Target]
 ) -> Iterator[str]:
     """Integers, and numbers of a noise schedule, that differ in an expert: they are copied from the base, and what was
-    changed there would be lost. Floats are compared in the narrower dtype.
+    changed there would be lost. Floats are compared up to the rounding of the coarser dtype.
     """
     names, who = dict[str, None](), dict[str, None]()
     for target in (t for t in targets if t.layout.role is Role.BUFFER and not is_computed(t.name)):
-        ours = base.tensors.read(target.name)
         for label, expert, source in zip(labels, experts, target.sources, strict=True):
             if source is not None and source.kind == "stored":
-                theirs = expert.read(source.name)
-                narrow = min(ours, theirs, key=lambda x: x.element_size()).dtype
-                if not torch.equal(ours.to(narrow), theirs.to(narrow)):
+                ours, theirs = base.tensors.read(target.name), expert.read(source.name)
+                rounding = max((torch.finfo(x.dtype).eps for x in (ours, theirs) if x.is_floating_point()), default=0.0)
+                wide = torch.float64 if rounding else torch.int64
+                if not torch.allclose(ours.to(wide), theirs.to(wide), rounding, 0.0, equal_nan=True):
                     names[target.name] = who[label] = None
     if names:
         keep = " ".join(f"--keep '{name}'" for name in names)
         yield (
-            f"{first_names(names)} hold numbers that cannot be merged (integers, or a noise schedule), and those of "
-            f"expert {first_names(who)} are not the base's. Fix: give experts that agree with the base, or copy the "
-            f"base's ({keep})"
+            f"{first_names(names)}: integers, or a noise schedule, which cannot be merged, and those of expert "
+            f"{first_names(who)} are not the base's. Fix: give experts that agree with it, or copy the base's ({keep})"
         )
 
 

@@ -74,11 +74,7 @@ class Merges:
             recipe = recipe_of(self.recipe, choice).model_copy(update=fields)
             try:
                 (report,) = run_recipes([recipe], self._settings, self._progress, doing=f"merging {choice}")
-            except (
-                OutputError,
-                CheckpointError,
-                StatisticsError,
-            ):  # a file that fails speaks against no choice
+            except (OutputError, CheckpointError, StatisticsError):  # a file that fails speaks against no choice
                 raise
             except MergeError as error:
                 self.refused[choice.key] = error.problems[0] if error.problems else str(error)

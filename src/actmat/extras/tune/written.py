@@ -59,7 +59,7 @@ class WrittenPrompts:
 
     def gain(self, base: nn.Module) -> float:
         """Nats per token by which the prompts are more probable under the expert than under the base."""
-        return (self.log_p - _log_p(base, self.start, self.tokens)) / sum(map(len, self.tokens))
+        return (self.log_p - _log_p(base, self.start, self.tokens)) / max(1, sum(map(len, self.tokens)))
 
     def inputs(self, options: DataOptions, seed: int) -> tuple[DataOptions, list[Row]]:
         """The prompts as rows, and options whose location is the record of them."""

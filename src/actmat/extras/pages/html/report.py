@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from actmat.diagnostics.answers import GUESSES, kept_words, verdict
+from actmat.diagnostics.answers import OF_SIZE, kept_words, verdict
 from actmat.diagnostics.model import Diagnosis, ExpertRow, Matrix, MatrixRow
 from actmat.extras.pages.html import scales
 from actmat.extras.pages.html.environment import render, write_document
@@ -33,7 +33,7 @@ def render_html(diagnosis: Diagnosis) -> str:
         d=diagnosis,
         found=issues,
         muted=[f for f in diagnosis.findings if f.muted],
-        off=next((c for c in issues if c.code in GUESSES), None),
+        off=next((c for c in issues if c.code in OF_SIZE), None),
         measure=measure_answers(diagnosis),
         verdict=verdict(diagnosis.agreement or ()),
         kept=kept_words,
